@@ -1,0 +1,64 @@
+# Carpool: everything runs from .venv, which `make install` builds from the hashes in requirements.lock.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+LOCK   := requirements.lock
+PIP    := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-input
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lock bench clean
+
+help: ## List these targets
+	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) \
+	  | while IFS='|' read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP) ## Build .venv, in which .venv/bin/carpool is the command
+
+demo: install ## Start Redis, a batcher and workers on this machine and send them requests
+	@$(BIN)/carpool demo
+
+test: install ## Run every test
+	@$(BIN)/pytest -q tests
+
+check: install ## Lint, check the format, the types and which layer imports which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install ## Measure throughput and latency
+	@$(BIN)/python ops/bench/throughput.py
+
+$(STAMP): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Carpool needs Python 3.11 or newer; this is $$($(PYTHON) --version 2>&1 | head -1) ($(PYTHON))." >&2; \
+	  echo 'Name another: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	@echo "[1/3] Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo '$(PYTHON) -m venv failed. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	@echo "[2/3] Installing $$(grep -c == $(LOCK)) pinned packages, half a minute or so"
+	@$(PIP) --require-hashes --requirement $(LOCK)
+	@echo '[3/3] Installing Carpool itself'
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo 'Ready: $(BIN)/carpool'
+
+# Beside the project's own dependencies, what building it needs: the install runs without build isolation.
+# Sources that only this machine knows are left out, so that the hashes are those of the public files.
+lock: ## Resolve the dependencies anew and pin them by hash
+	@echo '[1/2] Installing the resolver into build/lock'
+	@$(PYTHON) -m venv build/lock
+	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
+	@echo '[2/2] Resolving'
+	@printf 'hatchling\neditables\n' | env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS \
+	  build/lock/bin/uv pip compile pyproject.toml - --output-file $(LOCK) --no-config --quiet --upgrade \
+	  --all-extras --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras \
+	  --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
+
+clean: ## Remove .venv and what the tools left behind
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

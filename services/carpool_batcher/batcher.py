@@ -1,0 +1,286 @@
+"""The batcher of one model: read -> decide -> dispatch, on one thread.
+
+The request stream itself is the set of waiting requests; what is kept here is a copy of it that can be lost.
+After any doubt (a broken connection, a lost lease) the copy is thrown away and read again from the beginning.
+Any number of batchers may run: a lease lets one of them form batches, so that batches are full. Safety does
+not hang on the lease: a dispatch takes effect at most once, whoever sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Event
+from typing import Final, NamedTuple
+
+import structlog
+
+from carpool import wire
+from carpool.clock import RedisClock
+from carpool.keys import Keys
+from carpool.link import Link
+from carpool.messages import (
+    BatchedRequest,
+    Entry,
+    ModelSettings,
+    Refusal,
+    Request,
+    Result,
+    Settled,
+    Withdrawal,
+)
+from carpool.store import Answer, Census, Departure, RawEntry, Store, Tail
+from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
+
+LEASE_MS: Final = 2000
+CENSUS_EVERY_US: Final = 250_000
+READ_ENTRIES: Final = 256
+READ_BYTES: Final = 32 * 1024 * 1024
+BLOCK_MS: Final = 1000
+UNSEEN_AFTER_US: Final = 1_000_000
+
+
+class Active(NamedTuple):
+    """What a batcher has only while it holds the lease."""
+
+    scheduler: Scheduler
+    tail: Tail
+    entries: dict[str, Entry]  # every entry of the request stream that has been read, by its current ID
+
+
+class ModelBatcher:
+    """Serves one model, or stands by while another batcher does. `run_once` is one turn of the loop."""
+
+    def __init__(self, url: str, keys: Keys, name: str) -> None:
+        self._url = url
+        self._keys = keys
+        self._name = name
+        self._clock = RedisClock()
+        self._store = Store(Link(url, name=f"{name}:moves"), keys, self._clock)
+        self._active: Active | None = None
+        self._census_at_us = 0
+        self._read_entries = READ_ENTRIES
+        self._log = structlog.get_logger().bind(model=keys.model)
+        self._stopping = Event()
+
+    @property
+    def active(self) -> bool:
+        """Whether this batcher holds the model's lease."""
+        return self._active is not None
+
+    def run_once(self) -> None:
+        """One turn: wait for something to happen, decide, act. On LinkError or anything else: start over."""
+        try:
+            if self._active is None:
+                self._stand_by()
+            else:
+                self._serve(self._active)
+        except BaseException:
+            self._step_back()
+            raise
+
+    def stop(self) -> None:
+        """Wake up a batcher that stands by; it takes no lease from now on."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Give the lease back, so that another batcher takes over at once."""
+        try:
+            if self._active is not None:
+                self._store.hold_lease(self._name, 0)
+        finally:
+            self._step_back()
+
+    # --- the lease -----------------------------------------------------------------------------------------
+
+    def _stand_by(self) -> None:
+        if not self._store.hold_lease(self._name, LEASE_MS):
+            self._stopping.wait(CENSUS_EVERY_US / 1e6)
+            return
+        census = self._store.census()
+        settings = ModelSettings.from_mapping(census.registration)
+        tail = Tail(Link(self._url, name=f"{self._name}:reads"), self._keys, self._store.last_settled_id())
+        scheduler = Scheduler(settings, len(census.workers))
+        for batch in self._store.batches_in_flight():
+            scheduler.ride(batch.id, [_as_request(one) for one in batch.requests], batch.dispatched_us)
+        self._active = Active(scheduler, tail, {})
+        self._log.info(
+            "batcher active", batcher=self._name, workers=len(census.workers), entries=census.waiting_entries
+        )
+
+    def _step_back(self) -> None:
+        """Forget everything that was read: the streams know better."""
+        if self._active is not None:
+            self._active.tail.close()
+            self._active = None
+        self._store.close()
+        self._census_at_us = 0
+
+    # --- one turn ------------------------------------------------------------------------------------------
+
+    def _serve(self, active: Active) -> None:
+        scheduler, tail, _ = active
+        now_us = self._clock.now_us()
+        if now_us >= self._census_at_us:
+            if not self._store.hold_lease(self._name, LEASE_MS):
+                self._log.info("lease lost", batcher=self._name)
+                self._step_back()
+                return
+            self._take_census(active)
+        tail.ask(self._read_entries, BLOCK_MS)
+        wake_at_us = min(scheduler.wake_at() or self._census_at_us, self._census_at_us)
+        arrived, settled = tail.hear((wake_at_us - self._clock.now_us()) / 1e6)
+
+        now_us = self._clock.now_us()
+        self._settle(scheduler, settled, now_us)
+        refusals, emptied = self._admit(active, arrived, now_us)
+        decisions = scheduler.poll(now_us)
+        if arrived or settled:
+            tail.ask(self._read_entries, BLOCK_MS)  # Redis reads on while the decisions are carried out
+        self._carry_out(active, decisions, refusals, emptied)
+
+    def _settle(self, scheduler: Scheduler, settled: Sequence[Settled], now_us: int) -> None:
+        for one in settled:
+            if one.size:
+                scheduler.settle(one.batch_id, now_us)
+            else:  # a worker came or left
+                self._census_at_us = 0
+
+    def _admit(
+        self, active: Active, arrived: Sequence[RawEntry], now_us: int
+    ) -> tuple[list[Refusal], list[Entry]]:
+        """Offer what arrived. Returns who is refused, and entries that only carried a word."""
+        scheduler, _, entries = active
+        refusals: list[Refusal] = []
+        emptied: list[Entry] = []
+        for entry_id, flat in arrived:
+            if entry_id.decode() in entries:
+                continue  # put back by this batcher's own dispatch
+            entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings)
+            entries[entry.id] = entry
+            for one in decoded:
+                if type(one) is Request:
+                    refused = scheduler.offer(one, now_us)
+                    if refused is not None:
+                        refusals.append(refused)
+                elif type(one) is Refusal:
+                    refusals.append(one)
+                elif type(one) is Withdrawal:
+                    refusals += scheduler.withdraw(one.correlation_ids)
+                    emptied.append(entry)
+        if arrived:
+            self._pace(arrived)
+        return refusals, emptied
+
+    def _pace(self, arrived: Sequence[RawEntry]) -> None:
+        """Ask for fewer entries at a time where they are large, so that one reply fits in memory."""
+        read_bytes = sum(len(value) for _, flat in arrived for value in flat)
+        per_entry = read_bytes // len(arrived) + 1
+        self._read_entries = max(1, min(READ_ENTRIES, READ_BYTES // per_entry))
+
+    # --- acting --------------------------------------------------------------------------------------------
+
+    def _carry_out(
+        self,
+        active: Active,
+        decisions: Sequence[Decision],
+        refusals: list[Refusal],
+        emptied: Sequence[Entry],
+    ) -> None:
+        dispatches = [one for one in decisions if type(one) is Dispatch]
+        refusals += [one for one in decisions if type(one) is Refusal]
+        if refusals or emptied:
+            self._refuse(active, refusals, emptied)
+        if dispatches:
+            self._dispatch(active, dispatches)
+        expired = [one for one in decisions if type(one) is Expire]
+        for one in expired:
+            self._expire(active.scheduler, one)
+
+    def _refuse(self, active: Active, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
+        ttl_ms = active.scheduler.settings.result_ttl_ms
+        touched = {one.entry: one.entry.id for one in refusals} | {entry: entry.id for entry in emptied}
+        vanished = self._store.refuse(refusals, emptied, ttl_ms)
+        _rename(active, touched, vanished)
+        counts: dict[str, int] = {}
+        for one in refusals:
+            counts[one.status] = counts.get(one.status, 0) + 1
+        if counts:
+            self._log.info("refused", **counts)
+
+    def _dispatch(self, active: Active, dispatches: Sequence[Dispatch]) -> None:
+        scheduler = active.scheduler
+        touched = {request.entry: request.entry.id for one in dispatches for request in one.requests}
+        departed, vanished = self._store.dispatch([Departure(*one) for one in dispatches])
+        _rename(active, touched, vanished)
+        now_us = self._clock.now_us()
+        for one in departed:
+            scheduler.departed(one.batch_id, one.requests, now_us)
+
+    def _expire(self, scheduler: Scheduler, one: Expire) -> None:
+        request = one.request
+        detail = "expired: its batch was dispatched, but not done by its deadline"
+        result = Result(request.correlation_id, "DEADLINE_EXCEEDED", request.content_type, detail=detail)
+        answer = Answer(one.position, request.reply_to, result)
+        self._store.expire_in_flight(one.batch_id, [answer], scheduler.settings.result_ttl_ms)
+
+    # --- looking around ------------------------------------------------------------------------------------
+
+    def _take_census(self, active: Active) -> None:
+        """Now and then: the clock, the workers, the settings, and what vanished without a word."""
+        census = self._store.census()
+        scheduler = active.scheduler
+        scheduler.workers = len(census.workers)
+        settings = ModelSettings.from_mapping(census.registration)
+        if settings != scheduler.settings:
+            scheduler.settings = settings
+            self._log.info("settings changed", **census.registration)
+        now_us = self._clock.now_us()
+        self._census_at_us = now_us + CENSUS_EVERY_US
+        self._find_unseen(active, census, now_us)
+
+    def _find_unseen(self, active: Active, census: Census, now_us: int) -> None:
+        """Room and queue must not leak: look up what should be there but, by the count, is not."""
+        scheduler, _, entries = active
+        if census.batches_in_flight < len(scheduler.in_flight()):
+            old = [
+                batch_id
+                for batch_id, riding in scheduler.in_flight().items()
+                if riding.dispatched_us < now_us - UNSEEN_AFTER_US
+            ]
+            for batch_id in self._store.missing(self._keys.batches, old) if old else ():
+                scheduler.settle(batch_id, now_us)
+        if census.waiting_entries < len(entries):
+            for entry_id in self._missing_entries(entries):
+                entry = entries.pop(entry_id)
+                scheduler.forget(entry.requests)
+
+    def _missing_entries(self, entries: Iterable[str]) -> set[str]:
+        known = list(entries)
+        missing: set[str] = set()
+        for start in range(0, len(known), 1000):
+            missing |= self._store.missing(self._keys.requests, known[start : start + 1000])
+        return missing
+
+
+def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]) -> None:
+    """Entries of which requests left are gone, or known by a new ID; in those that vanished nobody waits."""
+    for entry in vanished:
+        active.scheduler.forget(entry.requests)
+        entry.requests = []
+    for entry, old_id in touched.items():
+        active.entries.pop(old_id, None)
+        if entry.requests:
+            active.entries[entry.id] = entry
+
+
+def _as_request(one: BatchedRequest) -> Request:
+    """A request in flight as the scheduler knows it."""
+    return Request(
+        Entry(one.entry_id, one.arrival_us),
+        one.correlation_id,
+        b"",
+        one.content_type,
+        one.reply_to,
+        one.arrival_us,
+        one.deadline_us,
+    )

@@ -1,0 +1,1 @@
+"""The decisions of the batcher: no Redis, no clock, no threads, no logging. See `core.scheduler`."""

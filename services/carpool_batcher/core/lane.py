@@ -1,0 +1,72 @@
+"""The waiting requests of one lane: ten priorities, first in first out within each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from carpool.messages import PRIORITY_LEVELS, Request
+
+
+class Lane:
+    """Requests that may share a batch. Every operation is O(1) but `add` of a request that came back late."""
+
+    __slots__ = ("bytes", "cost", "count", "levels", "name", "urgent")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # An OrderedDict and not a deque: expired and withdrawn requests leave from the middle.
+        self.levels: list[OrderedDict[Request, None]] = [OrderedDict() for _ in range(PRIORITY_LEVELS)]
+        self.count = 0
+        self.cost = 0
+        self.bytes = 0
+        self.urgent: set[Request] = set()
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.levels[request.priority]
+
+    def add(self, request: Request) -> None:
+        """Append, or insert by arrival where the request was put back under a later entry ID."""
+        level = self.levels[request.priority]
+        if level and next(reversed(level)).arrival_us > request.arrival_us:
+            later = [one for one in level if one.arrival_us > request.arrival_us]
+            level[request] = None
+            for one in later:
+                level.move_to_end(one)
+        else:
+            level[request] = None
+        self.count += 1
+        self.cost += request.cost
+        self.bytes += len(request.body)
+
+    def remove(self, request: Request) -> None:
+        """Take one request out, wherever it stands."""
+        del self.levels[request.priority][request]
+        self.count -= 1
+        self.cost -= request.cost
+        self.bytes -= len(request.body)
+        self.urgent.discard(request)
+
+    def oldest_arrival_us(self) -> int:
+        """The arrival of the request that waits longest. The lane must not be empty."""
+        return min(next(iter(level)).arrival_us for level in self.levels if level)
+
+    def highest_priority(self) -> int:
+        """The highest priority that waits. The lane must not be empty."""
+        return max(priority for priority, level in enumerate(self.levels) if level)
+
+    def take(self, max_size: int, max_cost: int | None, max_bytes: int) -> list[Request]:
+        """Remove and return the next batch: highest priority first, in order, stopping at the first that
+        would pass a limit. At least one request."""
+        taken: list[Request] = []
+        cost = size_bytes = 0
+        for level in reversed(self.levels):
+            while level:
+                request = next(iter(level))
+                cost += request.cost
+                size_bytes += len(request.body)
+                over = (max_cost is not None and cost > max_cost) or size_bytes > max_bytes
+                if taken and (over or len(taken) == max_size):
+                    return taken
+                self.remove(request)
+                taken.append(request)
+        return taken

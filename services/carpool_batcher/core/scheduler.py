@@ -1,0 +1,281 @@
+"""When does which batch leave? The rules, and nothing but the rules: time is an argument, Redis is elsewhere.
+
+1. A batch leaves only when a worker has room: one batch for each model process, and one more for a busy one
+   if that batch is full already, since waiting cannot make it better. What is held back makes later batches
+   fuller, priorities effective and deadlines keepable. Room returns when a batch settles.
+2. A batch is ready, in this order of reasons:
+     full      it reached `max_batch_size` or `max_batch_cost`
+     deadline  a request in its lane would miss its deadline if it waited longer
+     delay     its oldest request waited `max_queue_delay_ms`
+     idle      a worker is free, and the model does not want to wait (`max_queue_delay_ms` 0)
+3. Among ready lanes the one with the highest priority goes first, then the one whose request waited longest.
+   Within a batch: higher priority first, then arrival. Lanes never mix, and never close each other's batches.
+4. A request whose deadline passes is answered at that moment, wherever it is: waiting, or in flight.
+5. What would wait beyond `max_queue_size` or `max_queue_bytes` is refused on arrival: the newest, never the
+   oldest.
+
+A request is in exactly one place:
+
+    offered --> waiting --> in flight --> settled
+       |           |            '-------> expired (answered; its batch goes on without it)
+       '-> refused '-> refused: expired, withdrawn, or gone from Redis
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Final, NamedTuple
+
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from carpool.messages import ModelSettings, Refusal, Request
+from carpool_batcher.core.lane import Lane
+
+MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
+BATCHES_AHEAD: Final = 2  # for each model process: one that it executes, one that it has at hand
+
+
+class Dispatch(NamedTuple):
+    """Send these together."""
+
+    requests: list[Request]
+    reason: str
+    lane: str
+
+
+class Expire(NamedTuple):
+    """Answer this request, which is at `position` of a batch in flight, DEADLINE_EXCEEDED."""
+
+    batch_id: str
+    position: int
+    request: Request
+
+
+Decision = Dispatch | Refusal | Expire
+
+
+class Riding(NamedTuple):
+    """A batch in flight, as far as it matters here."""
+
+    dispatched_us: int
+    requests: Sequence[Request]
+
+
+class Scheduler:
+    """The batching of one model. Tell it what happens; `poll` says what to do; `wake_at` says when to ask."""
+
+    def __init__(self, settings: ModelSettings, workers: int = 0) -> None:
+        self.settings = settings
+        self.workers = workers
+        self.waiting = 0
+        self.waiting_bytes = 0
+        self._lanes: dict[str, Lane] = {}
+        self._departing = 0  # batches decided on, whose IDs are not known yet
+        self._in_flight: dict[str, Riding] = {}
+        self._riding_until_deadline: dict[Request, str] = {}
+        self._alarms: list[tuple[int, int, Request]] = []
+        self._alarm_number = count()
+        self._ride_us = 0.0  # how long a batch takes from dispatch to settled, of late
+
+    # --- what happens --------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, now_us: int) -> Refusal | None:
+        """A request arrived. Returns a Refusal if it may not wait."""
+        settings = self.settings
+        if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
+            detail = f"cost: {request.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
+            return refusal(request, INVALID_ARGUMENT, detail)
+        if self.waiting >= settings.max_queue_size:
+            detail = f"the queue is full: {self.waiting} requests wait (max_queue_size); try again later"
+            return refusal(request, RESOURCE_EXHAUSTED, detail)
+        if self.waiting_bytes + len(request.body) > settings.max_queue_bytes:
+            detail = f"the queue is full: {self.waiting_bytes} bytes wait (max_queue_bytes); try again later"
+            return refusal(request, RESOURCE_EXHAUSTED, detail)
+        lane = self._lanes.get(request.lane)
+        if lane is None:
+            lane = self._lanes[request.lane] = Lane(request.lane)
+        lane.add(request)
+        self.waiting += 1
+        self.waiting_bytes += len(request.body)
+        if request.deadline_us is not None:
+            self._set_alarm(request, self._urgent_at(request, now_us))
+        return None
+
+    def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
+        """A producer takes back what waits. What is in flight rides on."""
+        named = [
+            request
+            for lane in self._lanes.values()
+            for level in lane.levels
+            for request in level
+            if request.correlation_id in correlation_ids
+        ]
+        self.forget(named)
+        return [refusal(request, CANCELLED, "withdrawn by its producer") for request in named]
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Waiting requests are gone from Redis: withdrawn by XDEL, or taken by another batcher."""
+        for request in requests:
+            lane = self._lanes.get(request.lane)
+            if lane is not None and request in lane:
+                self._remove(lane, request)
+
+    def departed(self, batch_id: str | None, requests: Sequence[Request], now_us: int) -> None:
+        """A Dispatch was carried out, and these ride; `batch_id` None: nobody was left to ride."""
+        self._departing -= 1
+        if batch_id is not None:
+            self.ride(batch_id, requests, now_us)
+
+    def ride(self, batch_id: str, requests: Sequence[Request], dispatched_us: int) -> None:
+        """A batch is in flight: dispatched now, or found there by a batcher that has just taken over."""
+        self._in_flight[batch_id] = Riding(dispatched_us, requests)
+        for request in requests:
+            if request.deadline_us is not None:
+                self._riding_until_deadline[request] = batch_id
+                self._set_alarm(request, request.deadline_us)
+
+    def settle(self, batch_id: str, now_us: int) -> None:
+        """A batch was committed, or is gone: its room returns."""
+        riding = self._in_flight.pop(batch_id, None)
+        if riding is None:
+            return
+        for request in riding.requests:
+            if request.deadline_us is not None:
+                self._riding_until_deadline.pop(request, None)
+        took_us = now_us - riding.dispatched_us
+        self._ride_us = max(took_us, 0.9 * self._ride_us + 0.1 * took_us)
+
+    def in_flight(self) -> dict[str, Riding]:
+        """Batches in flight by ID, in the order in which they were dispatched."""
+        return self._in_flight
+
+    # --- what to do ----------------------------------------------------------------------------------------
+
+    def poll(self, now_us: int) -> list[Decision]:
+        """Everything that is due by now. A Dispatch must be answered by `departed`."""
+        decisions: list[Decision] = self._ring(now_us) if self._alarms else []
+        while self.waiting:
+            idle = self.workers - len(self._in_flight) - self._departing
+            ahead = BATCHES_AHEAD * self.workers - len(self._in_flight) - self._departing
+            if ahead <= 0:
+                break
+            ready = self._next_ready(now_us, full_only=idle <= 0)
+            if ready is None:
+                break
+            decisions.append(self._dispatch(*ready))
+        return decisions
+
+    def wake_at(self) -> int | None:
+        """The next moment (us) at which `poll` could decide something by time alone, or None."""
+        moments = [self._alarms[0][0]] if self._alarms else []
+        if self.waiting and self.workers > len(self._in_flight) + self._departing:
+            moments += [self._delay_ends_us(lane) for lane in self._lanes.values() if lane.count]
+        return min(moments, default=None)
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _next_ready(self, now_us: int, *, full_only: bool) -> tuple[Lane, str] | None:
+        best: tuple[Lane, str] | None = None
+        best_rank = (0, 0)
+        for lane in self._lanes.values():
+            reason = self._reason(lane, now_us)
+            if reason is None or (full_only and reason != "full"):
+                continue
+            rank = (-lane.highest_priority(), lane.oldest_arrival_us())
+            if best is None or rank < best_rank:
+                best, best_rank = (lane, reason), rank
+        return best
+
+    def _reason(self, lane: Lane, now_us: int) -> str | None:
+        settings = self.settings
+        if lane.count >= settings.max_batch_size or lane.bytes >= MAX_BATCH_BYTES:
+            return "full"
+        if settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost:
+            return "full"
+        if not lane.count:
+            return None
+        if lane.urgent:
+            return "deadline"
+        if now_us >= self._delay_ends_us(lane):
+            return "delay" if settings.max_queue_delay_ms else "idle"
+        return None
+
+    def _delay_ends_us(self, lane: Lane) -> int:
+        return lane.oldest_arrival_us() + int(self.settings.max_queue_delay_ms * 1000)
+
+    def _dispatch(self, lane: Lane, reason: str) -> Dispatch:
+        settings = self.settings
+        taken = lane.take(settings.max_batch_size, settings.max_batch_cost, MAX_BATCH_BYTES)
+        self.waiting -= len(taken)
+        self.waiting_bytes -= sum(len(request.body) for request in taken)
+        self._departing += 1
+        if not lane.count:
+            del self._lanes[lane.name]  # names come from producers: an empty lane must not stay
+        return Dispatch(taken, reason, lane.name)
+
+    def _remove(self, lane: Lane, request: Request) -> None:
+        lane.remove(request)
+        self.waiting -= 1
+        self.waiting_bytes -= len(request.body)
+        if not lane.count:
+            del self._lanes[lane.name]
+
+    # --- deadlines: one heap of alarms; an alarm whose request has moved on means nothing -------------------
+
+    def _urgent_at(self, request: Request, now_us: int) -> int:
+        """When a waiting request must leave to be in time, or its deadline where it waits for no company."""
+        assert request.deadline_us is not None
+        if not self.settings.max_queue_delay_ms:
+            return request.deadline_us
+        return max(now_us, request.deadline_us - int(1.5 * self._ride_us) - 2000)
+
+    def _set_alarm(self, request: Request, at_us: int) -> None:
+        heapq.heappush(self._alarms, (at_us, next(self._alarm_number), request))
+        live = self.waiting + len(self._riding_until_deadline)
+        if len(self._alarms) > 4 * live + 1000:  # most have moved on: keep memory bounded, at O(1) amortised
+            self._alarms = [alarm for alarm in self._alarms if self._is_live(alarm[2])]
+            heapq.heapify(self._alarms)
+
+    def _is_live(self, request: Request) -> bool:
+        lane = self._lanes.get(request.lane)
+        return request in self._riding_until_deadline or (lane is not None and request in lane)
+
+    def _ring(self, now_us: int) -> list[Decision]:
+        decisions: list[Decision] = []
+        while self._alarms and self._alarms[0][0] <= now_us:
+            _, _, request = heapq.heappop(self._alarms)
+            assert request.deadline_us is not None
+            lane = self._lanes.get(request.lane)
+            if lane is not None and request in lane:
+                if request.deadline_us <= now_us:
+                    self._remove(lane, request)
+                    decisions.append(_expired(request))
+                else:
+                    lane.urgent.add(request)
+                    self._set_alarm(request, request.deadline_us)
+            elif request.deadline_us <= now_us:
+                batch_id = self._riding_until_deadline.pop(request, None)
+                if batch_id is not None:
+                    position = self._in_flight[batch_id].requests.index(request)
+                    decisions.append(Expire(batch_id, position, request))
+        return decisions
+
+
+def refusal(request: Request, status: str, detail: str) -> Refusal:
+    """The answer to a request that will not ride."""
+    return Refusal(
+        request.entry,
+        request.correlation_id,
+        request.reply_to,
+        request.content_type,
+        status,
+        detail,
+        request,
+    )
+
+
+def _expired(request: Request) -> Refusal:
+    assert request.deadline_us is not None
+    expiration_ms = (request.deadline_us - request.arrival_us) // 1000
+    return refusal(request, DEADLINE_EXCEEDED, f"expired: still waiting {expiration_ms} ms after its arrival")

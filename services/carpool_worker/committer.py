@@ -1,0 +1,86 @@
+"""The committer of one slot: outcome -> results -> one atomic commit, while the process computes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import structlog
+
+from carpool.link import CommandError
+from carpool.store import Answer, FencedError, Store
+from carpool_worker.job import Job
+from carpool_worker.slot import Slot
+
+WAIT_S: Final = 0.5
+
+
+class Committer:
+    """`run_once` finishes and commits at most one batch. What it could not commit it tries again."""
+
+    def __init__(self, slot: Slot, store: Store, result_ttl_ms: int) -> None:
+        self._slot = slot
+        self._store = store
+        self._result_ttl_ms = result_ttl_ms
+        self._log = structlog.get_logger()
+
+    def run_once(self) -> None:
+        """Wait for a finished job, half a second at the most while there is none in hand, and commit it."""
+        try:
+            job = self._slot.finish_next(self._note, WAIT_S)
+            if job is None:
+                return
+            self._commit(job)
+        except FencedError as fenced:
+            lost = next(job for job in self._slot.jobs() if job.batch.id == str(fenced))
+            self._log.warning(
+                "commit fenced", model=self._store.keys.model, batch=lost.batch.id, epoch=lost.batch.epoch
+            )
+            self._slot.drop(lost)
+            return
+        self._slot.drop(job)
+        self._report(job)
+
+    def _commit(self, job: Job) -> None:
+        requests = job.batch.requests
+        results = {
+            position: (requests[position].reply_to, result) for position, result in job.results.items()
+        }
+        try:
+            self._store.commit(
+                self._slot.consumer, job.batch, results, job.dead, job.compute_us, self._result_ttl_ms
+            )
+        except CommandError as error:
+            if error.code != "NOGROUP":
+                raise
+            raise FencedError(job.batch.id) from error  # somebody emptied Redis: there is nothing to settle
+
+    def _note(self, job: Job, starting: int) -> None:
+        """A request is about to be executed alone: make durable what is done, and that this one starts."""
+        requests = job.batch.requests
+        answers = [
+            Answer(position, requests[position].reply_to, result)
+            for position, result in job.results.items()
+            if position not in job.noted
+        ]
+        self._store.answer(self._slot.consumer, job.batch, answers, starting, self._result_ttl_ms)
+        job.noted.update(answer.position for answer in answers)
+
+    def _report(self, job: Job) -> None:
+        """The one line that tells a batch's story. Never its payloads."""
+        batch = job.batch
+        statuses = Counter(result.status for result in job.results.values())
+        oldest_us = min((request.arrival_us for request in batch.requests), default=batch.dispatched_us)
+        self._log.info(
+            "batch",
+            model=self._store.keys.model,
+            batch=batch.id,
+            reason=batch.reason,
+            size=len(batch.requests),
+            **statuses,
+            queue_ms=max(0, batch.dispatched_us - oldest_us) / 1000,
+            compute_ms=job.compute_us / 1000,
+            epoch=batch.epoch,
+            dead=len(job.dead),
+            worker=self._slot.consumer,
+        )

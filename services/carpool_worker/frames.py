@@ -1,0 +1,124 @@
+"""How a worker and its model process talk: frames over a socket pair. A msgpack header, then raw bytes.
+
+No pickle: what a producer sent is never more than data on its way to the model. Stacked tensors travel as
+they lie in memory, so that neither side touches a request's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from carpool.tensors import WIDTHS, Array, datatype_of, from_bytes, tensor_map, to_bytes
+
+_LENGTHS: Final = struct.Struct("<II")
+_TENSOR: Final = 1
+
+Header = dict[str, Any]
+Part = tuple[str, str, tuple[int, ...]]  # name, datatype, shape of one item
+
+
+class ProcessGoneError(ConnectionError):
+    """The other side hung up: its process is gone."""
+
+
+def send_frame(sock: socket.socket, header: Header, payload: bytes | bytearray | memoryview = b"") -> None:
+    """Send one frame. Raises ProcessGoneError."""
+    head = msgpack.packb(header)
+    try:
+        if len(payload) < 1 << 16:
+            sock.sendall(b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload)))
+        else:
+            sock.sendall(_LENGTHS.pack(len(head), len(payload)) + head)
+            sock.sendall(payload)
+    except OSError as error:
+        raise ProcessGoneError(str(error)) from error
+
+
+def receive_frame(sock: socket.socket) -> tuple[Header, bytearray]:
+    """The next frame. Raises ProcessGoneError at the end of the stream."""
+    head_bytes, payload_bytes = _LENGTHS.unpack(_receive(sock, _LENGTHS.size))
+    header = msgpack.unpackb(_receive(sock, head_bytes), strict_map_key=False)
+    return header, _receive(sock, payload_bytes)
+
+
+def _receive(sock: socket.socket, size_bytes: int) -> bytearray:
+    data = bytearray(size_bytes)
+    view = memoryview(data)
+    while view:
+        try:
+            got = sock.recv_into(view)
+        except OSError as error:
+            raise ProcessGoneError(str(error)) from error
+        if not got:
+            raise ProcessGoneError("the other side hung up")
+        view = view[got:]
+    return data
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+
+def pack_values(values: Any) -> bytes:
+    """Python values and arrays as bytes. Raises TypeError, ValueError or OverflowError for anything else."""
+    return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
+
+
+def unpack_values(data: bytes | bytearray | memoryview) -> Any:
+    """The inverse of `pack_values`; tuples come back as lists."""
+    return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
+
+
+def _pack_other(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_TENSOR, msgpack.packb(tensor_map(value)))
+    if isinstance(value, np.generic):
+        return value.item()
+    if hasattr(value, "__array__"):  # a torch tensor on the CPU, for one
+        return _pack_other(np.asarray(value))
+    raise TypeError(f"a {type(value).__name__} cannot be sent as a result")
+
+
+def _unpack_ext(code: int, data: bytes) -> Any:
+    if code != _TENSOR:
+        return msgpack.ExtType(code, data)
+    tensor = msgpack.unpackb(data)
+    if tensor["datatype"] == "BYTES":
+        return np.array(tensor["data"], dtype=str).reshape(tensor["shape"])
+    return from_bytes(tensor["datatype"], tensor["shape"], tensor["data"])
+
+
+# --- stacked tensors ---------------------------------------------------------------------------------------
+
+
+def part_bytes(part: Part, count: int) -> int:
+    """The length of `count` stacked items of a tensor."""
+    return WIDTHS[part[1]] * math.prod(part[2]) * count
+
+
+def unstack(parts: Sequence[Part], count: int, data: bytearray | memoryview) -> dict[str, Array]:
+    """The stacked arrays that lie one behind the other in `data`: shape (count, *shape) each."""
+    arrays: dict[str, Array] = {}
+    view, start = memoryview(data), 0
+    for name, datatype, shape in parts:
+        end = start + part_bytes((name, datatype, shape), count)
+        arrays[name] = from_bytes(datatype, (count, *shape), view[start:end])
+        start = end
+    return arrays
+
+
+def stack(arrays: dict[str, Array], declared: dict[str, str]) -> tuple[list[Part], bytes]:
+    """Stacked arrays as parts and bytes; `declared` datatypes by name win over the arrays' own."""
+    parts: list[Part] = []
+    data: list[bytes] = []
+    for name, array in arrays.items():
+        datatype = declared.get(name) or datatype_of(array)
+        parts.append((name, datatype, tuple(array.shape[1:])))
+        data.append(to_bytes(array, datatype))
+    return parts, b"".join(data)

@@ -1,0 +1,50 @@
+"""The heartbeat: the slots live, and still own the batches in hand. It starts first and stops last.
+
+It has a connection and a thread of its own, in a process that runs no model: a computation that holds the GIL
+or sleeps in C for an hour is renewed all the same, and nobody needs to guess how long it may take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from carpool.store import Store
+from carpool_worker.slot import Slot
+
+
+class Heartbeat:
+    """`run_once` renews every slot's lease, then waits for a third of it."""
+
+    def __init__(
+        self, slots: Sequence[Slot], store: Store, lease_ms: int, register: Callable[[Store], None]
+    ) -> None:
+        self._slots = slots
+        self._store = store
+        self._lease_ms = lease_ms
+        self._register = register
+        self._stopping = threading.Event()
+        self._log = structlog.get_logger()
+
+    def run_once(self) -> None:
+        """One beat."""
+        self.beat()
+        self._stopping.wait(self._lease_ms / 3000)
+
+    def beat(self) -> None:
+        """Renew everything now."""
+        self._store.look_at_clock()
+        for slot in self._slots:
+            registered, lost = self._store.renew(slot.consumer, self._lease_ms, slot.held())
+            if not registered:
+                self._register(self._store)
+            for batch_id in lost & {held for held, _ in slot.held()}:
+                self._log.warning(
+                    "batch lost", model=self._store.keys.model, batch=batch_id, worker=slot.consumer
+                )
+
+    def stop(self) -> None:
+        """Wake up from the wait between two beats."""
+        self._stopping.set()

@@ -1,0 +1,104 @@
+"""The model process: receive a frame, execute it, send the outcome. It speaks to nobody but its worker.
+
+The model has this process to itself: it may hold the GIL, sleep in C, leak or crash, and the worker goes on
+fetching, renewing and committing beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from carpool.errors import INTERNAL
+from carpool.lifecycle import die_with_parent
+from carpool_worker import frames
+from carpool_worker.executor import Items, ListItems, Outcome, StackedItems, execute
+from carpool_worker.loader import find_model
+from carpool_worker.model import LoadedModel, RequestInfo, adapt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the model `argv[1]` on device `argv[2]` over the socket with descriptor `argv[0]`."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to act on: it drains first
+    sock = socket.socket(fileno=int(argv[0]))
+    os.dup2(2, 1)  # what a model prints belongs with the logs
+    try:
+        model = adapt(find_model(argv[1]), argv[2])
+    except BaseException as error:
+        frames.send_frame(
+            sock, {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        )
+        return 1
+    frames.send_frame(sock, {"ready": _registration(model)})
+    with contextlib.suppress(frames.ProcessGoneError):
+        while True:
+            _serve(sock, model)
+    if model.unload is not None:
+        model.unload()
+    return 0
+
+
+def _registration(model: LoadedModel) -> dict[str, Any]:
+    settings = model.settings
+    return {
+        "settings": {name: getattr(settings, name) for name in settings.names()},
+        "inputs": [(spec.name, spec.datatype, spec.shape) for spec in model.inputs],
+        "outputs": [(spec.name, spec.datatype, spec.shape) for spec in model.outputs],
+        "wants_requests": model.wants_requests,
+    }
+
+
+def _serve(sock: socket.socket, model: LoadedModel) -> None:
+    header, payload = frames.receive_frame(sock)
+    parts = header.get("parts")
+    items: Items
+    if parts is None:
+        items = ListItems(frames.unpack_values(payload))
+    else:
+        items = StackedItems(frames.unstack(parts, header["count"], payload))
+    requests = [RequestInfo(*info) for info in header.get("requests", ())]
+    started_ns = time.perf_counter_ns()
+    outcome = execute(model, items, requests)
+    compute_us = (time.perf_counter_ns() - started_ns) // 1000
+    head, data = _encode(model, outcome, len(items))
+    head |= {"compute_us": compute_us, "count": header["count"], "first": header["first"]}
+    frames.send_frame(sock, head, data)
+
+
+def _encode(model: LoadedModel, outcome: Outcome, count: int) -> tuple[frames.Header, bytes]:
+    """An outcome as a frame; a result that cannot be sent fails its own request."""
+    failures, results = outcome
+    if isinstance(results, dict):
+        try:
+            parts, data = frames.stack(results, {spec.name: spec.datatype for spec in model.outputs})
+            return {"failures": failures, "parts": parts}, data
+        except ValueError as error:
+            return {"failures": dict.fromkeys(range(count), (INTERNAL, str(error)))}, frames.pack_values([])
+    try:
+        return {"failures": failures}, frames.pack_values(results)
+    except (TypeError, ValueError, OverflowError):
+        return _encode_singly(outcome, count)
+
+
+def _encode_singly(outcome: Outcome, count: int) -> tuple[frames.Header, bytes]:
+    failures, good = dict(outcome.failures), []
+    positions = [position for position in range(count) if position not in failures]
+    for position, result in zip(positions, outcome.results, strict=True):
+        try:
+            frames.pack_values(result)
+            good.append(result)
+        except (TypeError, ValueError, OverflowError) as error:
+            failures[position] = (INTERNAL, f"the model's result cannot be sent: {error}")
+    return {"failures": failures}, frames.pack_values(good)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

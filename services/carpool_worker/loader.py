@@ -1,0 +1,69 @@
+"""From what a user names to a model: `module:Name`, `path/file.py:Name`, `onnx:FILE`, or a ready-made one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from carpool.keys import MODEL_NAME
+
+READY_MADE: Final = {
+    "square": "carpool_worker.models.square:Square",
+    "docsearch": "carpool_worker.models.docsearch:DocSearch",
+}
+_ONNX: Final = "onnx:"
+
+
+def model_name(spec: str) -> tuple[str, str]:
+    """The name under which a model is registered, and where to find it. `NAME=WHERE` says both."""
+    name, equals, where = spec.partition("=")
+    if equals and MODEL_NAME.fullmatch(name):
+        return name, where
+    where = spec
+    if where in READY_MADE:
+        name = where
+    elif where.startswith(_ONNX):
+        path = Path(where.removeprefix(_ONNX))
+        name = path.parent.name if path.stem == "model" and path.parent.name else path.stem
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
+    else:
+        name = where.rpartition(":")[2]
+    if not MODEL_NAME.fullmatch(name):
+        raise ValueError(f"model {spec!r}: no name to register it under; write NAME={spec}")
+    return name, where
+
+
+def find_model(where: str) -> Any:
+    """The model object: a class, an instance or a function. Raises ValueError that says what was expected."""
+    if where in READY_MADE:
+        where = READY_MADE[where]
+    if where.startswith(_ONNX):
+        from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
+
+        return OnnxModel(where.removeprefix(_ONNX))
+    source, colon, name = where.rpartition(":")
+    if not colon or not source or not name:
+        raise ValueError(
+            f"model {where!r}: write module:Name, path/file.py:Name, onnx:FILE, {' or '.join(READY_MADE)}"
+        )
+    module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ValueError(f"model {where!r}: {source} has no {name!r}") from None
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"model file {str(path)!r} does not exist (from {str(Path.cwd())!r})")
+    sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

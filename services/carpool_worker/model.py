@@ -1,0 +1,101 @@
+"""What a user writes: a plain function, or a class with some of these methods. Only `predict` is required.
+
+    class Embedder:
+        max_batch_size = 64
+        inputs = [TensorSpec("text_ids", "INT64", (128,))]     # optional: then batches come stacked
+        def load(self, device): ...             # once, before ready; "cpu" or "cuda:0"
+        def validate(self, body): ...           # raising fails this request alone, INVALID_ARGUMENT
+        def preprocess(self, bodies): ...       # list -> whatever predict takes
+        def predict(self, batch): ...           # -> a list, or one stacked array, in the batch's order
+        def postprocess(self, outputs): ...     # whatever predict returned -> results
+        def unload(self): ...
+
+A function `def square(batch): return [x * x for x in batch]` is a model too. A model may raise or return an
+exception for one item of a batch; carpool.errors has one for each status. A method `predict(self, batch,
+requests)` also gets a RequestInfo for each item.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from carpool.messages import ModelSettings
+from carpool.tensors import TensorSpec
+
+__all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]
+
+
+class RequestInfo(NamedTuple):
+    """What a request carries beside its body: `fields` are those that Carpool does not know."""
+
+    correlation_id: str
+    lane: str
+    fields: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A user's model, ready to be executed: its hooks, and what it declares of itself."""
+
+    run: Callable[[Any, Sequence[RequestInfo]], Any]
+    validate: Callable[[Any], object] | None = None
+    unload: Callable[[], object] | None = None
+    wants_requests: bool = False
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    settings: ModelSettings = field(default_factory=ModelSettings)
+
+
+def adapt(model: Any, device: str) -> LoadedModel:
+    """Load a user's model on `device`, and find its hooks. What it declares wrongly raises ValueError."""
+    if inspect.isclass(model):
+        model = model()
+    predict = getattr(model, "predict", None) or (model if callable(model) else None)
+    if predict is None:
+        raise ValueError(f"the model {model!r:.80} is neither a function nor a class with a method 'predict'")
+    load = getattr(model, "load", None)
+    if load is not None:
+        load(device)
+    wants_requests = _wants_requests(predict)
+    return LoadedModel(
+        run=_pipeline(model, predict, wants_requests),
+        validate=getattr(model, "validate", None),
+        unload=getattr(model, "unload", None),
+        wants_requests=wants_requests,
+        inputs=_specs(model, "inputs"),
+        outputs=_specs(model, "outputs"),
+        settings=ModelSettings.from_mapping(
+            {name: getattr(model, name, None) for name in ModelSettings.names()}
+        ),
+    )
+
+
+def _pipeline(model: Any, predict: Callable[..., Any], wants_requests: bool) -> Callable[..., Any]:
+    preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
+
+    def run(batch: Any, requests: Sequence[RequestInfo]) -> Any:
+        if preprocess is not None:
+            batch = preprocess(batch)
+        outputs = predict(batch, requests) if wants_requests else predict(batch)
+        return outputs if postprocess is None else postprocess(outputs)
+
+    return run
+
+
+def _wants_requests(predict: Callable[..., Any]) -> bool:
+    try:
+        return "requests" in inspect.signature(predict).parameters
+    except (TypeError, ValueError):  # some C functions have no signature
+        return False
+
+
+def _specs(model: Any, name: str) -> tuple[TensorSpec, ...]:
+    specs = tuple(getattr(model, name, None) or ())
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        raise ValueError(f"the model's {name!r} must be a list of TensorSpec, not {specs!r:.120}")
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ValueError(f"the model's {name!r} name a tensor twice")
+    return specs

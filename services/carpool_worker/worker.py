@@ -1,0 +1,148 @@
+"""The worker service: model processes, each with an intake and a committer beside it, and one heartbeat.
+
+    Redis --fetch--> Intake --frame--> [model process] --outcome--> Committer --commit--> Redis
+                        '---------------- Slot ----------------------'
+                                     Heartbeat renews what is in hand
+
+Order of starting: processes load, the model is registered, the heartbeat beats, then the slots take batches.
+Order of stopping (drain): the slots leave, the intakes end, what is in hand is committed, the processes
+unload, the heartbeat stops last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from carpool.clock import RedisClock
+from carpool.keys import Keys
+from carpool.lifecycle import Loop
+from carpool.link import Argument, Link
+from carpool.messages import ModelSettings
+from carpool.store import Store
+from carpool_worker.committer import Committer
+from carpool_worker.heartbeat import Heartbeat
+from carpool_worker.intake import Intake
+from carpool_worker.job import Codec
+from carpool_worker.process import ModelLoadError, ModelProcess
+from carpool_worker.slot import Slot
+
+
+class Worker:
+    """Serves one model with a process on each of `devices`."""
+
+    def __init__(self, url: str, keys: Keys, where: str, devices: Sequence[str], lease_ms: int) -> None:
+        self._url = url
+        self._keys = keys
+        self._lease_ms = lease_ms
+        self._clock = RedisClock()
+        name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._name = name
+        self._slots = [
+            Slot(f"{name}/{replica}", ModelProcess(where, device), self._clock)
+            for replica, device in enumerate(devices)
+        ]
+        self._registration: dict[str, Argument] = {}
+        self._intakes: list[Loop] = []
+        self._committers: list[Loop] = []
+        self._store = self._new_store("control")
+        self.failed = threading.Event()
+        self._log = structlog.get_logger().bind(model=keys.model)
+
+    def start(self) -> None:
+        """Load the model in every process, register it, and begin. Raises ModelLoadError, LinkError."""
+        started_s = time.monotonic()
+        for slot in self._slots:
+            slot.process.spawn()
+        ready = [slot.process.wait_ready() for slot in self._slots]
+        for slot in self._slots:
+            slot.codec = Codec(ready[0])
+        self._registration = registration_of(ready[0])
+        settings = ModelSettings.from_mapping(ready[0]["settings"])
+        self._store.register(self._registration)
+        self._heartbeat = Heartbeat(self._slots, self._new_store("heartbeat"), self._lease_ms, self._register)
+        self._heartbeat.beat()
+        self._heart = Loop("heartbeat", self._heartbeat.run_once, self._reporter("heartbeat"))
+        self._heart.start()
+        for slot in self._slots:
+            self._start_slot(slot, settings)
+        self._log.info(
+            "worker ready",
+            worker=self._name,
+            processes=len(self._slots),
+            load_s=round(time.monotonic() - started_s, 2),
+            **self._registration,
+        )
+
+    def _start_slot(self, slot: Slot, settings: ModelSettings) -> None:
+        committer = Committer(slot, self._new_store("commit"), settings.result_ttl_ms)
+        intake = Intake(slot, self._new_store("intake"), self._lease_ms, self._register)
+        for loops, agent in ((self._committers, committer), (self._intakes, intake)):
+            name = f"{type(agent).__name__.lower()} {slot.consumer}"
+            loop = Loop(name, agent.run_once, self._reporter(name))
+            loops.append(loop)
+            loop.start()
+        self._store.join(slot.consumer, self._lease_ms)
+
+    def _new_store(self, role: str) -> Store:
+        return Store(Link(self._url, name=f"{self._name}:{role}"), self._keys, self._clock)
+
+    def _register(self, store: Store) -> None:
+        store.register(self._registration)
+        for slot in self._slots:
+            store.join(slot.consumer, self._lease_ms)
+
+    def _reporter(self, loop: str) -> Callable[[Exception], None]:
+        def report(error: Exception) -> None:
+            if isinstance(error, ModelLoadError):
+                self._log.error("model cannot be loaded again", reason=str(error), trace=error.trace)
+                self.failed.set()
+            else:
+                self._log.warning("trying again", loop=loop, reason=str(error), kind=type(error).__name__)
+
+        return report
+
+    def drain(self, within_s: float) -> bool:
+        """Take nothing new, finish what is in hand, leave. Whether everything was committed in time."""
+        until_s = time.monotonic() + within_s
+        for loop in self._intakes:
+            loop.stop()
+        for slot in self._slots:
+            self._store.leave(slot.consumer)
+        for loop in self._intakes:
+            loop.join(max(0.1, until_s - time.monotonic()))
+        emptied = [slot.wait_until_empty(max(0.1, until_s - time.monotonic())) for slot in self._slots]
+        clean = all(emptied)
+        for loop in self._committers:
+            loop.stop()
+        for slot in self._slots:
+            slot.close(wait_s=max(0.5, until_s - time.monotonic()) if clean else 0.0)
+        for loop in self._committers:
+            loop.join(1.0)
+        self._heart.stop()
+        self._heartbeat.stop()
+        self._heart.join(1.0)
+        for slot in self._slots:
+            self._store.leave(slot.consumer)  # once more: what was in hand then kept the consumer
+        self._log.info("worker left", worker=self._name, clean=clean)
+        return clean
+
+
+def registration_of(ready: dict[str, Any]) -> dict[str, Argument]:
+    """The fields of the registration: settings as numbers, tensors as JSON in OIP's terms."""
+    fields: dict[str, Argument] = {
+        name: value for name, value in ready["settings"].items() if value is not None
+    }
+    for kind in ("inputs", "outputs"):
+        if ready[kind]:
+            specs = [dict(zip(("name", "datatype", "shape"), spec, strict=True)) for spec in ready[kind]]
+            fields[kind] = json.dumps(specs)
+    return fields

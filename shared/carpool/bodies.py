@@ -1,0 +1,134 @@
+"""A request's or result's body: bytes of its content type <-> values, with limits on depth, length and count.
+
+`decode_body` raises nothing but InvalidArgumentError, whose detail names the field; `encode_body` nothing but
+InternalError.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
+from carpool.messages import JSON, RAW
+from carpool.tensors import decode_tensor, is_tensor, tensor_json, tensor_map
+
+MAX_DEPTH: Final = 64
+MAX_CONTAINERS: Final = 100_000
+MAX_JSON_ITEMS: Final = 1_000_000
+
+
+def decode_body(content_type: str, body: bytes) -> Any:
+    """A request's body as the model gets it: plain Python values, arrays for tensors, bytes for octet-stream.
+
+    Raises InvalidArgumentError; depth, length and count are limited before anything large is built.
+    """
+    if content_type == RAW:
+        return body
+    value = _decode_json(body) if content_type == JSON else _decode_msgpack(body)
+    return _with_arrays(value, "body", 0)
+
+
+def _decode_json(body: bytes) -> Any:
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_ITEMS:
+        raise InvalidArgumentError(
+            f"body: more than {MAX_JSON_ITEMS} items of JSON; send a tensor as msgpack"
+        )
+    try:
+        return json.loads(body)
+    except UnicodeDecodeError:
+        raise InvalidArgumentError("body: not UTF-8") from None
+    except RecursionError:
+        raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
+    except ValueError as error:
+        raise InvalidArgumentError(f"body: not JSON ({error})") from None
+
+
+def _decode_msgpack(body: bytes) -> Any:
+    containers = 0
+
+    def count(container: Any) -> Any:
+        nonlocal containers
+        containers += 1
+        if containers > MAX_CONTAINERS:
+            raise InvalidArgumentError(f"body: more than {MAX_CONTAINERS} arrays and maps")
+        return container
+
+    try:
+        return msgpack.unpackb(body, object_hook=count, list_hook=count)
+    except CarpoolError:
+        raise
+    except msgpack.StackError:
+        raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
+    except UnicodeDecodeError:
+        raise InvalidArgumentError("body: a text in it is not UTF-8") from None
+    except (
+        Exception
+    ) as error:  # msgpack's own errors share no base but ValueError, and hashing a key may raise
+        raise InvalidArgumentError(f"body: not msgpack ({str(error) or 'it ends too early'})") from None
+
+
+def _with_arrays(value: Any, field: str, depth: int) -> Any:
+    """`value` with each tensor's map made an array, its depth looked at on the way."""
+    kind = type(value)
+    if kind is dict:
+        if is_tensor(value):
+            return decode_tensor(value, field)
+        _check_depth(depth)
+        return {key: _with_arrays(item, f"{field}.{key}", depth + 1) for key, item in value.items()}
+    if kind is list:
+        _check_depth(depth)
+        if not any(type(item) in (dict, list) for item in value):
+            return value
+        return [_with_arrays(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if kind in (msgpack.ExtType, msgpack.Timestamp):
+        raise InvalidArgumentError(f"{field}: msgpack extension types are not understood")
+    return value
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= MAX_DEPTH:
+        raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}")
+
+
+def encode_body(content_type: str, value: Any) -> bytes:
+    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError if it cannot be."""
+    if content_type == RAW:
+        return _encode_raw(value)
+    try:
+        if content_type == JSON:
+            return json.dumps(value, allow_nan=False, default=_json_default, ensure_ascii=False).encode()
+        return bytes(msgpack.packb(value, default=_msgpack_default))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InternalError(f"the value cannot be written as {content_type}: {error}") from None
+
+
+def _encode_raw(value: Any) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, str):
+        return value.encode()
+    raise InternalError(f"a {type(value).__name__} cannot be written as {RAW}; use bytes")
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return tensor_json(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        raise ValueError("bytes have no place in JSON; use msgpack")
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _msgpack_default(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return tensor_map(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent")

@@ -1,0 +1,112 @@
+"""What can go wrong, as a status (gRPC's canonical names) and as a Python exception for each.
+
+A status travels in a result's envelope; `error_for` turns it into the exception a Python producer catches.
+A model raises or returns these same exceptions to fail one request with a status of its own choosing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+OK: Final = "OK"
+INVALID_ARGUMENT: Final = "INVALID_ARGUMENT"
+DEADLINE_EXCEEDED: Final = "DEADLINE_EXCEEDED"
+RESOURCE_EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
+CANCELLED: Final = "CANCELLED"
+INTERNAL: Final = "INTERNAL"
+ABORTED: Final = "ABORTED"
+UNAVAILABLE: Final = "UNAVAILABLE"
+UNIMPLEMENTED: Final = "UNIMPLEMENTED"
+NOT_FOUND: Final = "NOT_FOUND"
+
+
+class CarpoolError(Exception):
+    """A request that did not end in a result. `detail` is a sentence for a person."""
+
+    status = INTERNAL
+
+    def __init__(self, detail: str, *, correlation_id: str | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.correlation_id = correlation_id
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.detail}"
+
+
+class InvalidArgumentError(CarpoolError):
+    """The request could not be understood, or the model refused its body."""
+
+    status = INVALID_ARGUMENT
+
+
+class DeadlineExceededError(CarpoolError, TimeoutError):
+    """The expiration passed, or the client's timeout did, before there was a result."""
+
+    status = DEADLINE_EXCEEDED
+
+
+class ResourceExhaustedError(CarpoolError):
+    """The model's queue is full, or Redis is out of memory."""
+
+    status = RESOURCE_EXHAUSTED
+
+
+class CancelledRequestError(CarpoolError):
+    """The request was withdrawn before it was dispatched."""
+
+    status = CANCELLED
+
+
+class InternalError(CarpoolError):
+    """The model raised on this request, or returned what cannot be sent."""
+
+    status = INTERNAL
+
+
+class AbortedError(CarpoolError):
+    """The request ended its worker's process twice and is now a dead letter."""
+
+    status = ABORTED
+
+
+class UnavailableError(CarpoolError, ConnectionError):
+    """Redis could not be reached, or the client was closed."""
+
+    status = UNAVAILABLE
+
+
+class UnimplementedError(CarpoolError):
+    """The request asks for what this version does not do."""
+
+    status = UNIMPLEMENTED
+
+
+class NotFoundError(CarpoolError, LookupError):
+    """No worker has registered a model of this name."""
+
+    status = NOT_FOUND
+
+
+_BY_STATUS: Final[dict[str, type[CarpoolError]]] = {
+    kind.status: kind
+    for kind in (
+        InvalidArgumentError,
+        DeadlineExceededError,
+        ResourceExhaustedError,
+        CancelledRequestError,
+        InternalError,
+        AbortedError,
+        UnavailableError,
+        UnimplementedError,
+        NotFoundError,
+    )
+}
+
+
+def error_for(status: str, detail: str, correlation_id: str | None = None) -> CarpoolError:
+    """The exception of `status`; a status this version does not know is an InternalError that names it."""
+    kind = _BY_STATUS.get(status)
+    if kind is None:
+        return InternalError(f"unknown status {status}: {detail}", correlation_id=correlation_id)
+    return kind(detail, correlation_id=correlation_id)

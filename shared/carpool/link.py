@@ -1,0 +1,218 @@
+"""Connections to Redis, the only module that imports redis-py.
+
+redis-py does what it is good at: addresses, TLS, authentication, the parser. Its command layer is left aside:
+no response callbacks (they cost more than Redis does), no pool, and no retries, because only the caller knows
+whether saying a thing twice is safe. After any doubt about what was heard the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import select
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import Any, Final
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from carpool.errors import UnavailableError
+
+Argument = str | bytes | int | float
+Command = Sequence[Argument]
+
+TIMEOUT_S: Final = 5.0
+_READ_BYTES: Final = 256 * 1024
+
+
+class LinkError(UnavailableError):
+    """The connection to Redis is down, or was lost half-way: whether the command took effect is not known."""
+
+
+class CommandError(Exception):
+    """Redis answered with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# redis-py strips the code from the messages of errors that have a class of their own.
+_CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (redis.exceptions.NoScriptError, "NOSCRIPT"),
+    (redis.exceptions.OutOfMemoryError, "OOM"),
+    (redis.exceptions.NoPermissionError, "NOPERM"),
+    (redis.exceptions.ReadOnlyError, "READONLY"),
+)
+
+
+def _command_error(error: Exception) -> CommandError:
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return CommandError(code, str(error))
+    return CommandError(str(error).split(" ", 1)[0], str(error))
+
+
+def _link_error(url: str, error: Exception) -> LinkError:
+    return LinkError(f"Redis at {without_password(url)}: {error}")
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be logged."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+class Script:
+    """A Lua script of `carpool/lua`, known by its hash; `deliver.lua` comes before those that use it."""
+
+    def __init__(self, name: str) -> None:
+        folder = resources.files("carpool") / "lua"
+        source = (folder / f"{name}.lua").read_text()
+        if "deliver(" in source:
+            source = (folder / "deliver.lua").read_text() + source
+        self.source: Final = source
+        self.sha: Final = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class Link:
+    """One blocking connection. Connects when first used, and again after it was lost. Not for two threads."""
+
+    def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
+        pool = redis.ConnectionPool.from_url(
+            url,
+            protocol=2,
+            client_name=name,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            socket_keepalive=True,
+            socket_read_size=_READ_BYTES,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._url = url
+        self._connection: Any = pool.make_connection()
+        self._poller: tuple[int, select.poll] | None = None
+
+    def call(self, *command: Argument) -> Any:
+        """Send one command and return its reply. Raises LinkError or CommandError."""
+        self.send(*command)
+        return self.receive()
+
+    def send(self, *command: Argument) -> None:
+        """Send one command without waiting for its reply."""
+        try:
+            self._connection.send_command(*command)
+        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            raise _link_error(self._url, error) from error
+        except redis.RedisError as error:  # while connecting: a wrong password, say
+            self.close()
+            raise _link_error(self._url, error) from error
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The next reply; `timeout_s` in place of the link's own."""
+        try:
+            if timeout_s is None:
+                return self._connection.read_response()
+            return self._connection.read_response(timeout=timeout_s)
+        except redis.ResponseError as error:
+            raise _command_error(error) from error
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise _link_error(self._url, error) from error
+
+    def call_many(self, *commands: Command) -> list[Any]:
+        """Send several commands at once. A command's error is returned in its place, not raised."""
+        for command in commands:
+            self.send(*command)
+        return [self._receive_or_error() for _ in commands]
+
+    def _receive_or_error(self) -> Any:
+        try:
+            return self.receive()
+        except CommandError as error:
+            return error
+
+    def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Run a script by its hash, and by its source where Redis does not know it (yet, or any more)."""
+        try:
+            return self.call("EVALSHA", script.sha, len(keys), *keys, *args)
+        except CommandError as error:
+            if error.code != "NOSCRIPT":
+                raise
+        return self.call("EVAL", script.source, len(keys), *keys, *args)
+
+    def readable(self, timeout_s: float) -> bool:
+        """Whether a reply begins to arrive within `timeout_s`. True too when the other side hung up."""
+        sock = self._connection._sock  # no public way to wait on it together with a timer
+        if sock is None:
+            return True
+        if getattr(sock, "pending", None) and sock.pending():  # TLS may hold bytes the kernel no longer has
+            return True
+        descriptor = sock.fileno()
+        if self._poller is None or self._poller[0] != descriptor:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            self._poller = (descriptor, poller)
+        return bool(self._poller[1].poll(max(0.0, timeout_s) * 1000))
+
+    def close(self) -> None:
+        """Hang up. The next call connects anew."""
+        self._poller = None
+        self._connection.disconnect()
+
+
+class AsyncLink:
+    """One asyncio connection for pipelining: `write` never waits for replies, `read` takes them in order."""
+
+    def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
+        pool = redis.asyncio.ConnectionPool.from_url(
+            url,
+            protocol=2,
+            client_name=name,
+            socket_timeout=None,  # a timeout object for each read costs more than the read; see `read`
+            socket_connect_timeout=timeout_s,
+            socket_keepalive=True,
+            socket_read_size=_READ_BYTES,
+            retry=AsyncRetry(NoBackoff(), 0),
+        )
+        self._url = url
+        self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
+
+    async def connect(self) -> None:
+        """Connect and authenticate. Raises LinkError."""
+        try:
+            await self._connection.connect()
+        except (redis.RedisError, OSError) as error:
+            await self.close()
+            raise _link_error(self._url, error) from error
+
+    async def write(self, commands: Iterable[Command]) -> None:
+        """Send commands in one piece. Raises LinkError; does not connect: replies would be mixed up."""
+        if not self._connection.is_connected:
+            raise LinkError(f"Redis at {without_password(self._url)}: not connected")
+        try:
+            packed = self._connection.pack_commands(commands)
+            await self._connection.send_packed_command(packed, check_health=False)
+        except (redis.RedisError, OSError) as error:
+            raise _link_error(self._url, error) from error
+
+    async def read(self, timeout_s: float | None = None) -> Any:
+        """The next reply; a CommandError is returned. Raises LinkError, also after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
+        except redis.ResponseError as error:
+            return _command_error(error)
+        except TimeoutError as error:
+            raise LinkError(f"Redis at {without_password(self._url)}: silent for {timeout_s} s") from error
+        except (redis.RedisError, OSError) as error:
+            raise _link_error(self._url, error) from error
+
+    async def close(self) -> None:
+        """Hang up at once."""
+        await self._connection.disconnect(nowait=True)

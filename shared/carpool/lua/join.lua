@@ -1,0 +1,18 @@
+-- join: a model process is ready. It gets a lease, and the batcher hears of it through `settled` (size 0).
+-- Consumers that died without leaving, and hold nothing, are swept out.
+--
+-- KEYS  1 workers   2 batches   3 settled
+-- ARGV  1 consumer  2 lease (ms)  3 longest `settled`
+-- Returns 1. O(consumers).
+local time = redis.call('TIME')
+local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'worker', ARGV[1], 'size', 0)
+for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[2], 'workers')) do
+  -- name, <name>, pending, <count>, idle, <ms>
+  if consumer[4] == 0 and consumer[6] > 10 * tonumber(ARGV[2])
+    and not redis.call('ZSCORE', KEYS[1], consumer[2]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[2], 'workers', consumer[2])
+  end
+end
+return 1

@@ -1,0 +1,11 @@
+-- leave: a model process takes no more batches. Its consumer goes only if it holds nothing: deleting one that
+-- does would drop its batches from the pending list, and nobody could reclaim them.
+--
+-- KEYS  1 workers   2 batches   3 settled
+-- ARGV  1 consumer  2 longest `settled`
+-- Returns 1. O(consumers).
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)
+local pending = redis.pcall('XPENDING', KEYS[2], 'workers', '-', '+', 1, ARGV[1])
+if not pending.err and #pending == 0 then redis.pcall('XGROUP', 'DELCONSUMER', KEYS[2], 'workers', ARGV[1]) end
+return 1

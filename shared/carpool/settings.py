@@ -1,0 +1,94 @@
+"""Settings: flags, then `CARPOOL_*` in the environment, then `.env`, then the defaults here.
+
+Each is declared once, with its help. What is wrong is named together with what would be right.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict
+
+from carpool.keys import DEFAULT_PREFIX
+
+
+def _redis_url(url: str) -> str:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("must begin with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
+    return url
+
+
+def _prefix(prefix: str) -> str:
+    if not prefix or any(character in "{} \t\n" for character in prefix):
+        raise ValueError("must not be empty, nor hold braces or spaces")
+    return prefix
+
+
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+Prefix = Annotated[str, AfterValidator(_prefix)]
+
+
+class CommonSettings(BaseSettings):
+    """What every part of Carpool needs."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="CARPOOL_", env_file=".env", extra="ignore", cli_kebab_case=True, cli_implicit_flags=True
+    )
+
+    redis_url: RedisUrl = Field("redis://127.0.0.1:6379/0", description="where Redis is")
+    prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least to log")
+
+
+class BatcherSettings(CommonSettings):
+    """Group waiting requests into batches, for every registered model."""
+
+
+class WorkerSettings(CommonSettings):
+    """Execute batches with a model."""
+
+    model: CliPositionalArg[str] = Field(
+        description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; NAME=... to name it"
+    )
+    replicas: int = Field(1, ge=1, le=256, description="model processes")
+    device: str = Field("auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the processes in turn")
+    lease_ms: int = Field(5000, ge=200, le=600_000, description="a worker silent for so long counts as dead")
+    drain_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for what is in hand")
+
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Settings:
+    """Settings of `kind` from flags, environment and `.env`. What is wrong is printed; then exits with 2."""
+    try:
+        return CliApp.run(kind, cli_args=list(argv), cli_settings_source=_source(kind, prog))
+    except ValidationError as error:
+        print(describe(error, kind, prog), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _source(kind: type[BaseSettings], prog: str) -> Any:
+    from pydantic_settings import CliSettingsSource  # noqa: PLC0415 (only commands pay for it)
+
+    return CliSettingsSource(kind, cli_prog_name=prog)
+
+
+def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str:
+    """Each wrong setting: its names as a flag and in the environment, its value, and what would be right."""
+    lines = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else "?"
+        flag = "--" + name.replace("_", "-")
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "missing":
+            lines.append(f"{prog}: {name.upper()} is missing (or CARPOOL_{name.upper()} in the environment)")
+        else:
+            lines.append(f"{prog}: {flag} (or CARPOOL_{name.upper()}) is {problem['input']!r:.80}: {message}")
+        field = kind.model_fields.get(name)
+        if field is not None and field.description:
+            lines.append(f"    {field.description}")
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""Tensors as requests and results carry them (Open Inference Protocol names).
+
+In msgpack a tensor is the map `{"datatype": "FP32", "shape": [2, 3], "data": <bin>}` with little-endian,
+row-major data; in JSON the same with `data` a flat or nested list. Shape times width must equal the data's
+length before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from carpool.errors import InvalidArgumentError
+
+Array = NDArray[Any]
+
+MAX_DIMENSIONS: Final = 32
+TENSOR_FIELDS: Final = frozenset({"datatype", "shape", "data"})
+
+# BF16 has no numpy type: it travels as 2 bytes and is float32 (its upper half) once decoded.
+WIDTHS: Final[dict[str, int]] = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "BF16": 2,
+    "FP32": 4,
+    "FP64": 8,
+}
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype("u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+_NAMES: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
+DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One declared input or output of a model.
+
+    `shape` is one request's, without the batch dimension; -1 is a dimension that may vary.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if self.datatype not in DATATYPES:
+            raise ValueError(
+                f"tensor {self.name!r}: datatype {self.datatype!r} is none of {', '.join(sorted(DATATYPES))}"
+            )
+        if any(size < -1 for size in self.shape):
+            raise ValueError(
+                f"tensor {self.name!r}: shape {list(self.shape)} has a size below -1 (-1 means: varies)"
+            )
+
+    def admits(self, shape: Sequence[int]) -> bool:
+        """Whether a request's `shape` fits this declaration."""
+        return len(shape) == len(self.shape) and all(
+            want in (-1, got) for want, got in zip(self.shape, shape, strict=True)
+        )
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        """The length of one request's data, or None where a dimension varies."""
+        if self.datatype == "BYTES" or -1 in self.shape:
+            return None
+        return WIDTHS[self.datatype] * math.prod(self.shape)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a decoded body, or a part of one, is a tensor's map."""
+    return type(value) is dict and value.keys() == TENSOR_FIELDS
+
+
+def datatype_of(array: Array) -> str:
+    """The datatype's name of an array; BYTES for strings. Raises ValueError for a type that cannot travel."""
+    if array.dtype.kind in "US":
+        return "BYTES"
+    name = _NAMES.get(array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype)
+    if name is None:
+        raise ValueError(
+            f"an array of dtype {array.dtype} cannot be sent; use one of {', '.join(sorted(WIDTHS))}"
+        )
+    return name
+
+
+def _bad(field: str, detail: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field}: {detail}")
+
+
+def check_header(value: Mapping[str, Any], field: str = "body") -> tuple[str, tuple[int, ...]]:
+    """A tensor map's datatype and shape, after looking that both make sense."""
+    datatype, shape = value["datatype"], value["shape"]
+    if type(datatype) is not str or datatype not in DATATYPES:
+        raise _bad(f"{field}.datatype", f"{datatype!r:.40} is not one of {', '.join(sorted(DATATYPES))}")
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        raise _bad(f"{field}.shape", f"must be a list of at most {MAX_DIMENSIONS} sizes")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise _bad(f"{field}.shape", "every size must be a whole number, 0 or more")
+    return datatype, tuple(shape)
+
+
+def check_length(datatype: str, shape: Sequence[int], data_bytes: int, field: str = "body") -> None:
+    """Raise unless `data_bytes` is exactly what the shape asks for."""
+    wanted = WIDTHS[datatype] * math.prod(shape)
+    if data_bytes != wanted:
+        raise _bad(
+            f"{field}.data",
+            f"{data_bytes} bytes, but shape {list(shape)} of {datatype} takes {wanted}",
+        )
+
+
+def from_bytes(datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Array:
+    """The array over `data` (not copied; read-only), whose length has been checked. BF16 becomes float32."""
+    if datatype == "BF16":
+        upper = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return upper.view("<f4").reshape(shape)
+    return np.frombuffer(data, _DTYPES[datatype]).reshape(shape)
+
+
+def to_bytes(array: Array, datatype: str) -> bytes:
+    """Little-endian, row-major bytes of `array` as `datatype`; BF16 rounds float32 to nearest even."""
+    if datatype == "BF16":
+        bits = np.ascontiguousarray(array, "<f4").view("<u4")
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+        # Rounding a NaN's payload up could make an infinity of it; keep it a quiet NaN.
+        rounded = np.where(np.isnan(np.asarray(array)), np.uint16(0x7FC0), rounded)
+        return rounded.tobytes()
+    return np.ascontiguousarray(array, _DTYPES[datatype]).tobytes()
+
+
+def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list[str]:
+    """The array of a tensor's map from msgpack or JSON; BYTES gives the list of strings as it came.
+
+    Raises InvalidArgumentError naming the field.
+    """
+    datatype, shape = check_header(value, field)
+    data = value["data"]
+    if datatype == "BYTES":
+        return _decode_strings(data, shape, field)
+    if type(data) is bytes:
+        check_length(datatype, shape, len(data), field)
+        return from_bytes(datatype, shape, data)
+    if type(data) is not list:
+        raise _bad(f"{field}.data", "must be bytes in msgpack, a list in JSON")
+    return array_of(data, datatype, field, shape)
+
+
+def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int, ...] | None = None) -> Array:
+    """The array of a flat or nested list of numbers, checked against the datatype's range.
+
+    `shape`, where given, is what the header claims: as many numbers as that, flat or nested to it.
+    """
+    dtype = np.dtype("<f4") if datatype == "BF16" else _DTYPES[datatype]
+    try:
+        raw = np.asarray(data)
+    except (ValueError, OverflowError) as error:
+        raise _bad(f"{field}.data", f"rows of unequal length or numbers out of range ({error})") from None
+    if raw.size == 0:
+        raw = raw.astype(dtype)
+    _check_kind(raw, dtype, datatype, field)
+    if shape is not None:
+        if raw.size != math.prod(shape) or (raw.ndim != 1 and raw.shape != shape):
+            raise _bad(
+                f"{field}.data", f"holds {raw.size} numbers as {list(raw.shape)}, but shape is {list(shape)}"
+            )
+        raw = raw.reshape(shape)
+    return raw.astype(dtype)
+
+
+def _check_kind(raw: Array, dtype: np.dtype[Any], datatype: str, field: str) -> None:
+    wanted = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
+    if raw.dtype.kind not in wanted:
+        raise _bad(f"{field}.data", f"holds what is not {datatype}")
+    if dtype.kind in "iu" and raw.size:
+        limits = np.iinfo(dtype)
+        if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
+            raise _bad(f"{field}.data", f"a number is outside {datatype}'s {limits.min} to {limits.max}")
+
+
+def _decode_strings(data: object, shape: tuple[int, ...], field: str) -> list[str]:
+    if type(data) is not list or any(type(item) is not str for item in data):
+        raise _bad(f"{field}.data", "must be a flat list of strings for BYTES")
+    if len(data) != math.prod(shape):
+        raise _bad(f"{field}.data", f"{len(data)} strings, but shape is {list(shape)}")
+    return data
+
+
+def tensor_head(datatype: str, shape: Sequence[int], data_bytes: int) -> bytes:
+    """The msgpack bytes of a tensor's map up to its data, so that `head + data` is the whole map.
+
+    The same for every row of a batch: made once, it makes a body in one concatenation.
+    """
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_map_header(3)
+    packer.pack("datatype")
+    packer.pack(datatype)
+    packer.pack("shape")
+    packer.pack(list(shape))
+    packer.pack("data")
+    if data_bytes < 1 << 8:
+        bin_header = b"\xc4" + data_bytes.to_bytes(1, "big")
+    elif data_bytes < 1 << 16:
+        bin_header = b"\xc5" + data_bytes.to_bytes(2, "big")
+    else:
+        bin_header = b"\xc6" + data_bytes.to_bytes(4, "big")
+    return bytes(packer.bytes()) + bin_header
+
+
+def tensor_map(array: Array) -> dict[str, Any]:
+    """A tensor's map for msgpack."""
+    datatype = datatype_of(array)
+    if datatype == "BYTES":
+        return {
+            "datatype": "BYTES",
+            "shape": list(array.shape),
+            "data": [str(s) for s in array.ravel().astype(str)],
+        }
+    return {"datatype": datatype, "shape": list(array.shape), "data": to_bytes(array, datatype)}
+
+
+def tensor_json(array: Array) -> dict[str, Any]:
+    """A tensor's map for JSON, `data` flat."""
+    datatype = datatype_of(array)
+    flat = [str(s) for s in array.ravel().astype(str)] if datatype == "BYTES" else array.ravel().tolist()
+    return {"datatype": datatype, "shape": list(array.shape), "data": flat}

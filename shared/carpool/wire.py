@@ -1,0 +1,433 @@
+"""Messages <-> stream fields and bytes, with the limits on everything that is decoded.
+
+Nothing here raises on a producer's input but InvalidArgumentError, and its detail names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgpack
+
+from carpool.errors import (
+    OK,
+    CarpoolError,
+    InvalidArgumentError,
+    UnimplementedError,
+)
+from carpool.keys import CORRELATION_ID
+from carpool.messages import (
+    CONTENT_TYPES,
+    JSON,
+    PRIORITY_DEFAULT,
+    PRIORITY_LEVELS,
+    Batch,
+    BatchedRequest,
+    DeadLetter,
+    Entry,
+    ModelSettings,
+    Refusal,
+    Request,
+    Result,
+    Settled,
+    Withdrawal,
+)
+
+MAX_FIELDS: Final = 64
+MAX_REQUESTS_PER_ENTRY: Final = 4096
+MAX_LANE_CHARS: Final = 128
+MAX_DETAIL_CHARS: Final = 1000
+MAX_COST: Final = 1 << 40
+
+_KNOWN: Final = frozenset(
+    {
+        "body",
+        "content_type",
+        "correlation_id",
+        "reply_to",
+        "expiration",
+        "priority",
+        "lane",
+        "cost",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "requests",
+        "arrival",
+        "withdraw",
+    }
+)
+_SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
+_NAMES: Final = {name.encode(): name for name in _KNOWN}
+_PLAIN: Final = frozenset({"correlation_id", "body"})
+
+Fields = dict[str, Any]
+Decoded = Request | Refusal | Withdrawal
+
+
+# --- requests: entry -> messages ---------------------------------------------------------------------------
+
+
+def arrival_of(entry_id: str) -> int:
+    """When Redis accepted an entry, in microseconds (to the millisecond)."""
+    return int(entry_id.partition("-")[0]) * 1000
+
+
+def decode_entry(
+    entry_id: bytes, flat: Sequence[bytes], settings: ModelSettings
+) -> tuple[Entry, list[Decoded]]:
+    """An entry of the request stream, as Redis returns it, into its requests, withdrawals and refusals.
+
+    `flat` is field, value, field, value. What cannot be understood becomes a Refusal; this never raises.
+    """
+    name = entry_id.decode()
+    entry = Entry(name, arrival_of(name))
+    raw = {
+        _NAMES.get(key) or key.decode("utf-8", "replace"): value
+        for key, value in zip(flat[::2], flat[1::2], strict=True)
+    }
+    if "withdraw" in raw:
+        return entry, [_withdrawal(entry, raw["withdraw"])]
+    packed = raw.pop("requests", None)
+    arrival = raw.pop("arrival", None)
+    if arrival is not None:
+        entry.arrival_us = _kept_arrival(arrival, entry.arrival_us)
+    decoded: list[Decoded]
+    if packed is None:
+        decoded = [_decode_request(entry, raw, settings, default_id=name)]
+    else:
+        decoded = _decode_packed(entry, packed, raw, settings)
+    entry.requests = [one for one in decoded if type(one) is Request]
+    return entry, decoded
+
+
+def _kept_arrival(value: bytes, entry_arrival_us: int) -> int:
+    """The arrival of requests that were put back. It can only be earlier than the new entry's own."""
+    try:
+        return min(int(value) * 1000, entry_arrival_us) if len(value) <= 16 else entry_arrival_us
+    except ValueError:
+        return entry_arrival_us
+
+
+def _withdrawal(entry: Entry, names: bytes) -> Withdrawal:
+    return Withdrawal(entry, frozenset(names[: 1 << 20].decode("ascii", "replace").split()))
+
+
+def _decode_packed(entry: Entry, packed: bytes, shared: Fields, settings: ModelSettings) -> list[Decoded]:
+    """Several requests in one entry; the entry's other fields hold for all that do not say otherwise."""
+    try:
+        maps = msgpack.unpackb(packed, max_array_len=MAX_REQUESTS_PER_ENTRY, max_map_len=MAX_FIELDS)
+        if type(maps) is not list or not maps:
+            raise InvalidArgumentError("requests: must be a msgpack array of maps, at least one")
+    except Exception as error:
+        detail = (
+            error.detail
+            if isinstance(error, CarpoolError)
+            else f"requests: not a msgpack array of maps ({error})"
+        )
+        return [_refusal(entry, shared, entry.id, InvalidArgumentError(detail))]
+    return [_decode_one_of(entry, one, shared, settings) for one in maps]
+
+
+def _decode_one_of(entry: Entry, one: Any, shared: Fields, settings: ModelSettings) -> Decoded:
+    if type(one) is not dict:
+        return _refusal(entry, shared, entry.id, InvalidArgumentError("requests: an element is not a map"))
+    if "correlation_id" not in one:
+        return _refusal(
+            entry,
+            shared,
+            entry.id,
+            InvalidArgumentError("correlation_id: each of several requests needs its own"),
+        )
+    return _decode_request(entry, {**shared, **one} if shared else one, settings, default_id=entry.id)
+
+
+def _decode_request(entry: Entry, raw: Fields, settings: ModelSettings, default_id: str) -> Request | Refusal:
+    try:
+        body = raw.get("body")
+        if body is None:
+            raise InvalidArgumentError("body: missing")
+        if type(body) is str:
+            body = body.encode()
+        if type(body) is not bytes:
+            raise InvalidArgumentError("body: must be bytes")
+        if len(body) > settings.max_body_bytes:
+            raise InvalidArgumentError(f"body: {len(body)} bytes; this model takes {settings.max_body_bytes}")
+        correlation_id = _name(raw, "correlation_id", default_id)
+        request = Request(entry, correlation_id or default_id, body)
+        request.arrival_us = entry.arrival_us
+        _decode_properties(request, raw, settings)
+        return request
+    except CarpoolError as error:
+        return _refusal(entry, raw, default_id, error)
+
+
+def _decode_properties(request: Request, raw: Fields, settings: ModelSettings) -> None:
+    """Everything beside the body and the correlation ID, each only where it was sent."""
+    expiration_ms = settings.default_expiration_ms
+    if len(raw) > 1:
+        request.content_type = _content_type(raw)
+        request.reply_to = _name(raw, "reply_to", None)
+        request.priority = _integer(raw, "priority", PRIORITY_DEFAULT, 0, PRIORITY_LEVELS - 1)
+        request.cost = _integer(raw, "cost", 1, 0, MAX_COST)
+        request.lane = _lane(raw)
+        if "expiration" in raw:
+            asked_ms = _integer(raw, "expiration", 0, 1, 1 << 53)
+            expiration_ms = min(asked_ms, settings.max_expiration_ms)
+        if not raw.keys() <= _KNOWN:
+            request.extra = _extra(raw, settings)
+        for name in _SEQUENCE:
+            if name in raw:
+                raise UnimplementedError(f"{name}: stateful sequences are not served by this version")
+    if expiration_ms is not None:
+        request.deadline_us = request.arrival_us + expiration_ms * 1000
+
+
+def _text(raw: Fields, name: str) -> str:
+    value = raw[name]
+    if type(value) is bytes:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise InvalidArgumentError(f"{name}: not UTF-8") from None
+    if type(value) is not str:
+        raise InvalidArgumentError(f"{name}: must be text")
+    return value
+
+
+def _name(raw: Fields, name: str, default: str | None) -> str | None:
+    if name not in raw:
+        return default
+    value = _text(raw, name)
+    if not CORRELATION_ID.fullmatch(value):
+        raise InvalidArgumentError(f"{name}: must be 1 to 128 of letters, digits, '.', '_', ':', '-'")
+    return value
+
+
+def _content_type(raw: Fields) -> str:
+    if "content_type" not in raw:
+        return JSON
+    value = _text(raw, "content_type")
+    for known in CONTENT_TYPES:  # the constant, so that a million requests do not carry a million strings
+        if value == known:
+            return known
+    raise InvalidArgumentError(f"content_type: {value!r:.60} is not one of {', '.join(CONTENT_TYPES)}")
+
+
+def _integer(raw: Fields, name: str, default: int, lowest: int, highest: int) -> int:
+    if name not in raw:
+        return default
+    value = raw[name]
+    if type(value) is not int:
+        try:
+            value = int(_text(raw, name)) if len(raw[name]) <= 20 else None
+        except (ValueError, TypeError):
+            value = None
+    if value is None or not lowest <= value <= highest:
+        raise InvalidArgumentError(f"{name}: must be a whole number from {lowest} to {highest}")
+    return int(value)
+
+
+def _lane(raw: Fields) -> str:
+    if "lane" not in raw:
+        return ""
+    value = _text(raw, "lane")
+    if len(value) > MAX_LANE_CHARS:
+        raise InvalidArgumentError(f"lane: {len(value)} characters; at most {MAX_LANE_CHARS}")
+    return value
+
+
+def _extra(raw: Fields, settings: ModelSettings) -> dict[str, bytes]:
+    """The fields that Carpool does not know. They travel with the request, for the model to read."""
+    extra: dict[str, bytes] = {}
+    for name in raw.keys() - _KNOWN:
+        value = raw[name]
+        if type(value) is not bytes:
+            if type(value) not in (str, int, float):
+                raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number")
+            value = str(value).encode()
+        extra[str(name)] = value
+    if len(extra) > MAX_FIELDS:
+        raise InvalidArgumentError(f"{len(extra)} fields; at most {MAX_FIELDS}")
+    if sum(len(value) for value in extra.values()) > settings.max_body_bytes:
+        raise InvalidArgumentError(
+            f"fields beside the body are over {settings.max_body_bytes} bytes together"
+        )
+    return extra
+
+
+def _refusal(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> Refusal:
+    """Answer what could not be understood at its own names where those are valid, else at the entry's ID."""
+
+    def valid(name: str, default: str | None) -> str | None:
+        try:
+            return _name(raw, name, default)
+        except CarpoolError:
+            return default
+
+    try:
+        content_type = _content_type(raw)
+    except CarpoolError:
+        content_type = JSON
+    return Refusal(
+        entry,
+        valid("correlation_id", default_id) or default_id,
+        valid("reply_to", None),
+        content_type,
+        error.status,
+        error.detail,
+    )
+
+
+# --- requests: messages -> entry ---------------------------------------------------------------------------
+
+
+def encode_requests(requests: Iterable[Request]) -> bytes:
+    """The `requests` field for what goes back to the stream after a dispatch took only some."""
+    return bytes(msgpack.packb([_request_map(request) for request in requests]))
+
+
+def _request_map(request: Request) -> Fields:
+    raw: Fields = {
+        "correlation_id": request.correlation_id,
+        "body": request.body,
+        "content_type": request.content_type,
+        "priority": request.priority,
+        "cost": request.cost,
+        **(request.extra or {}),
+    }
+    if request.reply_to is not None:
+        raw["reply_to"] = request.reply_to
+    if request.lane:
+        raw["lane"] = request.lane
+    if request.deadline_us is not None:
+        raw["expiration"] = max(1, (request.deadline_us - request.arrival_us) // 1000)
+    return raw
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+
+def encode_batch(requests: Sequence[Request]) -> bytes:
+    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples."""
+    return bytes(
+        msgpack.packb(
+            [
+                (
+                    request.entry.id,
+                    request.correlation_id,
+                    request.content_type,
+                    request.reply_to,
+                    request.arrival_us,
+                    request.deadline_us,
+                    request.body,
+                    request.extra,
+                )
+                for request in requests
+            ]
+        )
+    )
+
+
+def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
+    """A batch as Redis returns it. Only batchers write these: a malformed one raises."""
+    raw = dict(zip(flat[::2], flat[1::2], strict=True))
+    requests = [BatchedRequest._make(one) for one in msgpack.unpackb(raw[b"requests"])]
+    gone = raw.get(b"gone")
+    if gone:
+        left_out = frozenset(gone.decode().split())
+        requests = [request for request in requests if request.entry_id not in left_out]
+    return Batch(
+        entry_id.decode(),
+        epoch,
+        requests,
+        raw.get(b"reason", b"").decode(),
+        int(raw.get(b"dispatched_us", b"0")),
+        raw.get(b"lane", b"").decode(),
+    )
+
+
+def decode_settled(flat: Sequence[bytes]) -> Settled:
+    """An entry of the `settled` stream."""
+    raw = dict(zip(flat[::2], flat[1::2], strict=True))
+    return Settled(
+        raw.get(b"batch", b"").decode(),
+        raw.get(b"worker", b"").decode(),
+        int(raw.get(b"size", b"0")),
+        int(raw.get(b"compute_us", b"0")),
+    )
+
+
+def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
+    """The fields of a dead letter: the request as it came, with the reason and the attempts."""
+    request = letter.request
+    flat: list[str | bytes | int] = ["correlation_id", request.correlation_id]
+    flat += ["content_type", request.content_type, "body", request.body]
+    if request.reply_to is not None:
+        flat += ["reply_to", request.reply_to]
+    for name, value in (request.extra or {}).items():
+        flat += [name, value]
+    return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
+
+
+# --- results -----------------------------------------------------------------------------------------------
+
+
+def encode_result(result: Result) -> bytes:
+    """The envelope on a result's own list: JSON where the request was JSON, else msgpack."""
+    if result.content_type == JSON:
+        return _json_envelope(result)
+    return bytes(msgpack.packb(_envelope(result)))
+
+
+def encode_results(results: Iterable[Result]) -> bytes:
+    """The `results` field of one entry on a reply stream: a msgpack array of envelopes."""
+    return bytes(msgpack.packb([_envelope(result) for result in results]))
+
+
+def _envelope(result: Result) -> Fields:
+    correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us = result
+    if status == OK:
+        return {
+            "correlation_id": correlation_id,
+            "status": status,
+            "content_type": content_type,
+            "body": body,
+            "final": True,
+            "batch_size": batch_size,
+            "queue_us": queue_us,
+            "compute_us": compute_us,
+        }
+    return {
+        "correlation_id": correlation_id,
+        "status": status,
+        "detail": (detail or "")[:MAX_DETAIL_CHARS],
+        "final": True,
+        "batch_size": batch_size,
+        "queue_us": queue_us,
+        "compute_us": compute_us,
+    }
+
+
+def _json_envelope(result: Result) -> bytes:
+    envelope = _envelope(result)
+    if result.body is not None:
+        # The body is JSON already: set it in as it is, instead of parsing it to write it again.
+        envelope["body"] = None
+        head, tail = _compact(envelope).split(b'"body":null', 1)
+        return b"".join((head, b'"body":', result.body, tail))
+    return _compact(envelope)
+
+
+def _compact(value: Fields) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def decode_results(packed: bytes) -> list[Fields]:
+    """The envelopes of one entry on a reply stream."""
+    envelopes = msgpack.unpackb(packed)
+    if type(envelopes) is not list:
+        raise InvalidArgumentError("results: not a msgpack array")
+    return envelopes

@@ -1,0 +1,120 @@
+"""ONNX files of a node or two, written by hand: enough protobuf to try what a loader must accept and refuse.
+
+Field numbers are those of onnx.proto3; a message is the concatenation of its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+# TensorProto.DataType
+FLOAT, STRING, COMPLEX64, COMPLEX128, BFLOAT16 = 1, 8, 14, 15, 16
+
+IR_VERSION: Final = 8
+OPSET: Final = 17
+INT_ATTRIBUTE: Final = 2
+
+
+@dataclass(frozen=True)
+class Value:
+    """A graph's input or output: sizes are numbers, names (may vary) or None (may vary, unnamed).
+
+    A `shape` of None is left out of the file. `sequence` makes it a sequence of such tensors.
+    """
+
+    name: str
+    shape: Sequence[int | str | None] | None
+    kind: int = FLOAT
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation; attributes are whole numbers."""
+
+    op: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attributes: Mapping[str, int] = field(default_factory=dict)
+
+
+def model(
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    nodes: Sequence[Node],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The bytes of a model file (ModelProto)."""
+    graph = b"".join(
+        [
+            *(_message(1, _node(node)) for node in nodes),
+            _text(2, "tiny"),
+            *(_message(11, _value(value)) for value in inputs),
+            *(_message(12, _value(value)) for value in outputs),
+        ]
+    )
+    entries = (_text(1, key) + _text(2, value) for key, value in (metadata or {}).items())
+    return b"".join(
+        [
+            _number(1, IR_VERSION),
+            _message(7, graph),
+            _message(8, _text(1, "") + _number(2, OPSET)),
+            *(_message(14, entry) for entry in entries),
+        ]
+    )
+
+
+def identity(value: Value, metadata: Mapping[str, str] | None = None) -> bytes:
+    """A model `y = value`, with y of the same type and shape."""
+    y = Value("y", value.shape, value.kind)
+    return model([value], [y], [Node("Identity", [value.name], ["y"])], metadata)
+
+
+def _node(node: Node) -> bytes:
+    attributes = (
+        _text(1, name) + _number(3, value) + _number(20, INT_ATTRIBUTE)
+        for name, value in node.attributes.items()
+    )
+    return b"".join(
+        [
+            *(_text(1, name) for name in node.inputs),
+            *(_text(2, name) for name in node.outputs),
+            _text(4, node.op),
+            *(_message(5, attribute) for attribute in attributes),
+        ]
+    )
+
+
+def _value(value: Value) -> bytes:
+    shape = b"" if value.shape is None else _message(2, b"".join(map(_dimension, value.shape)))
+    tensor = _message(1, _number(1, value.kind) + shape)
+    return _text(1, value.name) + _message(2, _message(4, _message(1, tensor)) if value.sequence else tensor)
+
+
+def _dimension(size: int | str | None) -> bytes:
+    if size is None:
+        return _message(1, b"")
+    return _message(1, _number(1, size) if isinstance(size, int) else _text(2, size))
+
+
+def _varint(number: int) -> bytes:
+    number &= (1 << 64) - 1  # negative numbers travel as 64-bit two's complement
+    digits = []
+    while number > 0x7F:
+        digits.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*digits, number])
+
+
+def _number(tag: int, number: int) -> bytes:
+    return _varint(tag << 3) + _varint(number)
+
+
+def _message(tag: int, body: bytes) -> bytes:
+    return _varint(tag << 3 | 2) + _varint(len(body)) + body
+
+
+def _text(tag: int, text: str) -> bytes:
+    return _message(tag, text.encode())

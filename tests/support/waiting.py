@@ -1,0 +1,20 @@
+"""Waiting for what another process or thread does, without ever sleeping for a fixed time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Final
+
+_POLL_S: Final = 0.002
+
+
+def wait_until(predicate: Callable[[], object], *, description: str, timeout_s: float = 10.0) -> None:
+    """Returns as soon as `predicate` holds; `description` completes the sentence "waited until ..."."""
+    deadline = time.monotonic() + timeout_s
+    pause = Event()
+    while not predicate():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s until {description}, in vain")
+        pause.wait(_POLL_S)

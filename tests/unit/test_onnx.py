@@ -1,0 +1,375 @@
+"""The ready-made ONNX model: a real file against its maker's own answers, and tiny files for the rest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog.testing
+from support import magika_oracle, tiny_onnx
+from support.tiny_onnx import Node, Value
+
+from carpool.tensors import Array, TensorSpec
+from carpool_worker.models.onnx import DATATYPES, OnnxModel, model_name
+
+pytest.importorskip("onnxruntime")
+
+X = Value("x", ["N", 3])
+ROWS = np.array([[1, 2, 3], [-4, 5, 0.5]], np.float32)
+
+
+def write(folder: Path, content: bytes, name: str = "tiny.onnx") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def loaded(folder: Path, content: bytes) -> OnnxModel:
+    model = OnnxModel(write(folder, content))
+    model.load("cpu")
+    return model
+
+
+def refusal(folder: Path, content: bytes, kind: type[Exception] = ValueError) -> str:
+    """What `load` says of a file that it must refuse; always with the file's name, and nothing half loaded."""
+    model = OnnxModel(write(folder, content))
+    with pytest.raises(kind) as caught:
+        model.load("cpu")
+    assert str(model.path) in str(caught.value)
+    with pytest.raises(RuntimeError, match="not loaded"):
+        model.predict(ROWS)
+    return str(caught.value)
+
+
+# --- the file-type model of the magika wheel ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filetype() -> OnnxModel:
+    model = OnnxModel(magika_oracle.model_path())
+    model.load("cpu")
+    return model
+
+
+def in_batches(model: OnnxModel, rows: Array, size: int) -> Array:
+    answers = [model.predict(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return np.concatenate([answer for answer in answers if isinstance(answer, np.ndarray)])
+
+
+@pytest.fixture(scope="module")
+def contents() -> list[bytes]:
+    real = [path.read_bytes() for path in magika_oracle.sample_files()]
+    return [*real, *magika_oracle.made_files().values()]
+
+
+def test_the_real_models_name_and_tensors_come_from_its_file(filetype: OnnxModel) -> None:
+    assert filetype.name == magika_oracle.model_path().parent.name
+    assert filetype.inputs == (TensorSpec("bytes", "INT32", (2048,)),)
+    (scores,) = filetype.outputs
+    assert (scores.name, scores.datatype) == ("target_label", "FP32")
+    assert scores.shape[0] > 100
+
+
+def test_the_real_model_says_what_magika_says(filetype: OnnxModel, contents: list[bytes]) -> None:
+    ours = in_batches(filetype, np.stack([magika_oracle.features(content) for content in contents]), size=32)
+    wanted = [magika_oracle.answer(content) for content in contents]
+    got = [magika_oracle.label_of(row) for row in ours]
+    assert [label for label, _ in got] == [label for label, _ in wanted]
+    np.testing.assert_allclose([score for _, score in got], [score for _, score in wanted], atol=1e-4)
+    assert len(contents) >= 50 and len({label for label, _ in wanted}) >= 15, "the sample is too uniform"
+
+
+def test_the_real_model_knows_what_was_made_here(filetype: OnnxModel) -> None:
+    made = magika_oracle.made_files()
+    scores = filetype.predict(np.stack([magika_oracle.features(content) for content in made.values()]))
+    assert isinstance(scores, np.ndarray)
+    assert [magika_oracle.label_of(row)[0] for row in scores] == list(made)
+
+
+def test_a_batch_says_what_singles_say(filetype: OnnxModel, contents: list[bytes]) -> None:
+    rows = np.stack([magika_oracle.features(content) for content in contents])
+    np.testing.assert_allclose(in_batches(filetype, rows, 32), in_batches(filetype, rows, 1), atol=1e-5)
+
+
+# --- tensors -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_opened_before_load(tmp_path: Path) -> None:
+    model = OnnxModel(str(tmp_path / "later.onnx"))
+    assert (model.name, model.inputs, model.outputs, model.max_batch_size) == ("later", (), (), 32)
+
+
+def test_one_in_one_out_is_an_array(tmp_path: Path) -> None:
+    model = loaded(tmp_path, tiny_onnx.identity(X))
+    assert model.inputs == (TensorSpec("x", "FP32", (3,)),)
+    assert model.outputs == (TensorSpec("y", "FP32", (3,)),)
+    np.testing.assert_array_equal(model.predict(ROWS), ROWS)
+    np.testing.assert_array_equal(model.predict({"x": ROWS}), ROWS)
+
+
+def test_several_in_several_out_are_dicts_by_name(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [Value("a", ["N", 3]), Value("b", ["M", 3])],
+        [Value("sum", ["N", 3]), Value("product", [None, 3])],
+        [Node("Add", ["a", "b"], ["sum"]), Node("Mul", ["a", "b"], ["product"])],
+    )
+    model = loaded(tmp_path, graph)
+    assert [spec.name for spec in (*model.inputs, *model.outputs)] == ["a", "b", "sum", "product"]
+    answer = model.predict({"b": ROWS + 1, "a": ROWS})
+    assert isinstance(answer, dict)
+    np.testing.assert_array_equal(answer["sum"], ROWS + ROWS + 1)
+    np.testing.assert_array_equal(answer["product"], ROWS * (ROWS + 1))
+    with pytest.raises(ValueError, match="takes the inputs a, b, but was given a"):
+        model.predict(ROWS)
+
+
+def test_dimensions_that_vary_are_minus_one(tmp_path: Path) -> None:
+    model = loaded(tmp_path, tiny_onnx.identity(Value("x", ["N", "length", 2, None])))
+    assert model.inputs[0].shape == model.outputs[0].shape == (-1, 2, -1)
+    for length in (1, 5):
+        rows = np.ones((4, length, 2, 3), np.float32)
+        np.testing.assert_array_equal(model.predict(rows), rows)
+
+
+@pytest.mark.parametrize("kind", range(1, 17))
+def test_every_type_that_can_travel_comes_back_as_it_went(tmp_path: Path, kind: int) -> None:
+    if kind in (tiny_onnx.COMPLEX64, tiny_onnx.COMPLEX128):
+        assert "complex" in refusal(tmp_path, tiny_onnx.identity(Value("x", ["N", 2], kind)), RuntimeError)
+        return
+    model = loaded(tmp_path, tiny_onnx.identity(Value("x", ["N", 2], kind)))
+    numpy_types: dict[str, Any] = {
+        "BOOL": np.bool_, "FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BF16": np.float32,
+        "BYTES": np.str_,
+    }  # fmt: skip
+    dtype = numpy_types.get(model.inputs[0].datatype, model.inputs[0].datatype.lower())
+    rows = np.array([[0, 1], [1, 100]]).astype(dtype)
+    answer = model.predict(rows)
+    assert isinstance(answer, np.ndarray) and answer.dtype.kind == rows.dtype.kind
+    np.testing.assert_array_equal(answer, rows)
+
+
+def test_all_of_onnx_numbers_have_a_name(tmp_path: Path) -> None:
+    kinds = set(range(1, 17)) - {tiny_onnx.COMPLEX64, tiny_onnx.COMPLEX128}
+    names = {
+        loaded(tmp_path, tiny_onnx.identity(Value("x", ["N"], kind))).inputs[0].datatype for kind in kinds
+    }
+    assert names == set(DATATYPES.values())
+
+
+def test_bfloat16_is_float32_outside_and_rounds_to_even(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [Value("x", ["N", 2], tiny_onnx.BFLOAT16), Value("text", ["N"], tiny_onnx.STRING)],
+        [Value("y", ["N", 2], tiny_onnx.BFLOAT16), Value("same", ["N"], tiny_onnx.STRING)],
+        [Node("Identity", ["x"], ["y"]), Node("Identity", ["text"], ["same"])],
+    )
+    model = loaded(tmp_path, graph)
+    rows = np.array([[1 + 2**-8, 1 + 3 * 2**-8], [-2.5, np.inf]], np.float32)
+    answer = model.predict({"x": rows, "text": np.array(["a", "é"], object)})
+    assert isinstance(answer, dict)
+    np.testing.assert_array_equal(answer["y"], np.array([[1, 1 + 2**-6], [-2.5, np.inf]], np.float32))
+    assert answer["same"].tolist() == ["a", "é"]
+
+
+def test_strings_come_back_as_numpys_own(tmp_path: Path) -> None:
+    model = loaded(tmp_path, tiny_onnx.identity(Value("x", ["N", 2], tiny_onnx.STRING)))
+    assert model.inputs == (TensorSpec("x", "BYTES", (2,)),)
+    for dtype in (object, np.str_):
+        answer = model.predict(np.array([["", "ünï"], ["c", "a longer one"]], dtype))
+        assert isinstance(answer, np.ndarray) and answer.dtype.kind == "U"
+        assert answer.tolist() == [["", "ünï"], ["c", "a longer one"]]
+
+
+def test_arrays_that_lie_anyhow_in_memory_are_taken(tmp_path: Path) -> None:
+    model = loaded(tmp_path, tiny_onnx.identity(X))
+    unaligned = np.frombuffer(b"!" + ROWS.tobytes(), np.float32, offset=1).reshape(ROWS.shape)
+    for rows in (unaligned, ROWS[::-1], np.asfortranarray(ROWS)):
+        np.testing.assert_array_equal(model.predict(rows), rows)
+
+
+def test_dynamic_quantization_is_warned_of_because_it_looks_at_the_whole_batch(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [X],
+        [Value("y", ["N", 3])],
+        [
+            Node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+            Node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+        ],
+    )
+    with structlog.testing.capture_logs() as logs:
+        model = loaded(tmp_path, graph)
+    assert [entry["event"] for entry in logs] == ["results vary with the batch"]
+    rows = np.array([[0.1, 0.2, 0.3], [0, 500, 1000]], np.float32)
+    assert not np.allclose(np.asarray(model.predict(rows))[0], model.predict(rows[:1]))
+
+
+# --- what load refuses -------------------------------------------------------------------------------------
+
+
+def test_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.onnx", tmp_path):
+        with pytest.raises(ValueError, match="there is no file") as caught:
+            OnnxModel(path).load("cpu")
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage\n", b"\x00" * 64, tiny_onnx.identity(X)[:-20]])
+def test_not_an_onnx_file(tmp_path: Path, content: bytes) -> None:
+    assert "is not a whole ONNX file" in refusal(tmp_path, content)
+
+
+def test_an_operator_that_onnxruntime_does_not_know(tmp_path: Path) -> None:
+    graph = tiny_onnx.model([X], [Value("y", ["N", 3])], [Node("Nonsense", ["x"], ["y"])])
+    assert "Nonsense" in refusal(tmp_path, graph, RuntimeError)
+
+
+def test_onnxruntime_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    said = refusal(tmp_path, tiny_onnx.identity(X), RuntimeError) if False else ""
+    with pytest.raises(RuntimeError, match=r"pip install 'carpool\[onnx\]'"):
+        loaded(tmp_path, tiny_onnx.identity(X))
+    assert not said
+
+
+def test_one_item_at_a_time(tmp_path: Path) -> None:
+    said = refusal(tmp_path, tiny_onnx.identity(Value("image", [1, 3])))
+    assert "cannot be batched" in said and "'image' is fixed at 1" in said
+
+
+def test_a_fixed_batch(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [Value("free", ["N", 3]), Value("held", [8, 3])],
+        [Value("y", ["N", 3])],
+        [Node("Add", ["free", "held"], ["y"])],
+    )
+    assert "input 'held' is fixed at 8" in refusal(tmp_path, graph)
+
+
+@pytest.mark.parametrize("shape", [[], None])
+def test_no_batch_dimension(tmp_path: Path, shape: list[int] | None) -> None:
+    assert "input 'x' is a single number or has no declared shape" in refusal(
+        tmp_path, tiny_onnx.identity(Value("x", shape))
+    )
+
+
+def test_no_inputs(tmp_path: Path) -> None:
+    graph = tiny_onnx.model([], [Value("y", [1])], [Node("Constant", [], ["y"], {"value_int": 1})])
+    assert refusal(tmp_path, graph, Exception)
+
+
+def test_a_sequence(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [X], [Value("all", ["N", 3], sequence=True)], [Node("SequenceConstruct", ["x"], ["all"])]
+    )
+    assert "output 'all' is of type seq(tensor(float))" in refusal(tmp_path, graph)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_an_output_for_the_batch_as_a_whole(tmp_path: Path, keep: int) -> None:
+    sum_ = Node("ReduceSum", ["x"], ["total"], {"keepdims": keep})
+    said = refusal(tmp_path, tiny_onnx.model([X], [Value("total", [1, 1] if keep else [])], [sum_]))
+    assert "output 'total'" in said
+
+
+def test_an_output_that_begins_with_another_dimension(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [Value("x", ["N", "time"])], [Value("y", ["time", "N"])], [Node("Transpose", ["x"], ["y"])]
+    )
+    assert "the first dimension of output 'y' is time, not the batch" in refusal(tmp_path, graph)
+
+
+def test_an_output_that_turns_out_to_have_other_rows(tmp_path: Path) -> None:
+    graph = tiny_onnx.model(
+        [X], [Value("twice", ["M", 3])], [Node("Concat", ["x", "x"], ["twice"], {"axis": 0})]
+    )
+    model = loaded(tmp_path, graph)
+    with pytest.raises(RuntimeError, match=r"output 'twice' has shape \[4, 3\] for a batch of 2"):
+        model.predict(ROWS)
+
+
+# --- settings ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_may_say_how_large_its_batches_are(tmp_path: Path) -> None:
+    assert loaded(tmp_path, tiny_onnx.identity(X, {"carpool.max_batch_size": "7"})).max_batch_size == 7
+    assert loaded(tmp_path, tiny_onnx.identity(X, {"author": "somebody"})).max_batch_size == 32
+    for wrong in ("0", "many", "-1", ""):
+        said = refusal(tmp_path, tiny_onnx.identity(X, {"carpool.max_batch_size": wrong}))
+        assert "carpool.max_batch_size" in said
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", ""])
+def test_a_device_that_is_none(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ValueError, match="must be cpu or cuda:N"):
+        OnnxModel(write(tmp_path, tiny_onnx.identity(X))).load(device)
+
+
+def test_without_cuda_it_says_that_it_runs_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+    model = OnnxModel(write(tmp_path, tiny_onnx.identity(X)))
+    with structlog.testing.capture_logs() as logs:
+        model.load("cuda:0")
+    assert [(entry["event"], entry["device"]) for entry in logs] == [("running on the CPU", "cuda:0")]
+    np.testing.assert_array_equal(model.predict(ROWS), ROWS)
+
+
+def test_with_cuda_the_device_and_the_cheap_search_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
+    session = sys.modules["onnxruntime"].InferenceSession
+
+    def open_on_cpu(path: str, options: Any, providers: list[Any]) -> Any:
+        asked.extend(providers)
+        return session(path, options, providers=["CPUExecutionProvider"])
+
+    monkeypatch.setattr("onnxruntime.InferenceSession", open_on_cpu)
+    OnnxModel(write(tmp_path, tiny_onnx.identity(X))).load("cuda:3")
+    options = {"device_id": 3, "cudnn_conv_algo_search": "HEURISTIC"}
+    assert asked == [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize(("said", "threads"), [(None, 0), ("", 0), ("3", 3), ("2,4", 2), ("all", 0)])
+def test_threads_are_those_of_omp_num_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, threads: int
+) -> None:
+    if said is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    model = loaded(tmp_path, tiny_onnx.identity(X))
+    assert model._session.get_session_options().intra_op_num_threads == threads
+
+
+def test_unload_and_load_again(tmp_path: Path) -> None:
+    model = loaded(tmp_path, tiny_onnx.identity(X))
+    model.unload()
+    with pytest.raises(RuntimeError, match="not loaded"):
+        model.predict(ROWS)
+    model.load("cpu")
+    np.testing.assert_array_equal(model.predict(ROWS), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("resnet50.onnx", "resnet50"),
+        ("yolo v8 (small).onnx", "yolo-v8-small"),
+        ("_private.onnx", "private"),
+        ("é.onnx", "model"),
+        ("x" * 200 + ".onnx", "x" * 128),
+        ("bert/model.onnx", "bert"),
+        ("bert/onnx/Model.onnx", "bert"),
+        ("bert/2/model.onnx", "bert"),
+        ("a folder/of words/model.onnx", "model"),
+    ],
+)
+def test_names(path: str, name: str) -> None:
+    assert model_name(Path(path)) == name
