@@ -276,9 +276,7 @@ def _given_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EmbeddedRedisError(
-            f"{path} cannot hold Redis's data: {error}. Choose another directory."
-        ) from error
+        raise EmbeddedRedisError(f"Redis cannot have its data in {path}: {error}. Choose another.") from error
     return path.resolve()
 
 

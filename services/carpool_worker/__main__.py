@@ -18,7 +18,7 @@ from carpool_worker.worker import Worker
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until SIGTERM or SIGINT, then drain. Returns 1 if the model cannot be loaded, or the drain was cut."""
+    """Run until SIGTERM or SIGINT, then drain. 1 if the model cannot be loaded, or the drain was cut."""
     settings = read_settings(WorkerSettings, argv, "carpool worker")
     configure_logs(settings.log_level, "worker")
     stop = stop_on_signals()

@@ -19,7 +19,7 @@ from carpool.errors import (
     InvalidArgumentError,
 )
 from carpool.messages import MSGPACK, RAW, Batch, BatchedRequest, DeadLetter, Result
-from carpool.tensors import TensorSpec, array_of, datatype_of, tensor_head, to_bytes
+from carpool.tensors import HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
 from carpool_worker import frames
 
 FATAL_ATTEMPTS: Final = 2  # a request that ended its process this often is given up
@@ -56,17 +56,14 @@ class Job:
 class Codec:
     """Bodies to frames and outcomes to results, for one model as it described itself when it was ready.
 
-    A batch's bodies differ in their numbers, not in their headers. So the header of the last tensor that was
-    decoded is kept, and a body that begins with the same bytes and is as long needs no decoding.
+    A batch's bodies differ in their numbers, not in their heads, so most tensors need no decoding (HeadMemo).
     """
 
     def __init__(self, ready: Mapping[str, Any]) -> None:
         self.inputs = tuple(TensorSpec(*spec) for spec in ready["inputs"])
         self.outputs = tuple(TensorSpec(*spec) for spec in ready["outputs"])
         self.wants_requests = bool(ready["wants_requests"])
-        self._seen_head = b""
-        self._seen_bytes = -1
-        self._seen_part: tuple[frames.Part, ...] = ()
+        self._memo = HeadMemo()
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
@@ -99,12 +96,8 @@ class Codec:
         body = request.body
         if not self.inputs:
             return (), _pack(decode_body(request.content_type, body))
-        if (
-            request.content_type == MSGPACK
-            and len(body) == self._seen_bytes
-            and body.startswith(self._seen_head)
-        ):
-            return self._seen_part, body[len(self._seen_head) :]
+        if request.content_type == MSGPACK and (data := self._memo.data_of(body)) is not None:
+            return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         return self._decode_tensors(request)
 
     def _decode_tensors(self, request: BatchedRequest) -> tuple[tuple[frames.Part, ...], bytes]:
@@ -124,17 +117,9 @@ class Codec:
             array = as_array(value[spec.name], spec)
             parts.append((spec.name, spec.datatype, array.shape))
             data.append(to_bytes(array, spec.datatype))
-        self._remember(request, tuple(parts), data)
-        return tuple(parts), b"".join(data)
-
-    def _remember(
-        self, request: BatchedRequest, parts: tuple[frames.Part, ...], data: Sequence[bytes]
-    ) -> None:
-        """If the body is `tensor_head` and then the data, know it again by its head."""
         if len(parts) == 1 and request.content_type == MSGPACK:
-            head = tensor_head(parts[0][1], parts[0][2], len(data[0]))
-            if request.body == head + data[0]:
-                self._seen_head, self._seen_bytes, self._seen_part = head, len(request.body), parts
+            self._memo.remember(request.body, parts[0][1], parts[0][2], len(data[0]))
+        return tuple(parts), b"".join(data)
 
     def _raw_tensor(self, body: bytes) -> tuple[tuple[frames.Part, ...], bytes]:
         """octet-stream for a model with one tensor of fixed shape: its bytes."""
@@ -285,6 +270,8 @@ def _pack(value: Any) -> bytes:
         return frames.pack_values(value)
     except OverflowError:
         raise InvalidArgumentError("body: a number in it is beyond 64 bits") from None
+    except (TypeError, ValueError) as error:  # half a surrogate pair from JSON's \ud800, for one
+        raise InvalidArgumentError(f"body: cannot be passed on: {error}") from None
 
 
 def _array_of_packed(values: Sequence[bytes]) -> bytes:

@@ -100,20 +100,10 @@ def encode_body(content_type: str, value: Any) -> bytes:
         return _encode_raw(value)
     try:
         if content_type == JSON:
-            return json.dumps(value, allow_nan=False, default=_json_default, ensure_ascii=False).encode()
+            return _JSON.encode(value).encode()
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {error}") from None
-
-
-def _encode_raw(value: Any) -> bytes:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, str):
-        return value.encode()
-    raise InternalError(f"a {type(value).__name__} cannot be written as {RAW}; use bytes")
 
 
 def _json_default(value: Any) -> Any:
@@ -124,6 +114,21 @@ def _json_default(value: Any) -> Any:
     if isinstance(value, bytes):
         raise ValueError("bytes have no place in JSON; use msgpack")
     raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+_JSON: Final = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_json_default
+)
+
+
+def _encode_raw(value: Any) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, str):
+        return value.encode()
+    raise InternalError(f"a {type(value).__name__} cannot be written as {RAW}; use bytes")
 
 
 def _msgpack_default(value: Any) -> Any:

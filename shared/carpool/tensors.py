@@ -250,3 +250,31 @@ def tensor_json(array: Array) -> dict[str, Any]:
     datatype = datatype_of(array)
     flat = [str(s) for s in array.ravel().astype(str)] if datatype == "BYTES" else array.ravel().tolist()
     return {"datatype": datatype, "shape": list(array.shape), "data": flat}
+
+
+class HeadMemo:
+    """Knows a tensor's body again by its head, so that the next of the same shape needs no decoding.
+
+    A head tells the whole layout: what begins with the same bytes, and is as long, is the same kind of tensor.
+    """
+
+    __slots__ = ("_body_bytes", "_head", "datatype", "shape")
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._body_bytes = -1
+        self.datatype = ""
+        self.shape: tuple[int, ...] = ()
+
+    def data_of(self, body: bytes) -> bytes | None:
+        """The data of `body`, if it is a tensor like the one remembered."""
+        if len(body) == self._body_bytes and body.startswith(self._head):
+            return body[len(self._head) :]
+        return None
+
+    def remember(self, body: bytes, datatype: str, shape: tuple[int, ...], data_bytes: int) -> None:
+        """Remember the layout of a body that was decoded and found good, if it ends with its data."""
+        head = tensor_head(datatype, shape, data_bytes)
+        if len(body) == len(head) + data_bytes and body.startswith(head):
+            self._head, self._body_bytes = head, len(body)
+            self.datatype, self.shape = datatype, shape

@@ -50,7 +50,7 @@ def answers(port: int) -> bool:
 
 
 def client_of(server: EmbeddedRedis) -> Redis:
-    return Redis(port=server.port, decode_responses=True)
+    return Redis.from_url(server.url, decode_responses=True)
 
 
 # --- Starting and stopping
@@ -61,7 +61,7 @@ def test_every_server_of_this_machine_starts_and_stops(
 ) -> None:
     with client_of(redis) as client:
         info = client.info("server")
-        settings = client.config_get("append*", "save", "maxmemory-policy", "bind", "protected-mode")
+        settings = client.config_get("*")
     assert (info["process_id"], info["tcp_port"]) == (redis.pid, redis.port)
     assert redis.version in info.values()
     assert redis.url == f"redis://127.0.0.1:{redis.port}/0"
@@ -159,8 +159,8 @@ def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.Mon
 
 def test_the_server_in_the_wheel_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    for server in find_servers():
-        assert "site-packages" in server.parts
+    (server,) = find_servers()
+    assert "site-packages" in server.parts
 
 
 def test_a_server_that_ends_is_an_error_with_its_last_words(temporary_directory: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_server_that_never_answers_is_stopped(tmp_path: Path, monkeypatch: pyt
 
 def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EmbeddedRedisError, match=r"file/data cannot hold the data"):
+    with pytest.raises(EmbeddedRedisError, match=r"cannot have its data in .*file/data"):
         EmbeddedRedis(data_dir=tmp_path / "file" / "data")
 
 
