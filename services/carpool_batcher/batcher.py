@@ -134,8 +134,6 @@ class ModelBatcher:
         self._settle(scheduler, settled, now_us)
         refusals, emptied = self._admit(active, arrived, now_us)
         decisions = scheduler.poll(now_us)
-        if arrived or settled:
-            tail.ask(self._read_entries, BLOCK_MS)  # Redis reads on while the decisions are carried out
         self._carry_out(active, decisions, refusals, emptied)
 
     def _settle(self, scheduler: Scheduler, settled: Sequence[Settled], now_us: int) -> None:

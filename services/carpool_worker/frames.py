@@ -18,6 +18,7 @@ import numpy as np
 from carpool.tensors import WIDTHS, Array, datatype_of, from_bytes, tensor_map, to_bytes
 
 _LENGTHS: Final = struct.Struct("<II")
+_BUFFER_BYTES: Final = 64 * 1024
 _TENSOR: Final = 1
 
 Header = dict[str, Any]
@@ -41,25 +42,56 @@ def send_frame(sock: socket.socket, header: Header, payload: bytes | bytearray |
         raise ProcessGoneError(str(error)) from error
 
 
-def receive_frame(sock: socket.socket) -> tuple[Header, bytearray]:
-    """The next frame. Raises ProcessGoneError at the end of the stream."""
-    head_bytes, payload_bytes = _LENGTHS.unpack(_receive(sock, _LENGTHS.size))
-    header = msgpack.unpackb(_receive(sock, head_bytes), strict_map_key=False)
-    return header, _receive(sock, payload_bytes)
+class FrameReader:
+    """Takes frames from a socket: a small one with one system call, a large one straight into its place."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._start = 0
+        self._end = 0
 
-def _receive(sock: socket.socket, size_bytes: int) -> bytearray:
-    data = bytearray(size_bytes)
-    view = memoryview(data)
-    while view:
+    def receive(self) -> tuple[Header, bytearray]:
+        """The next frame. Raises ProcessGoneError at the end of the stream."""
+        head_bytes, payload_bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
+        header = msgpack.unpackb(self._take(head_bytes), strict_map_key=False)
+        return header, self._take(payload_bytes)
+
+    def _take(self, size_bytes: int) -> bytearray:
+        if self._end - self._start < size_bytes <= _BUFFER_BYTES:
+            self._fill(size_bytes)
+        if size_bytes <= self._end - self._start:
+            data = self._buffer[self._start : self._start + size_bytes]
+            self._start += size_bytes
+            return data
+        return self._take_large(size_bytes)
+
+    def _fill(self, size_bytes: int) -> None:
+        """Have at least `size_bytes` in the buffer, and as many more as have come."""
+        held = self._end - self._start
+        self._buffer[:held] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, held
+        while self._end < size_bytes:
+            self._end += self._receive_into(memoryview(self._buffer)[self._end :])
+
+    def _take_large(self, size_bytes: int) -> bytearray:
+        data = bytearray(size_bytes)
+        view = memoryview(data)
+        held = self._end - self._start
+        view[:held] = self._buffer[self._start : self._end]
+        self._start = self._end = 0
+        while held < size_bytes:
+            held += self._receive_into(view[held:])
+        return data
+
+    def _receive_into(self, view: memoryview) -> int:
         try:
-            got = sock.recv_into(view)
+            got = self._sock.recv_into(view)
         except OSError as error:
             raise ProcessGoneError(str(error)) from error
         if not got:
             raise ProcessGoneError("the other side hung up")
-        view = view[got:]
-    return data
+        return got
 
 
 # --- values ------------------------------------------------------------------------------------------------

@@ -25,22 +25,24 @@ from carpool_worker.model import LoadedModel, RequestInfo, adapt
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the model `argv[1]` on device `argv[2]` over the socket with descriptor `argv[0]`."""
-    die_with_parent()
+    """Serve a model to the worker that started us. `argv`: its pid, our socket, the model, the device."""
+    parent, descriptor, where, device = argv
+    die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to act on: it drains first
-    sock = socket.socket(fileno=int(argv[0]))
+    sock = socket.socket(fileno=int(descriptor))
     os.dup2(2, 1)  # what a model prints belongs with the logs
     try:
-        model = adapt(find_model(argv[1]), argv[2])
+        model = adapt(find_model(where), device)
     except BaseException as error:
         frames.send_frame(
             sock, {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         )
         return 1
     frames.send_frame(sock, {"ready": _registration(model)})
+    reader = frames.FrameReader(sock)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:
-            _serve(sock, model)
+            _serve(reader, sock, model)
     if model.unload is not None:
         model.unload()
     return 0
@@ -56,8 +58,8 @@ def _registration(model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _serve(sock: socket.socket, model: LoadedModel) -> None:
-    header, payload = frames.receive_frame(sock)
+def _serve(reader: frames.FrameReader, sock: socket.socket, model: LoadedModel) -> None:
+    header, payload = reader.receive()
     parts = header.get("parts")
     items: Items
     if parts is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -27,9 +26,9 @@ def model_name(spec: str) -> tuple[str, str]:
     if where in READY_MADE:
         name = where
     elif where.startswith(_ONNX):
-        path = Path(where.removeprefix(_ONNX))
-        name = path.parent.name if path.stem == "model" and path.parent.name else path.stem
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
+        from carpool_worker.models import onnx  # noqa: PLC0415 (an optional extra)
+
+        name = onnx.model_name(Path(where.removeprefix(_ONNX)))
     else:
         name = where.rpartition(":")[2]
     if not MODEL_NAME.fullmatch(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ class ModelProcess:
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
+        self._reader: frames.FrameReader | None = None
 
     def start(self) -> dict[str, Any]:
         """Start the process and load the model, however long that takes.
@@ -47,17 +49,11 @@ class ModelProcess:
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):  # room for two batches of tensors, so that sending seldom waits
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        command = [
-            sys.executable,
-            "-m",
-            "carpool_worker.host",
-            str(theirs.fileno()),
-            self._where,
-            self._device,
-        ]
+        about = [str(os.getpid()), str(theirs.fileno()), self._where, self._device]
+        command = [sys.executable, "-m", "carpool_worker.host", *about]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
-        self._sock = ours
+        self._sock, self._reader = ours, frames.FrameReader(ours)
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait until the model is loaded. Raises ModelLoadError."""
@@ -88,9 +84,9 @@ class ModelProcess:
 
     def receive(self) -> tuple[frames.Header, bytearray]:
         """The next outcome. Raises ProcessGoneError."""
-        if self._sock is None:
+        if self._reader is None:
             raise frames.ProcessGoneError("not started")
-        return frames.receive_frame(self._sock)
+        return self._reader.receive()
 
     def why_gone(self) -> str:
         """How the process ended, for a log."""
@@ -107,7 +103,7 @@ class ModelProcess:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
-            self._sock = None
+            self._sock = self._reader = None
         if self._process is not None:
             try:
                 self._process.wait(timeout=wait_s)

@@ -70,14 +70,15 @@ class Slot:
 
     def take(self, job: Job) -> None:
         """Take a job in hand, and send it ahead if everything before it was sent."""
-        with self._changed:
-            if not self._jobs:
-                self._busy_since_s = time.monotonic()
-            self._jobs.append(job)
-            self._changed.notify_all()
         with self._pipe:
-            if not job.singly and all(one.sent for one in self.jobs() if one is not job):
+            jobs = self.jobs()
+            if not job.singly and all(one.sent for one in jobs):
                 self._send(job)
+            with self._changed:  # after sending: waking the committer first would make it wait for us
+                if not self._jobs:
+                    self._busy_since_s = time.monotonic()
+                self._jobs.append(job)
+                self._changed.notify_all()
 
     def _send(self, job: Job) -> None:
         """Send all frames of a job, once. The pipe must be held."""

@@ -3,8 +3,8 @@
     infer --> outbox --writer--> XADD (several requests in one entry) ... replies stream --reader--> futures
 
 Requests made in one turn of the event loop share entries. Results of a whole batch come back in one entry
-of this client's own reply stream. When the connection is lost, both are opened again: entries whose acceptance is
-not known are sent again (the same correlation ID: a second result is dropped here), and reading goes on where
+of this client's own reply stream. When a connection is lost, both are opened again: entries whose acceptance
+is not known are sent again (the same correlation ID: a second result is dropped here), and reading goes on where
 it stopped, so results that were written meanwhile are found.
 """
 
@@ -50,6 +50,7 @@ MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
 BLOCK_MS: Final = 2000
 SILENCE_S: Final = 10.0
+TICK_S: Final = 0.01
 _PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -84,8 +85,17 @@ class _Pending:
     raw: dict[str, Any]
     shared: tuple[str, int | None]  # content type and expiration (ms): the same for all in one entry
     whole: bool  # resolve with a Reply, not with its value
-    timer: asyncio.TimerHandle | None = None
+    tick: _Tick | None = None
+    timeout_s: float = 0.0
     sent: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Tick:
+    """Requests that time out together."""
+
+    timer: asyncio.TimerHandle
+    pending: set[_Pending] = field(default_factory=set)
 
 
 class AsyncClient:
@@ -113,12 +123,15 @@ class AsyncClient:
         self._unanswered: deque[asyncio.Future[Any] | list[_Pending] | None] = deque()
         self._heads: dict[tuple[Any, tuple[int, ...]], tuple[str, bytes]] = {}
         self._memo = HeadMemo()
-        self._wake: asyncio.Future[None] | None = None
-        self._connected = asyncio.Event()
-        self._has_channel = asyncio.Event()
-        self._reader_id: int | None = None
+        self._ticks: dict[int, _Tick] = {}
+        self._reading: tuple[_Channel, ...] = ()
+        self._connecting: asyncio.Future[None] | None = None
+        self._reconnecting: asyncio.Future[None] | None = None
+        self._watching: asyncio.TimerHandle | None = None
         self._trouble: LinkError | None = None
-        self._runner: asyncio.Task[None] | None = None
+        self._heard_at_s = 0.0
+        self._flushing = False
+        self._connected = False
         self._closed = False
 
     # --- the life of a client ------------------------------------------------------------------------------
@@ -136,21 +149,40 @@ class AsyncClient:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
         if self._closed:
             raise UnavailableError("this client is closed")
-        if self._runner is None:
+        if self._connecting is None:
             self._loop = asyncio.get_running_loop()
-            writer, reader = await self._open_links()
-            self._runner = asyncio.create_task(self._run(writer, reader), name=f"carpool {self._name}")
-            await self._connected.wait()
+            self._connecting = asyncio.ensure_future(self._open_links())
+        connecting = self._connecting
+        try:
+            await asyncio.shield(connecting)
+        except LinkError:
+            if self._connecting is connecting:
+                self._connecting = None  # the next call tries again
+            raise
+        if self._watching is None:
+            self._heard_at_s = self._loop.time()
+            self._watch()
 
     async def close(self) -> None:
         """Hang up. What has no result yet fails with UnavailableError; what waits is not withdrawn."""
+        if self._closed:
+            return
         self._closed = True
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.gather(self._runner, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+        if self._connected:
+            self._connected = False
+            self._writer.close()
+            self._reader.close()
         error = UnavailableError("the client was closed before there was a result")
         for pending in list(self._pending.values()):
             self._fail(pending, error)
+        for timer in self._ticks.values():
+            timer.timer.cancel()
+        self._ticks.clear()
+        await asyncio.sleep(0)  # the transports close in the next turn
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -272,10 +304,16 @@ class AsyncClient:
         if channel is None:
             limit = max(1, min(int(size), MAX_ENTRY_REQUESTS))
             channel = self._channels[model] = _Channel(keys, keys.replies(self._name), limit)
-            self._has_channel.set()
-            if self._reader_id is not None:  # the reader is to follow one stream more
-                self._tell(("CLIENT", "UNBLOCK", self._reader_id), None)
+            self._follow()
         return channel
+
+    def _follow(self) -> None:
+        """There is a reply stream more to read."""
+        if self._connected and not self._reading:
+            self._read_on()
+        elif self._reader.identity is not None:  # it is blocked on the others: have it look up
+            self._commands.append((("CLIENT", "UNBLOCK", self._reader.identity), None))
+            self._flush_soon()
 
     def _enqueue(
         self,
@@ -304,7 +342,7 @@ class AsyncClient:
         future = self._loop.create_future()
         pending = _Pending(channel, future, raw, (content_type, expiration_ms), whole)
         if timeout_s is not None:
-            pending.timer = self._loop.call_later(timeout_s, self._time_out, pending, timeout_s)
+            self._set_timer(pending, timeout_s)
         self._pending[correlation_id] = pending
         self._put_out(pending)
         return pending
@@ -335,10 +373,27 @@ class AsyncClient:
             self._outbox[group] = [pending]
         else:
             waiting.append(pending)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        if not self._flushing:
+            self._flush_soon()
 
     # --- endings -------------------------------------------------------------------------------------------
+
+    def _set_timer(self, pending: _Pending, timeout_s: float) -> None:
+        """Time out within TICK_S of the time. One timer for all in a tick: a timer each costs more than all
+        else that is done here for a request, and nearly none of them rings."""
+        at_s = self._loop.time() + timeout_s
+        number = int(at_s / TICK_S) + 1
+        tick = self._ticks.get(number)
+        if tick is None:
+            timer = self._loop.call_at(number * TICK_S, self._ring, number)
+            tick = self._ticks[number] = _Tick(timer)
+        tick.pending.add(pending)
+        pending.tick = tick
+        pending.timeout_s = timeout_s
+
+    def _ring(self, number: int) -> None:
+        for pending in list(self._ticks.pop(number).pending):
+            self._time_out(pending, pending.timeout_s)
 
     def _time_out(self, pending: _Pending, timeout_s: float) -> None:
         trouble = f" (and {self._trouble.detail})" if self._trouble else ""
@@ -353,8 +408,8 @@ class AsyncClient:
 
     def _forget(self, pending: _Pending) -> None:
         self._pending.pop(pending.raw["correlation_id"], None)
-        if pending.timer is not None:
-            pending.timer.cancel()
+        if pending.tick is not None:
+            pending.tick.pending.discard(pending)
 
     def _withdraw(self, pending: _Pending) -> None:
         """Its producer wants no result any more: tell the batcher, if it may have heard of the request."""
@@ -366,20 +421,74 @@ class AsyncClient:
             pending.channel.withdrawn.append(correlation_id)
             self._flush_soon()
 
-    def _flush_soon(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+    # --- connections ---------------------------------------------------------------------------------------
 
-    # --- commands beside requests --------------------------------------------------------------------------
-
-    def _tell(self, command: Command, about: asyncio.Future[Any] | list[_Pending] | None) -> None:
-        self._commands.append((command, about))
+    async def _open_links(self) -> None:
+        self._writer = AsyncLink(
+            self._url, name=f"{self._name}:writer", on_reply=self._hear, on_lost=self._lost_link
+        )
+        self._reader = AsyncLink(
+            self._url, name=f"{self._name}:reader", on_reply=self._take, on_lost=self._lost_link
+        )
+        await self._writer.connect()
+        try:
+            await self._reader.connect()
+        except LinkError:
+            self._writer.close()
+            raise
+        self._trouble = None
+        self._reading = ()
+        self._connected = True
+        self._read_on()
         self._flush_soon()
 
+    def _lost_link(self, error: LinkError) -> None:
+        """One connection is gone: close the other too, and open both anew."""
+        if not self._connected:
+            return
+        self._connected = False
+        self._trouble = error
+        self._writer.close()
+        self._reader.close()
+        for about in self._unanswered:  # it may or may not have arrived: say it again
+            if isinstance(about, list):
+                for pending in about:
+                    if not pending.future.done():
+                        self._put_out(pending)
+            elif about is not None and not about.done():
+                about.set_exception(error)
+        self._unanswered.clear()
+        if not self._closed:
+            self._reconnecting = asyncio.ensure_future(self._connect_again())
+
+    async def _connect_again(self) -> None:
+        for attempt in count():
+            await asyncio.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
+            try:
+                await self._open_links()
+            except LinkError as error:
+                self._trouble = error
+            else:
+                return
+
+    def _watch(self) -> None:
+        """Once a second: a connection over which nothing comes, though it should, is lost."""
+        self._watching = self._loop.call_later(1.0, self._watch)
+        if not self._connected:
+            return
+        if self._loop.time() - self._heard_at_s > SILENCE_S:
+            self._lost_link(LinkError(f"Redis was silent for {SILENCE_S:g} s"))
+        elif any(channel.trim_to for channel in self._channels.values()):
+            self._flush_soon()
+
+    # --- the writer ----------------------------------------------------------------------------------------
+
     async def _ask(self, *command: str) -> Any:
+        """A command beside the requests, and its reply."""
         await self.connect()
         future = self._loop.create_future()
-        self._tell(command, future)
+        self._commands.append((command, future))
+        self._flush_soon()
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply = await future
@@ -389,84 +498,36 @@ class AsyncClient:
             raise UnavailableError(f"Redis refused {command[0]}: {reply}")
         return reply
 
-    # --- connections ---------------------------------------------------------------------------------------
+    def _flush_soon(self) -> None:
+        """Flush after all that is ready in this turn of the event loop: it shares entries."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
 
-    async def _open_links(self) -> tuple[AsyncLink, AsyncLink]:
-        writer = AsyncLink(self._url, name=f"{self._name}:writer")
-        reader = AsyncLink(self._url, name=f"{self._name}:reader")
-        await writer.connect()
-        try:
-            await reader.connect()
-            await reader.write([("CLIENT", "ID")])
-            identity = await reader.read(SILENCE_S)
-        except LinkError:
-            await writer.close()
-            raise
-        self._reader_id = identity if isinstance(identity, int) else None
-        return writer, reader
-
-    async def _run(self, writer: AsyncLink, reader: AsyncLink) -> None:
-        """Keep both connections going until the client is closed."""
-        while True:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._write(writer))
-                    tasks.create_task(self._hear(writer))
-                    tasks.create_task(self._read(reader))
-                    self._trouble = None
-                    self._connected.set()
-            except* LinkError as lost:
-                self._trouble = next(error for error in lost.exceptions if isinstance(error, LinkError))
-            finally:
-                await writer.close()
-                await reader.close()
-            self._send_again()
-            writer, reader = await self._connect_again()
-
-    async def _connect_again(self) -> tuple[AsyncLink, AsyncLink]:
-        for attempt in count():
-            await asyncio.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
-            try:
-                return await self._open_links()
-            except LinkError as error:
-                self._trouble = error
-        raise AssertionError("count() does not end")
-
-    def _send_again(self) -> None:
-        """What Redis did not answer may or may not have arrived: say it again."""
-        for about in self._unanswered:
-            if isinstance(about, list):
-                for pending in about:
-                    if not pending.future.done():
-                        self._put_out(pending)
-            elif about is not None and not about.done():
-                about.set_exception(self._trouble or UnavailableError("connection lost"))
-        self._unanswered.clear()
-
-    # --- the writer ----------------------------------------------------------------------------------------
-
-    async def _write(self, link: AsyncLink) -> None:
-        while True:
-            if not self._outbox and not self._commands:
-                self._wake = self._loop.create_future()
-                await self._wake
-            commands = self._collect()
-            if commands:
-                await link.write(commands)
+    def _flush(self) -> None:
+        self._flushing = False
+        if not self._connected:
+            return
+        if self._writer.congested:
+            self._flushing = True
+            self._loop.call_later(0.001, self._flush)
+            return
+        commands = self._collect()
+        if commands:
+            self._writer.write(commands)
 
     def _collect(self) -> list[Command]:
         """Everything there is to say, as commands; who awaits their replies is noted in the same order."""
         commands: list[Command] = []
+        outbox, self._outbox = self._outbox, {}
+        for (channel, content_type, expiration_ms), waiting in outbox.items():
+            for some in _split(waiting, channel.entry_requests):
+                commands.append(self._entry(channel, content_type, expiration_ms, some))
+                self._unanswered.append(some)
         for command, about in self._commands:
             commands.append(command)
             self._unanswered.append(about)
         self._commands.clear()
-        outbox, self._outbox = self._outbox, {}
-        for (channel, content_type, expiration_ms), waiting in outbox.items():
-            waiting = [pending for pending in waiting if not pending.future.done()]  # noqa: PLW2901
-            for some in _split(waiting, channel.entry_requests):
-                commands.append(self._entry(channel, content_type, expiration_ms, some))
-                self._unanswered.append(some)
         for channel in self._channels.values():
             if channel.trim_to is not None:
                 commands.append(("XTRIM", channel.replies, "MINID", channel.trim_to))
@@ -499,52 +560,49 @@ class AsyncClient:
             msgpack.packb([one.raw for one in some]),
         )
 
-    async def _hear(self, link: AsyncLink) -> None:
-        """Redis's answers to what was written, in order."""
-        while True:
-            reply = await link.read()
-            about = self._unanswered.popleft()
-            if isinstance(about, list):
-                if isinstance(reply, CommandError):
-                    for pending in about:
-                        self._fail(pending, _not_accepted(reply))
-            elif about is not None and not about.done():
-                about.set_result(reply)
+    def _hear(self, reply: Any) -> None:
+        """Redis's answer to the oldest command that has none."""
+        about = self._unanswered.popleft()
+        if isinstance(about, list):
+            if isinstance(reply, CommandError):
+                for pending in about:
+                    self._fail(pending, _not_accepted(reply))
+        elif about is not None and not about.done():
+            about.set_result(reply)
 
     # --- the reader ----------------------------------------------------------------------------------------
 
-    async def _read(self, link: AsyncLink) -> None:
-        while True:
-            channels = list(self._channels.values())
-            if not channels:
-                await self._has_channel.wait()
-                continue
+    def _read_on(self) -> None:
+        """Have Redis answer when there are results: of every model that this client uses."""
+        channels = tuple(self._channels.values())
+        if channels:
+            self._reading = channels
             streams = [channel.replies for channel in channels]
             after = [channel.last_id for channel in channels]
-            await link.write([("XREAD", "COUNT", 64, "BLOCK", BLOCK_MS, "STREAMS", *streams, *after)])
-            reply = await link.read(SILENCE_S)
-            if isinstance(reply, CommandError):
-                raise LinkError(f"the reply stream cannot be read: {reply}")
-            if not reply:
-                self._flush_soon()  # quiet: a good time to trim
-                continue
-            by_name = {channel.replies.encode(): channel for channel in channels}
-            for stream, entries in reply:
-                self._take(by_name[stream], entries)
+            self._reader.write([("XREAD", "COUNT", 64, "BLOCK", BLOCK_MS, "STREAMS", *streams, *after)])
 
-    def _take(self, channel: _Channel, entries: list[Any]) -> None:
-        for _, flat in entries:
-            for envelope in decode_results(flat[flat.index(b"results") + 1]):
-                pending = self._pending.pop(envelope["correlation_id"], None)
-                if pending is not None:
-                    self._resolve(pending, envelope)
-        channel.last_id = entries[-1][0].decode()
-        milliseconds, _, number = channel.last_id.partition("-")
-        channel.trim_to = f"{milliseconds}-{int(number) + 1}"
+    def _take(self, reply: Any) -> None:
+        """Results came, or none did for a while: then the reply is None."""
+        self._heard_at_s = self._loop.time()
+        if isinstance(reply, CommandError):
+            self._lost_link(LinkError(f"the reply stream cannot be read: {reply}"))
+            return
+        taken: list[dict[str, Any]] = []
+        for stream, entries in reply or ():
+            channel = next(one for one in self._reading if one.replies.encode() == stream)
+            for _, flat in entries:
+                taken += decode_results(flat[flat.index(b"results") + 1])
+            channel.last_id = entries[-1][0].decode()
+            milliseconds, _, number = channel.last_id.partition("-")
+            channel.trim_to = f"{milliseconds}-{int(number) + 1}"
+        self._read_on()
+        for envelope in taken:
+            pending = self._pending.get(envelope["correlation_id"])
+            if pending is not None:
+                self._forget(pending)
+                self._resolve(pending, envelope)
 
     def _resolve(self, pending: _Pending, envelope: dict[str, Any]) -> None:
-        if pending.timer is not None:
-            pending.timer.cancel()
         future = pending.future
         if future.done():
             return
@@ -574,11 +632,13 @@ class AsyncClient:
 
 
 def _split(waiting: list[_Pending], limit: int) -> Iterable[list[_Pending]]:
-    """Entries of at most `limit` requests and about MAX_ENTRY_BYTES each."""
+    """Entries of at most `limit` requests and about MAX_ENTRY_BYTES each; who was cancelled is left out."""
     some: list[_Pending] = []
     size_bytes = 0
     for pending in waiting:
-        if some and (len(some) == limit or size_bytes > MAX_ENTRY_BYTES):
+        if pending.future.done():
+            continue
+        if len(some) == limit or size_bytes > MAX_ENTRY_BYTES:
             yield some
             some, size_bytes = [], 0
         some.append(pending)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from typing import Any, Final
 
+import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -28,6 +28,7 @@ Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
+_MORE: Final = object()
 
 
 class LinkError(UnavailableError):
@@ -68,6 +69,12 @@ def without_password(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
+def _pack(command: tuple[Argument, ...]) -> bytes:
+    # hiredis's stub allows tuples of one only
+    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
+    return packed
+
+
 class Script:
     """A Lua script of `carpool/lua`, known by its hash; `deliver.lua` comes before those that use it."""
 
@@ -106,7 +113,7 @@ class Link:
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
         try:
-            self._connection.send_command(*command)
+            self._connection.send_packed_command((_pack(command),), check_health=False)
         except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
             raise _link_error(self._url, error) from error
         except redis.RedisError as error:  # while connecting: a wrong password, say
@@ -166,53 +173,87 @@ class Link:
         self._connection.disconnect()
 
 
-class AsyncLink:
-    """One asyncio connection for pipelining: `write` never waits for replies, `read` takes them in order."""
+class AsyncLink(asyncio.Protocol):
+    """One asyncio connection for pipelining: `write` waits for nothing, replies come to `on_reply` in order.
 
-    def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
+    redis-py opens the connection and signs in; then its stream is set aside and the transport talks to this
+    protocol directly. A reply costs a callback, not a task switch: that is most of a lone request's latency.
+    `on_lost` is called once, with the reason, when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        on_reply: Callable[[Any], None],
+        on_lost: Callable[[LinkError], None],
+    ) -> None:
         pool = redis.asyncio.ConnectionPool.from_url(
             url,
             protocol=2,
             client_name=name,
-            socket_timeout=None,  # a timeout object for each read costs more than the read; see `read`
-            socket_connect_timeout=timeout_s,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
             socket_keepalive=True,
-            socket_read_size=_READ_BYTES,
             retry=AsyncRetry(NoBackoff(), 0),
         )
         self._url = url
+        self._on_reply = on_reply
+        self._on_lost = on_lost
         self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
+        self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._transport: Any = None
+        self.congested = False
+        self.identity: int | None = None
 
     async def connect(self) -> None:
         """Connect and authenticate. Raises LinkError."""
+        connection = self._connection
         try:
-            await self._connection.connect()
+            await connection.connect()
+            await connection.send_command("CLIENT", "ID")
+            try:
+                self.identity = await connection.read_response()
+            except redis.ResponseError:  # not allowed to: nothing depends on it
+                self.identity = None
         except (redis.RedisError, OSError) as error:
-            await self.close()
+            await connection.disconnect(nowait=True)
             raise _link_error(self._url, error) from error
+        self._transport = connection._writer.transport
+        self._transport.set_protocol(self)
 
-    async def write(self, commands: Iterable[Command]) -> None:
-        """Send commands in one piece. Raises LinkError; does not connect: replies would be mixed up."""
-        if not self._connection.is_connected:
-            raise LinkError(f"Redis at {without_password(self._url)}: not connected")
-        try:
-            packed = self._connection.pack_commands(commands)
-            await self._connection.send_packed_command(packed, check_health=False)
-        except (redis.RedisError, OSError) as error:
-            raise _link_error(self._url, error) from error
+    def write(self, commands: Iterable[Command]) -> None:
+        """Send commands in one piece. What cannot be sent is reported by `on_lost`."""
+        if self._transport is not None:
+            self._transport.write(b"".join([_pack(tuple(command)) for command in commands]))
 
-    async def read(self, timeout_s: float | None = None) -> Any:
-        """The next reply; a CommandError is returned. Raises LinkError, also after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
-        except redis.ResponseError as error:
-            return _command_error(error)
-        except TimeoutError as error:
-            raise LinkError(f"Redis at {without_password(self._url)}: silent for {timeout_s} s") from error
-        except (redis.RedisError, OSError) as error:
-            raise _link_error(self._url, error) from error
+    def close(self) -> None:
+        """Hang up at once; `on_lost` is not called any more."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
-    async def close(self) -> None:
-        """Hang up at once."""
-        await self._connection.disconnect(nowait=True)
+    # --- asyncio's side ------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and hand on every reply that is complete; errors as CommandError."""
+        self._reader.feed(data)
+        while (reply := self._reader.gets()) is not _MORE:
+            if isinstance(reply, hiredis.ReplyError):
+                reply = CommandError(str(reply).split(" ", 1)[0], str(reply))
+            self._on_reply(reply)
+
+    def pause_writing(self) -> None:
+        """Redis does not keep up."""
+        self.congested = True
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self.congested = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The transport is gone."""
+        if self._transport is not None:
+            self._transport = None
+            self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))

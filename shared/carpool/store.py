@@ -46,7 +46,7 @@ class Departed(NamedTuple):
     """What became of a departure: its batch's ID (None: nobody was left), and who rides."""
 
     batch_id: str | None
-    requests: list[Request]
+    requests: Sequence[Request]
 
 
 class Census(NamedTuple):
@@ -156,16 +156,12 @@ class Store:
 
         Returns what became of each departure, and the entries that were gone: nobody in them rides.
         """
-        entries: dict[Entry, int] = {}
-        leaving: set[Request] = set()
+        leaving: dict[Entry, int] = {}
         for departure in departures:
             for request in departure.requests:
-                entries.setdefault(request.entry, len(entries) + 1)
-            leaving.update(departure.requests)
-        staying = {
-            entry: rest for entry in entries if (rest := [r for r in entry.requests if r not in leaving])
-        }
-
+                leaving[request.entry] = leaving.get(request.entry, 0) + 1
+        entries = {entry: index for index, entry in enumerate(leaving, 1)}
+        staying = self._staying(departures, leaving)
         args: list[Argument] = [len(entries), *(entry.id for entry in entries), len(staying)]
         for entry, rest in staying.items():
             args += [entries[entry], entry.arrival_us // 1000, wire.encode_requests(rest)]
@@ -176,12 +172,26 @@ class Store:
 
         gone_ids = {entry_id.decode() for entry_id in gone}
         departed = [
-            Departed(batch_id.decode() or None, [r for r in departure.requests if r.entry.id not in gone_ids])
+            Departed(
+                batch_id.decode() or None,
+                [r for r in departure.requests if r.entry.id not in gone_ids]
+                if gone_ids
+                else departure.requests,
+            )
             for batch_id, departure in zip(batch_ids, departures, strict=True)
         ]
         vanished = [entry for entry in entries if entry.id in gone_ids]
         _leave(entries.keys() - set(vanished), dict(zip(staying, new_ids, strict=True)), staying)
         return departed, vanished
+
+    @staticmethod
+    def _staying(departures: Sequence[Departure], leaving: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
+        """Who stays behind, in the entries of which only some leave."""
+        partly = [entry for entry, number in leaving.items() if number < len(entry.requests)]
+        if not partly:
+            return {}
+        gone = {request for departure in departures for request in departure.requests}
+        return {entry: [request for request in entry.requests if request not in gone] for entry in partly}
 
     def _departure_args(self, departure: Departure, entries: Mapping[Entry, int]) -> list[Argument]:
         indexes = dict.fromkeys(entries[request.entry] for request in departure.requests)

@@ -128,7 +128,44 @@ def _decode_packed(entry: Entry, packed: bytes, shared: Fields, settings: ModelS
             else f"requests: not a msgpack array of maps ({error})"
         )
         return [_refusal(entry, shared, entry.id, InvalidArgumentError(detail))]
-    return [_decode_one_of(entry, one, shared, settings) for one in maps]
+    model = _model_of(entry, shared, settings)
+    return [
+        (
+            _like(model, one, settings)
+            if model is not None and type(one) is dict and one.keys() == _PLAIN
+            else None
+        )
+        or _decode_one_of(entry, one, shared, settings)
+        for one in maps
+    ]
+
+
+def _model_of(entry: Entry, shared: Fields, settings: ModelSettings) -> Request | None:
+    """What the requests of an entry have in common, decoded once, if it can be."""
+    decoded = _decode_request(entry, {**shared, "body": b""}, settings, default_id=entry.id)
+    return decoded if type(decoded) is Request else None
+
+
+def _like(model: Request, one: Fields, settings: ModelSettings) -> Request | None:
+    """A request that adds a correlation ID and a body to its entry's fields; None if it needs a closer look."""
+    correlation_id, body = one["correlation_id"], one["body"]
+    if type(correlation_id) is not str or type(body) is not bytes:
+        return None
+    if len(body) > settings.max_body_bytes or not CORRELATION_ID.fullmatch(correlation_id):
+        return None
+    return Request(
+        model.entry,
+        correlation_id,
+        body,
+        model.content_type,
+        model.reply_to,
+        model.arrival_us,
+        model.deadline_us,
+        model.priority,
+        model.lane,
+        model.cost,
+        model.extra,
+    )
 
 
 def _decode_one_of(entry: Entry, one: Any, shared: Fields, settings: ModelSettings) -> Decoded:

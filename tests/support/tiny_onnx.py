@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 # TensorProto.DataType
-FLOAT, STRING, COMPLEX64, COMPLEX128, BFLOAT16 = 1, 8, 14, 15, 16
+FLOAT, INT64, STRING, COMPLEX64, COMPLEX128, BFLOAT16 = 1, 7, 8, 14, 15, 16
 
 IR_VERSION: Final = 8
 OPSET: Final = 17

@@ -62,11 +62,18 @@ class Lane:
         for level in reversed(self.levels):
             while level:
                 request = next(iter(level))
-                cost += request.cost
-                size_bytes += len(request.body)
-                over = (max_cost is not None and cost > max_cost) or size_bytes > max_bytes
+                next_cost, next_bytes = cost + request.cost, size_bytes + len(request.body)
+                over = (max_cost is not None and next_cost > max_cost) or next_bytes > max_bytes
                 if taken and (over or len(taken) == max_size):
-                    return taken
-                self.remove(request)
+                    break
+                level.popitem(last=False)
                 taken.append(request)
+                cost, size_bytes = next_cost, next_bytes
+            if level:
+                break
+        self.count -= len(taken)
+        self.cost -= cost
+        self.bytes -= size_bytes
+        if self.urgent:
+            self.urgent.difference_update(taken)
         return taken

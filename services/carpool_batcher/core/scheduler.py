@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -56,10 +57,23 @@ Decision = Dispatch | Refusal | Expire
 
 
 class Riding(NamedTuple):
-    """A batch in flight, as far as it matters here."""
+    """A batch in flight, as far as it matters here. `due`: those with a deadline, by position."""
 
     dispatched_us: int
-    requests: Sequence[Request]
+    due: dict[int, Request]
+
+
+@dataclass(slots=True)
+class Alarm:
+    """At this time, look at these waiting requests, or at this batch in flight.
+
+    One for all requests that arrived in one entry with one deadline, and one for a batch: so that a deadline
+    costs a request next to nothing.
+    """
+
+    at_us: int
+    requests: list[Request]
+    batch_id: str = ""
 
 
 class Scheduler:
@@ -70,12 +84,12 @@ class Scheduler:
         self.workers = workers
         self.waiting = 0
         self.waiting_bytes = 0
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, Lane] = {"": Lane("")}
         self._departing = 0  # batches decided on, whose IDs are not known yet
         self._in_flight: dict[str, Riding] = {}
-        self._riding_until_deadline: dict[Request, str] = {}
-        self._alarms: list[tuple[int, int, Request]] = []
+        self._alarms: list[tuple[int, int, Alarm]] = []
         self._alarm_number = count()
+        self._latest_alarm: Alarm | None = None
         self._ride_us = 0.0  # how long a batch takes from dispatch to settled, of late
 
     # --- what happens --------------------------------------------------------------------------------------
@@ -99,7 +113,7 @@ class Scheduler:
         self.waiting += 1
         self.waiting_bytes += len(request.body)
         if request.deadline_us is not None:
-            self._set_alarm(request, self._urgent_at(request, now_us))
+            self._watch(request, request.deadline_us, now_us)
         return None
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
@@ -129,20 +143,15 @@ class Scheduler:
 
     def ride(self, batch_id: str, requests: Sequence[Request], dispatched_us: int) -> None:
         """A batch is in flight: dispatched now, or found there by a batcher that has just taken over."""
-        self._in_flight[batch_id] = Riding(dispatched_us, requests)
-        for request in requests:
-            if request.deadline_us is not None:
-                self._riding_until_deadline[request] = batch_id
-                self._set_alarm(request, request.deadline_us)
+        due = {at: request for at, request in enumerate(requests) if request.deadline_us is not None}
+        self._in_flight[batch_id] = Riding(dispatched_us, due)
+        self._watch_batch(batch_id, due)
 
     def settle(self, batch_id: str, now_us: int) -> None:
         """A batch was committed, or is gone: its room returns."""
         riding = self._in_flight.pop(batch_id, None)
         if riding is None:
             return
-        for request in riding.requests:
-            if request.deadline_us is not None:
-                self._riding_until_deadline.pop(request, None)
         took_us = now_us - riding.dispatched_us
         self._ride_us = max(took_us, 0.9 * self._ride_us + 0.1 * took_us)
 
@@ -206,60 +215,92 @@ class Scheduler:
 
     def _dispatch(self, lane: Lane, reason: str) -> Dispatch:
         settings = self.settings
+        held_bytes = lane.bytes
         taken = lane.take(settings.max_batch_size, settings.max_batch_cost, MAX_BATCH_BYTES)
         self.waiting -= len(taken)
-        self.waiting_bytes -= sum(len(request.body) for request in taken)
+        self.waiting_bytes -= held_bytes - lane.bytes
         self._departing += 1
-        if not lane.count:
-            del self._lanes[lane.name]  # names come from producers: an empty lane must not stay
+        self._close_if_empty(lane)
         return Dispatch(taken, reason, lane.name)
 
     def _remove(self, lane: Lane, request: Request) -> None:
         lane.remove(request)
         self.waiting -= 1
         self.waiting_bytes -= len(request.body)
-        if not lane.count:
+        self._close_if_empty(lane)
+
+    def _close_if_empty(self, lane: Lane) -> None:
+        """Names of lanes come from producers: an empty one must not stay, but for the one that all know."""
+        if not lane.count and lane.name:
             del self._lanes[lane.name]
 
-    # --- deadlines: one heap of alarms; an alarm whose request has moved on means nothing -------------------
+    # --- deadlines: one heap of alarms; one whose requests have moved on means nothing ----------------------
 
-    def _urgent_at(self, request: Request, now_us: int) -> int:
-        """When a waiting request must leave to be in time, or its deadline where it waits for no company."""
-        assert request.deadline_us is not None
-        if not self.settings.max_queue_delay_ms:
-            return request.deadline_us
-        return max(now_us, request.deadline_us - int(1.5 * self._ride_us) - 2000)
+    def _watch(self, request: Request, deadline_us: int, now_us: int) -> None:
+        """Look at a waiting request when it must leave to be in time, then at its deadline."""
+        at_us = deadline_us
+        if self.settings.max_queue_delay_ms:
+            at_us = max(now_us, deadline_us - int(1.5 * self._ride_us) - 2000)
+        latest = self._latest_alarm
+        if latest is not None and latest.at_us == at_us and latest.requests[0].entry is request.entry:
+            latest.requests.append(request)
+        else:
+            self._latest_alarm = Alarm(at_us, [request])
+            self._set(self._latest_alarm)
 
-    def _set_alarm(self, request: Request, at_us: int) -> None:
-        heapq.heappush(self._alarms, (at_us, next(self._alarm_number), request))
-        live = self.waiting + len(self._riding_until_deadline)
-        if len(self._alarms) > 4 * live + 1000:  # most have moved on: keep memory bounded, at O(1) amortised
-            self._alarms = [alarm for alarm in self._alarms if self._is_live(alarm[2])]
+    def _watch_batch(self, batch_id: str, due: dict[int, Request]) -> None:
+        if due:
+            first_us = min(request.deadline_us or 0 for request in due.values())
+            self._set(Alarm(first_us, [], batch_id))
+
+    def _set(self, alarm: Alarm) -> None:
+        heapq.heappush(self._alarms, (alarm.at_us, next(self._alarm_number), alarm))
+        if len(self._alarms) > 4 * (self.waiting + len(self._in_flight)) + 1000:
+            # Most have moved on: keep memory bounded, at O(1) amortised.
+            self._alarms = [entry for entry in self._alarms if self._means_something(entry[2])]
             heapq.heapify(self._alarms)
+            self._latest_alarm = None
 
-    def _is_live(self, request: Request) -> bool:
+    def _means_something(self, alarm: Alarm) -> bool:
+        return alarm.batch_id in self._in_flight or any(map(self._waits, alarm.requests))
+
+    def _waits(self, request: Request) -> bool:
         lane = self._lanes.get(request.lane)
-        return request in self._riding_until_deadline or (lane is not None and request in lane)
+        return lane is not None and request in lane
 
     def _ring(self, now_us: int) -> list[Decision]:
         decisions: list[Decision] = []
         while self._alarms and self._alarms[0][0] <= now_us:
-            _, _, request = heapq.heappop(self._alarms)
-            assert request.deadline_us is not None
-            lane = self._lanes.get(request.lane)
-            if lane is not None and request in lane:
-                if request.deadline_us <= now_us:
-                    self._remove(lane, request)
-                    decisions.append(_expired(request))
-                else:
-                    lane.urgent.add(request)
-                    self._set_alarm(request, request.deadline_us)
-            elif request.deadline_us <= now_us:
-                batch_id = self._riding_until_deadline.pop(request, None)
-                if batch_id is not None:
-                    position = self._in_flight[batch_id].requests.index(request)
-                    decisions.append(Expire(batch_id, position, request))
+            alarm = heapq.heappop(self._alarms)[2]
+            if alarm is self._latest_alarm:
+                self._latest_alarm = None
+            if alarm.batch_id:
+                decisions += self._expire_riding(alarm.batch_id, now_us)
+            for request in alarm.requests:
+                if self._waits(request):
+                    decisions += self._expire_waiting(request, now_us)
         return decisions
+
+    def _expire_riding(self, batch_id: str, now_us: int) -> list[Decision]:
+        riding = self._in_flight.get(batch_id)
+        if riding is None:
+            return []
+        past = [at for at, request in riding.due.items() if (request.deadline_us or 0) <= now_us]
+        expired: list[Decision] = [Expire(batch_id, at, riding.due.pop(at)) for at in past]
+        self._watch_batch(batch_id, riding.due)
+        return expired
+
+    def _expire_waiting(self, request: Request, now_us: int) -> list[Decision]:
+        deadline_us = request.deadline_us or 0
+        lane = self._lanes[request.lane]
+        if deadline_us <= now_us:
+            self._remove(lane, request)
+            expiration_ms = (deadline_us - request.arrival_us) // 1000
+            detail = f"expired: still waiting {expiration_ms} ms after its arrival"
+            return [refusal(request, DEADLINE_EXCEEDED, detail)]
+        lane.urgent.add(request)
+        self._set(Alarm(deadline_us, [request]))
+        return []
 
 
 def refusal(request: Request, status: str, detail: str) -> Refusal:
@@ -273,9 +314,3 @@ def refusal(request: Request, status: str, detail: str) -> Refusal:
         detail,
         request,
     )
-
-
-def _expired(request: Request) -> Refusal:
-    assert request.deadline_us is not None
-    expiration_ms = (request.deadline_us - request.arrival_us) // 1000
-    return refusal(request, DEADLINE_EXCEEDED, f"expired: still waiting {expiration_ms} ms after its arrival")

@@ -54,8 +54,9 @@ Batch = Array | Mapping[str, Array]
 class OnnxModel:
     """A batched model over one ONNX file.
 
-    Row i of a batch's outputs is the answer to row i of its inputs, equal (to rounding) to that row's
-    answer alone, with one exception that `load` warns of: dynamic quantization scales by the whole batch.
+    Row i of a batch's outputs is the answer to row i of its inputs, equal to that row's answer alone but for
+    rounding (onnxruntime may sum in another order), in every graph that keeps its rows apart. Dynamic
+    quantization does not, since it scales by the whole batch: `load` warns of that.
 
     `inputs` and `outputs` are those of one request and its result, in the file's order; empty until loaded.
     """
@@ -77,7 +78,7 @@ class OnnxModel:
         """
         if not self.path.is_file():
             raise ValueError(f"there is no file {self.path}: after onnx: give the path of an ONNX file")
-        runtime = _import_onnxruntime()
+        runtime = _import_onnxruntime(self.path)
         providers = _providers(device, runtime.get_available_providers())
         session = _open_session(runtime, self.path, providers)
         self.inputs, self.outputs = _read_specs(session, self.path)
@@ -138,12 +139,12 @@ def model_name(path: Path) -> str:
     return valid[:128] or "model"
 
 
-def _import_onnxruntime() -> Any:
+def _import_onnxruntime(path: Path) -> Any:
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
         raise RuntimeError(
-            f"onnx: models need onnxruntime, which cannot be imported ({error}): pip install 'carpool[onnx]'"
+            f"{path} needs onnxruntime, which cannot be imported ({error}): pip install 'carpool[onnx]'"
         ) from error
     runtime.set_default_logger_severity(_ERRORS_ONLY)
     runtime.disable_telemetry_events()

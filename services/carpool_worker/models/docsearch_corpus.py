@@ -1,0 +1,201 @@
+"""What `docsearch` searches and is asked: documentation and sentences found in Python source on this machine.
+
+Source is parsed, never imported. Files are visited in sorted order, so one installation gives one corpus.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+MIN_CHARS: Final = 20
+"""A passage shorter than this says too little to be an answer."""
+JOIN_CHARS: Final = 60
+"""A paragraph shorter than this is read together with the one after it."""
+MAX_CHARS: Final = 600
+"""A paragraph longer than this is cut, where a sentence ends if one does."""
+
+SHOWN_QUERIES: Final = (
+    "how do I read a zip file",
+    "copy a directory tree",
+    "parse command line arguments",
+    "run a subprocess with a timeout",
+    "compare two sequences and show the differences",
+    "create a temporary directory",
+    "wait for a coroutine with a timeout",
+    "split a string like a shell would",
+)
+
+# Tests, other programs that ride along, and tables of characters: no documentation to look things up in.
+_SKIPPED: Final = frozenset(
+    {
+        *(
+            "__pycache__",
+            "site-packages",
+            "dist-packages",
+            "ensurepip",
+            "distutils",
+            "encodings",
+            "pydoc_data",
+        ),
+        *("test", "tests", "testing", "idlelib", "lib2to3", "turtledemo"),
+    }
+)
+# Modules written in C keep their documentation, for reading, in a twin written in Python.
+_TWINS: Final = {
+    "_collections_abc": "collections.abc",
+    "_pydatetime": "datetime",
+    "_pydecimal": "decimal",
+    "_pyio": "io",
+}
+_BLANK_LINES: Final = re.compile(r"\n\s*\n")
+_RULES: Final = re.compile(r"([-=*~^#_+])\1{3,}")
+_PIECE: Final = re.compile(rf"\S(?:.{{0,{MAX_CHARS - 1}}}[.!?]|.{{0,{MAX_CHARS - 1}}})(?=\s|$)")
+_SENTENCE: Final = re.compile(r"[A-Z][a-z]+ [A-Za-z0-9 ,'()/-]+\.")
+
+Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Passage(NamedTuple):
+    """A paragraph or so of documentation, and the qualified name of what it documents."""
+
+    name: str
+    text: str
+
+
+@lru_cache(maxsize=1)
+def passages() -> tuple[Passage, ...]:
+    """Every passage on the standard library's public names and on the language, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = [*_library(root), *_language(root / "pydoc_data" / "topics.py")]
+    found = (Passage(name, text) for name, document in documents for text in split(document))
+    return tuple(dict.fromkeys(found))
+
+
+def queries(count: int) -> list[str]:
+    """`count` sentences by people who documented something else: the packages installed beside this one.
+
+    Each is the first sentence of a class's or function's docstring, and no passage of the index. Files are
+    drawn with a fixed seed until there are enough; if there are fewer than `count` in all, they come round
+    again. Raises RuntimeError if there are none.
+    """
+    known = {sentence for passage in passages() if (sentence := first_sentence(passage.text))}
+    shuffle = random.Random(0).shuffle  # noqa: S311 - a seeded order is the point
+    paths = sysconfig.get_paths()
+    files = [file for root in sorted({paths["purelib"], paths["platlib"]}) for file in _files(Path(root))]
+    shuffle(files)
+    found: dict[str, None] = {}
+    for file in files:
+        if len(found) >= count:
+            break
+        sentences = (first_sentence(document) for _, document in _docstrings(file, ""))
+        found.update((sentence, None) for sentence in sentences if sentence and sentence not in known)
+    if count and not found:
+        raise RuntimeError("no installed package has a docstring to ask with")
+    drawn = list(found)
+    shuffle(drawn)
+    return list(islice(cycle(drawn), count))
+
+
+def split(document: str) -> list[str]:
+    """The passages of one docstring in order, each on one line and of at most `MAX_CHARS` characters.
+
+    A short paragraph goes with the next one, what ends in a colon with what it announces, and an example with
+    what it shows.
+    """
+    joined = [""]
+    for paragraph in _paragraphs(document):
+        held = joined[-1]
+        belongs = len(held) < JOIN_CHARS or held.endswith(":") or paragraph.startswith(">>>")
+        if belongs and len(held) + len(paragraph) < MAX_CHARS:
+            joined[-1] = f"{held} {paragraph}".lstrip()
+        else:
+            joined.append(paragraph)
+    return [passage for passage in joined if len(passage) >= MIN_CHARS]
+
+
+def first_sentence(document: str) -> str | None:
+    """A docstring's first sentence, its full stop left out; None unless it is 4 to 20 plain words."""
+    opening = " ".join(_BLANK_LINES.split(document.strip(), maxsplit=1)[0].split())
+    sentence, _, _ = f"{opening} ".partition(". ")
+    plain = _SENTENCE.fullmatch(f"{sentence.rstrip(' .')}.")
+    return sentence.rstrip(" .") if plain and 4 <= len(sentence.split()) <= 20 else None
+
+
+def _paragraphs(document: str) -> Iterator[str]:
+    text = document.encode("utf-8", "replace").decode()  # a lone surrogate could not be sent
+    for block in _BLANK_LINES.split(text):
+        paragraph = " ".join(_RULES.sub(" ", block).split())
+        yield from [paragraph] if len(paragraph) <= MAX_CHARS else _PIECE.findall(paragraph)
+
+
+def _library(root: Path) -> Iterator[tuple[str, str]]:
+    """Names and docstrings of the modules below `root`, and of what is in them."""
+    for file in _files(root):
+        *packages, last = file.relative_to(root).with_suffix("").parts
+        parts = packages if last == "__init__" else [*packages, _TWINS.get(last, last)]
+        if not any(map(_private, parts)):
+            yield from _docstrings(file, ".".join(parts))
+
+
+def _language(file: Path) -> Iterator[tuple[str, str]]:
+    """The language reference that the interpreter's `help` shows, kept as a dict of topics."""
+    for node in _parse(file).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for topic, document in sorted(ast.literal_eval(node.value).items()):
+                yield f"help('{topic}')", document
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name in _SKIPPED:
+            continue
+        if entry.suffix == ".py":
+            yield entry
+        elif entry.is_dir():
+            yield from _files(entry)
+
+
+def _docstrings(file: Path, module: str) -> Iterator[tuple[str, str]]:
+    """Qualified names and docstrings of a module, if given its name, and of its classes and functions."""
+    tree = _parse(file)
+    if module and (document := ast.get_docstring(tree)):
+        yield module, document
+    for name, node in _definitions(tree.body, module):
+        if document := ast.get_docstring(node):
+            yield name, document
+
+
+def _definitions(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
+    for node in body:
+        if isinstance(node, Definition):
+            if _private(node.name):
+                continue
+            name = f"{prefix}.{node.name}"
+            yield name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _definitions(node.body, name)
+        elif isinstance(node, ast.If | ast.Try):  # one definition per platform, or a fallback
+            yield from _definitions([*node.body, *node.orelse], prefix)
+
+
+def _parse(file: Path) -> ast.Module:
+    """The file's syntax tree; an empty one if it cannot be read or is not valid for this Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes
+            return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
