@@ -27,7 +27,6 @@ import numpy as np
 from carpool.bodies import decode_body, encode_body
 from carpool.errors import (
     OK,
-    CancelledRequestError,
     CarpoolError,
     DeadlineExceededError,
     InternalError,
@@ -201,7 +200,7 @@ class AsyncClient:
     ) -> Any:
         """The model's result for `body`. Raises the CarpoolError of its status where there is none.
 
-        `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model as they are.
+        `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model as such.
         `timeout`: seconds; it travels with the request, which costs no compute once it has passed.
         Cancelling withdraws the request if it still waits.
         """
@@ -264,7 +263,7 @@ class AsyncClient:
     ) -> AsyncIterator[Any]:
         """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
 
-        An error is raised in its place, or yielded with `return_exceptions`. Leaving early withdraws the rest.
+        An error is raised in its place, or yielded with `return_exceptions`; leaving early withdraws the rest.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: must be 1 or more")
@@ -678,6 +677,3 @@ async def _outcome(future: asyncio.Future[Any], return_exceptions: bool) -> Any:
     with contextlib.suppress(CarpoolError) if return_exceptions else contextlib.nullcontext():
         return await future
     return future.exception()
-
-
-__all__ = ["AsyncClient", "CancelledRequestError", "Reply"]

@@ -1,10 +1,10 @@
 """Producers in Python: `AsyncClient`, and `Client` for programs without an event loop.
 
-    with Client("redis://127.0.0.1:6379/0") as client:
-        print(client.infer("square", 7))                 # 49
-        future = client.submit("square", 8)              # a concurrent.futures.Future
-        for result in client.map("square", range(1000)): # in order, at most 1,024 in flight
-            ...
+with Client("redis://127.0.0.1:6379/0") as client:
+    print(client.infer("square", 7))                 # 49
+    future = client.submit("square", 8)              # a concurrent.futures.Future
+    for result in client.map("square", range(1000)): # in order, at most 1,024 in flight
+        ...
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Client:
     ) -> Iterator[Any]:
         """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
 
-        An error is raised in its place, or yielded with `return_exceptions`. Leaving early withdraws the rest.
+        An error is raised in its place, or yielded with `return_exceptions`; leaving early withdraws the rest.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: must be 1 or more")

@@ -253,9 +253,9 @@ def tensor_json(array: Array) -> dict[str, Any]:
 
 
 class HeadMemo:
-    """Knows a tensor's body again by its head, so that the next of the same shape needs no decoding.
+    """Knows a tensor's body again by its head, so that the next of the same shape is not decoded.
 
-    A head tells the whole layout: what begins with the same bytes, and is as long, is the same kind of tensor.
+    A head tells the whole layout: what begins with the same bytes, and is as long, is the same kind.
     """
 
     __slots__ = ("_body_bytes", "_head", "datatype", "shape")

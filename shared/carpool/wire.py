@@ -147,7 +147,7 @@ def _model_of(entry: Entry, shared: Fields, settings: ModelSettings) -> Request 
 
 
 def _like(model: Request, one: Fields, settings: ModelSettings) -> Request | None:
-    """A request that adds a correlation ID and a body to its entry's fields; None if it needs a closer look."""
+    """A request that adds an ID and a body to its entry's fields; None if it needs a closer look."""
     correlation_id, body = one["correlation_id"], one["body"]
     if type(correlation_id) is not str or type(body) is not bytes:
         return None

@@ -23,8 +23,8 @@ NAME_WEIGHT: Final = 2
 class DocSearch:
     """Answers a query with the five passages nearest to it, by the cosine of their vectors.
 
-    The passages are every docstring of the standard library, a paragraph or so each, and the language
-    reference that `help` shows; the space is that of latent semantic indexing (see `docsearch_index`).
+    The passages are the docstrings of the standard library's public names and the language reference that
+    `help` shows, a paragraph or so each; the space is that of latent semantic indexing (`docsearch_index`).
     """
 
     name = "docsearch"
@@ -35,7 +35,7 @@ class DocSearch:
     _index: LatentIndex
 
     def load(self, device: str) -> None:
-        """Read the documentation and index it, a few seconds; `device` does not matter, all is done by BLAS.
+        """Read the documentation and index it, a few seconds; it stays on the CPU whatever `device` is.
 
         Raises RuntimeError if this Python has come without its source.
         """

@@ -6,6 +6,7 @@ Source is parsed, never imported. Files are visited in sorted order, so one inst
 from __future__ import annotations
 
 import ast
+import os
 import random
 import re
 import sysconfig
@@ -35,20 +36,15 @@ SHOWN_QUERIES: Final = (
 )
 
 # Tests, other programs that ride along, and tables of characters: no documentation to look things up in.
-_SKIPPED: Final = frozenset(
-    {
-        *(
-            "__pycache__",
-            "site-packages",
-            "dist-packages",
-            "ensurepip",
-            "distutils",
-            "encodings",
-            "pydoc_data",
-        ),
-        *("test", "tests", "testing", "idlelib", "lib2to3", "turtledemo"),
-    }
-)
+_SKIPPED: Final = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "ensurepip",
+    "distutils",
+    "encodings",
+    "pydoc_data",
+} | {"test", "tests", "testing", "idlelib", "lib2to3", "turtledemo"}
 # Modules written in C keep their documentation, for reading, in a twin written in Python.
 _TWINS: Final = {
     "_collections_abc": "collections.abc",
@@ -154,14 +150,10 @@ def _language(file: Path) -> Iterator[tuple[str, str]]:
                 yield f"help('{topic}')", document
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if entry.name in _SKIPPED:
-            continue
-        if entry.suffix == ".py":
-            yield entry
-        elif entry.is_dir():
-            yield from _files(entry)
+def _files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 
 def _docstrings(file: Path, module: str) -> Iterator[tuple[str, str]]:

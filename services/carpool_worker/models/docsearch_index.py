@@ -56,12 +56,12 @@ class _Sparse:
 class LatentIndex:
     """An index of texts given as lists of terms, searched many queries at a time.
 
-    `vectors` has a row of length 1 for each text, of zeros if it has no term: float32, texts x dims.
+    `vectors` has a row of length 1 for each text, of zeros if it has no term: float32, texts x dims. `dims`
+    has to be well below the number of texts and that of terms, for there is no more to be told apart.
     """
 
     def __init__(self, texts: Sequence[Sequence[str]], dims: int, seed: int = 0) -> None:
         self._column = {term: column for column, term in enumerate(sorted(set(chain.from_iterable(texts))))}
-        self._weight = np.ones(len(self._column), np.float32)
         counts = self._count(texts)
         self._weight = np.log((1 + len(texts)) / np.bincount(counts.column)).astype(np.float32)
         weighted = self._weigh(counts)
@@ -85,9 +85,8 @@ class LatentIndex:
         """Queries x texts: one product for all of them, so that the matrix is read once."""
         if len(queries) < 4:
             # BLAS repacks the whole matrix to multiply it by a matrix; four rows and more are worth that.
-            return np.array([query @ self.vectors.T for query in queries]).reshape(
-                len(queries), len(self.vectors)
-            )
+            rows = [query @ self.vectors.T for query in queries]
+            return np.array(rows, np.float32).reshape(-1, len(self.vectors))
         return queries @ self.vectors.T
 
     def _embed(self, queries: Sequence[Sequence[str]]) -> Floats:
@@ -146,11 +145,10 @@ def _lower_bounds(scores: Floats, limit: int) -> Floats:
 
 
 def _principal_subspace(matrix: _Sparse, columns: int, dims: int, seed: int) -> Floats:
-    """An orthonormal basis, columns x dims, of near the best subspace of that size for the matrix's rows.
+    """An orthonormal basis, columns x dims, of nearly the best subspace of that size for the matrix's rows.
 
     No singular value decomposition need follow: cosines within a subspace are the same in any basis of it.
     """
-    dims = min(dims, columns)
     sketch = np.random.default_rng(seed).standard_normal((columns, dims), dtype=np.float32)
     sketch = matrix.transpose(columns) @ (matrix @ sketch)
     # Cholesky QR: where Householder's spends a second, the factor of the small Gram matrix is found at once.
