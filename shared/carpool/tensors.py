@@ -152,7 +152,7 @@ def to_bytes(array: Array, datatype: str) -> bytes:
         # Rounding a NaN's payload up could make an infinity of it; keep it a quiet NaN.
         rounded = np.where(np.isnan(np.asarray(array)), np.uint16(0x7FC0), rounded)
         return rounded.tobytes()
-    return np.ascontiguousarray(array, _DTYPES[datatype]).tobytes()
+    return array.astype(_DTYPES[datatype], copy=False).tobytes()
 
 
 def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list[str]:
