@@ -77,7 +77,7 @@ class Client:
     ) -> Iterator[Any]:
         """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
 
-        An error is raised in its place, or yielded with `return_exceptions`; leaving early withdraws the rest.
+        An error is raised in its place, or yielded with `return_exceptions`. Leaving withdraws the rest.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: must be 1 or more")

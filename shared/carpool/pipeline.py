@@ -3,10 +3,10 @@
     outbox --flush--> writer: XADD, several requests in one entry
                       reader: XREAD of this producer's own reply streams --> on_envelope
 
-Everything put out in one turn of the event loop shares entries, and results of a whole batch come back in one.
-When a connection is lost both are opened again: entries whose acceptance is not known are sent again (under the
-same correlation IDs: who gets a second result drops it), and reading goes on where it stopped, so results that
-were written meanwhile are found.
+Everything put out in one turn of the event loop shares entries, and results of a whole batch come back in
+one. When a connection is lost both are opened again: entries whose acceptance is not known are sent again
+(under the same correlation IDs: who gets a second result drops it), and reading goes on where it stopped, so
+results that were written meanwhile are found.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
 BLOCK_MS: Final = 2000
 SILENCE_S: Final = 10.0
+TRIM_ENTRIES: Final = 32
 CONGESTED_S: Final = 0.001
 _PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -41,13 +42,13 @@ class Channel:
     replies: bytes
     entry_requests: int
     last_id: str = "0-0"
-    trim_to: str | None = None
+    untrimmed: int = 0  # entries that were read, and still take up Redis's memory
     withdrawn: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One request that has no result yet. `raw` are its own fields; the two after it are shared by an entry."""
+    """One request that has no result yet. `raw` are its own fields; the next two are its entry's."""
 
     channel: Channel
     future: asyncio.Future[Any]
@@ -58,7 +59,7 @@ class Pending:
 
 
 class Pipeline:
-    """See the module. `on_envelope` gets every result's envelope; `on_refused` a request Redis did not take."""
+    """See the module. `on_envelope` gets every result, `on_refused` every request that Redis did not take."""
 
     def __init__(
         self,
@@ -192,8 +193,8 @@ class Pipeline:
             return
         if self._reading and self._loop.time() - self._heard_at_s > SILENCE_S:
             self._lost(LinkError(f"Redis was silent for {SILENCE_S:g} s"))
-        elif any(channel.trim_to for channel in self._channels):
-            self._flush_soon()
+        elif any(channel.untrimmed for channel in self._channels):
+            self._writer.write(self._collect(trim=True))
 
     # --- the writer ----------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Pipeline:
         if commands:
             self._writer.write(commands)
 
-    def _collect(self) -> list[Command]:
+    def _collect(self, *, trim: bool = False) -> list[Command]:
         """Everything there is to say, as commands; who awaits their replies is noted in the same order."""
         commands: list[Command] = []
         outbox, self._outbox = self._outbox, {}
@@ -232,10 +233,12 @@ class Pipeline:
             self._unanswered.append(about)
         self._commands.clear()
         for channel in self._channels:
-            if channel.trim_to is not None:
-                commands.append(("XTRIM", channel.replies, "MINID", channel.trim_to))
+            if channel.untrimmed >= TRIM_ENTRIES or trim:
+                milliseconds, _, number = channel.last_id.partition("-")
+                first_kept = f"{milliseconds}-{int(number) + 1}"
+                commands.append(("XTRIM", channel.replies, "MINID", first_kept))
                 self._unanswered.append(None)
-                channel.trim_to = None
+                channel.untrimmed = 0
             if channel.withdrawn:
                 commands.append(("XADD", channel.keys.requests, "*", "withdraw", " ".join(channel.withdrawn)))
                 self._unanswered.append(None)
@@ -271,7 +274,7 @@ class Pipeline:
 
     def _read_on(self) -> None:
         """Have Redis answer when there are results of any channel."""
-        if self._channels:
+        if self._channels and self._connected:
             self._reading = {channel.replies: channel for channel in self._channels}
             after = [channel.last_id for channel in self._channels]
             self._reader.write([("XREAD", "COUNT", 64, "BLOCK", BLOCK_MS, "STREAMS", *self._reading, *after)])
@@ -288,11 +291,10 @@ class Pipeline:
             for _, flat in entries:
                 taken += decode_results(flat[flat.index(b"results") + 1])
             channel.last_id = entries[-1][0].decode()
-            milliseconds, _, number = channel.last_id.partition("-")
-            channel.trim_to = f"{milliseconds}-{int(number) + 1}"
-        self._read_on()
+            channel.untrimmed += len(entries)
         for envelope in taken:
             self._on_envelope(envelope)
+        self._loop.call_soon(self._read_on)  # after those who got their results: they wait, Redis keeps
 
 
 def _split(waiting: list[Pending], limit: int) -> Iterable[list[Pending]]:
