@@ -69,6 +69,11 @@ def without_password(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
+def _keepalive(url: str) -> dict[str, Any]:
+    """A host that vanished is noticed; a socket of this machine has no such option."""
+    return {} if url.startswith("unix:") else {"socket_keepalive": True}
+
+
 def _pack(command: tuple[Argument, ...]) -> bytes:
     # hiredis's stub allows tuples of one only
     packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
@@ -97,9 +102,9 @@ class Link:
             client_name=name,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            socket_keepalive=True,
             socket_read_size=_READ_BYTES,
             retry=Retry(NoBackoff(), 0),
+            **_keepalive(url),
         )
         self._url = url
         self._connection: Any = pool.make_connection()
@@ -195,8 +200,8 @@ class AsyncLink(asyncio.Protocol):
             client_name=name,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
-            socket_keepalive=True,
             retry=AsyncRetry(NoBackoff(), 0),
+            **_keepalive(url),
         )
         self._url = url
         self._on_reply = on_reply
