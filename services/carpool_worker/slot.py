@@ -7,6 +7,8 @@ time, since one of them may have been the cause.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections import deque
@@ -37,10 +39,10 @@ class Slot:
         self.codec: Codec | None = None  # known once the model is loaded
         self._clock = clock
         self._jobs: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._pipe = (
-            threading.Lock()
-        )  # who sends, and what counts as sent; held while a full pipe makes us wait
+        self._changed = threading.Condition()  # a job left
+        self._handed: queue.SimpleQueue[Job] = queue.SimpleQueue()  # to the committer, who keeps the oldest
+        self._oldest: Job | None = None
+        self._pipe = threading.Lock()  # who sends, and what was sent; held while a full pipe makes us wait
         self._busy_since_s = 0.0
         self._typical_s = 0.0
         self._closing = False
@@ -69,27 +71,26 @@ class Slot:
         return self._busy_since_s + 0.8 * self._typical_s - LEAD_S
 
     def take(self, job: Job) -> None:
-        """Take a job in hand, and send it ahead if everything before it was sent."""
+        """Take a job in hand, and send it ahead if everything before it was sent.
+
+        In hand first: sending waits where the pipe is full, and meanwhile the job is to be renewed, and its
+        outcomes to be taken, or the process would wait to be heard while we wait for it to listen.
+        """
         with self._pipe:
-            jobs = self.jobs()
-            if not job.singly and all(one.sent for one in jobs):
-                self._send(job)
-            with self._changed:  # after sending: waking the committer first would make it wait for us
+            job.sent = not job.singly and all(one.sent for one in self.jobs())
+            with self._changed:
                 if not self._jobs:
                     self._busy_since_s = time.monotonic()
                 self._jobs.append(job)
-                self._changed.notify_all()
+            self._handed.put(job)
+            if job.sent:
+                self._send(job)
 
     def _send(self, job: Job) -> None:
-        """Send all frames of a job, once. The pipe must be held."""
-        if job.sent:
-            return
-        try:
-            for frame in job.frames:
+        """Send all frames of a job. The pipe must be held."""
+        with contextlib.suppress(ProcessGoneError):  # the committer, waiting for the outcome, sees to it
+            for frame in tuple(job.frames):  # the committer takes out those that are done
                 self.process.send(frame.header, frame.payload)
-            job.sent = True
-        except ProcessGoneError:
-            pass  # the committer, waiting for the outcome, finds out and sees to it
 
     # --- the committer's side ------------------------------------------------------------------------------
 
@@ -99,13 +100,14 @@ class Slot:
         `note(job, position)` is called before a request is executed alone. Whatever it raises goes through,
         and the job stays in hand: call `drop`.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._jobs, timeout_s)
-            job = self._jobs[0] if self._jobs else None
+        job = self._oldest
         if job is None:
-            if not self.process.alive and not self._closing:
-                self._replace("while idle")
-            return None
+            try:
+                job = self._oldest = self._handed.get(timeout=timeout_s)
+            except queue.Empty:
+                if not self.process.alive and not self._closing:
+                    self._replace("while idle")
+                return None
         while job.frames:
             frame = job.frames[0]
             if job.singly:
@@ -116,11 +118,10 @@ class Slot:
     def _execute(self, job: Job, frame: Frame) -> None:
         assert self.codec is not None
         try:
-            with self._pipe:
-                if job.singly:
+            if not job.sent:  # nothing of it is in the pipe, and the process waits: one frame at a time
+                with self._pipe:
                     self.process.send(frame.header, frame.payload)
-                else:
-                    self._send(job)
+                    job.sent = not job.singly and frame is job.frames[-1]
             header, payload = self.process.receive()
         except ProcessGoneError:
             self._replace(f"on a batch of {len(job.batch.requests)}", batch=job.batch.id)
@@ -142,6 +143,7 @@ class Slot:
 
     def drop(self, job: Job) -> None:
         """The job is committed, or lost to another worker."""
+        self._oldest = None
         with self._changed:
             self._jobs.remove(job)
             now_s = time.monotonic()

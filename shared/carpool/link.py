@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import select
+import socket
+import ssl
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from typing import Any, Final
@@ -28,6 +31,7 @@ Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
+_TIMEVAL: Final = struct.Struct("@ll")
 _MORE: Final = object()
 
 
@@ -60,7 +64,8 @@ def _command_error(error: Exception) -> CommandError:
 
 
 def _link_error(url: str, error: Exception) -> LinkError:
-    return LinkError(f"Redis at {without_password(url)}: {error}")
+    said = "no answer in time" if isinstance(error.__context__, BlockingIOError) else error
+    return LinkError(f"Redis at {without_password(url)}: {said}")
 
 
 def without_password(url: str) -> str:
@@ -107,6 +112,7 @@ class Link:
             **_keepalive(url),
         )
         self._url = url
+        self._timeout_s = timeout_s
         self._connection: Any = pool.make_connection()
         self._poller: tuple[int, select.poll] | None = None
 
@@ -118,19 +124,27 @@ class Link:
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
         try:
+            if self._connection._sock is None:
+                self._connect()
             self._connection.send_packed_command((_pack(command),), check_health=False)
-        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-            raise _link_error(self._url, error) from error
-        except redis.RedisError as error:  # while connecting: a wrong password, say
+        except (redis.RedisError, OSError) as error:  # a wrong password is found while connecting
             self.close()
             raise _link_error(self._url, error) from error
 
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """The next reply; `timeout_s` in place of the link's own."""
+    def _connect(self) -> None:
+        """Connect, and leave timeouts to the kernel: Python's cost a system call for each read and write."""
+        self._connection.connect()
+        sock = self._connection._sock
+        if not isinstance(sock, ssl.SSLSocket):
+            sock.settimeout(None)
+            patience = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+
+    def receive(self) -> Any:
+        """The next reply, which must begin to come within the link's timeout."""
         try:
-            if timeout_s is None:
-                return self._connection.read_response()
-            return self._connection.read_response(timeout=timeout_s)
+            return self._connection.read_response()
         except redis.ResponseError as error:
             raise _command_error(error) from error
         except (redis.RedisError, OSError) as error:

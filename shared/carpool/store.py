@@ -267,7 +267,7 @@ class Store:
             self.keys.batches,
             ">",
         )
-        reply = self._link.receive((block_ms or 0) / 1000 + 5)
+        reply = self._link.receive()
         if not reply:
             return None
         entry_id, flat = reply[0][1][0]

@@ -21,6 +21,7 @@ from carpool.errors import InvalidArgumentError
 Array = NDArray[Any]
 
 MAX_DIMENSIONS: Final = 32
+MAX_ITEMS: Final = 1 << 40
 TENSOR_FIELDS: Final = frozenset({"datatype", "shape", "data"})
 
 # BF16 has no numpy type: it travels as 2 bytes and is float32 (its upper half) once decoded.
@@ -55,6 +56,7 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 _NAMES: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
 DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
+_NUMBERS: Final = frozenset({bool, int, float})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ def check_header(value: Mapping[str, Any], field: str = "body") -> tuple[str, tu
         raise _bad(f"{field}.shape", f"must be a list of at most {MAX_DIMENSIONS} sizes")
     if any(type(size) is not int or size < 0 for size in shape):
         raise _bad(f"{field}.shape", "every size must be a whole number, 0 or more")
+    if 0 in shape and math.prod(filter(None, shape)) > MAX_ITEMS:  # without a 0 the data's length tells
+        raise _bad(f"{field}.shape", f"must come to at most {MAX_ITEMS} numbers, the 0 aside")
     return datatype, tuple(shape)
 
 
@@ -178,6 +182,7 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
     `shape`, where given, is what the header claims: as many numbers as that, flat or nested to it.
     """
     dtype = np.dtype("<f4") if datatype == "BF16" else _DTYPES[datatype]
+    _check_leaves(data, datatype, field, 0)
     try:
         raw = np.asarray(data)
     except (ValueError, OverflowError) as error:
@@ -192,6 +197,16 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
             )
         raw = raw.reshape(shape)
     return raw.astype(dtype)
+
+
+def _check_leaves(data: object, datatype: str, field: str, depth: int) -> None:
+    """Raise unless there are numbers only: of texts numpy would make an array as wide as the longest."""
+    kinds = set(map(type, data)) if isinstance(data, list) else {type(data)}
+    if list in kinds and depth < MAX_DIMENSIONS:
+        for row in data if isinstance(data, list) else ():
+            _check_leaves(row, datatype, field, depth + 1)
+    elif not kinds <= _NUMBERS:
+        raise _bad(f"{field}.data", f"holds what is not {datatype}")
 
 
 def _check_kind(raw: Array, dtype: np.dtype[Any], datatype: str, field: str) -> None:

@@ -1,0 +1,173 @@
+"""What a request costs: latency of a lone one, requests/s at 64 and 1,024 in flight, CPU time by process.
+
+    .venv/bin/python ops/bench/throughput.py [--requests N] [--rounds N] [--append-only]
+
+A no-op model on float32[128], one AsyncClient, everything on this machine. The rounds alternate, and the
+median is printed with the range: on a shared machine a single figure means little. `PING` is one bare call to
+the same server, and `loop` a fixed piece of Python: the yardsticks to compare two machines by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from carpool.aio import AsyncClient
+from carpool.errors import NotFoundError
+from carpool.link import Link
+from carpool_cli.embedded import EmbeddedRedis
+
+LONE_REQUESTS: Final = 1000
+IN_FLIGHT: Final = (64, 1024)
+_TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+class Round(NamedTuple):
+    """One measurement at a number in flight."""
+
+    per_second: float
+    cpu_us: dict[str, float]  # per request, by process
+
+
+def cpu_time_us(pid: int) -> int:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_US
+
+
+def child_of(pid: int) -> int:
+    """The first child of a process."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+async def lone(client: AsyncClient, body: np.ndarray) -> tuple[float, float]:
+    """p50 and p99 (ms) of one request at a time."""
+    took = []
+    for _ in range(LONE_REQUESTS):
+        started = time.perf_counter()
+        await client.infer("noop", body)
+        took.append(time.perf_counter() - started)
+    took.sort()
+    return took[len(took) // 2] * 1e3, took[len(took) * 99 // 100] * 1e3
+
+
+async def many(
+    client: AsyncClient, body: np.ndarray, in_flight: int, requests: int, pids: dict[str, int]
+) -> Round:
+    """Requests/s with so many in flight at all times, and who spent how much CPU on each."""
+    numbers = iter(range(requests))
+
+    async def one_after_another() -> None:
+        for _ in numbers:
+            await client.infer("noop", body)
+
+    before = {name: cpu_time_us(pid) for name, pid in pids.items()}
+    started = time.perf_counter()
+    await asyncio.gather(*[one_after_another() for _ in range(in_flight)])
+    took = time.perf_counter() - started
+    return Round(
+        requests / took, {name: (cpu_time_us(pid) - before[name]) / requests for name, pid in pids.items()}
+    )
+
+
+def yardsticks(url: str) -> tuple[float, float]:
+    """A bare PING (us, p50) and a fixed loop of Python (ms, best of 5)."""
+    link = Link(url, name="yardstick")
+
+    def timed(work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    pings = [timed(lambda: link.call("PING")) for _ in range(1000)]
+    loops = [timed(lambda: sum(number * number for number in range(100_000))) for _ in range(5)]
+    link.close()
+    return statistics.median(pings) * 1e6, min(loops) * 1e3
+
+
+async def measure(url: str, pids: dict[str, int], requests: int, rounds: int) -> None:
+    """All rounds, and the table."""
+    body = np.random.default_rng(0).random(128, dtype=np.float32)
+    async with AsyncClient(url) as client:
+        await until_served(client, body)
+        pids = {**pids, "model": child_of(pids["worker"]), "producer": os.getpid()}
+        await many(client, body, IN_FLIGHT[-1], requests // 4, pids)  # warm up
+        latencies, results = [], {number: [] for number in IN_FLIGHT}  # type: ignore[var-annotated]
+        for number in range(rounds):
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+            latencies.append(await lone(client, body))
+            for in_flight in IN_FLIGHT:
+                results[in_flight].append(await many(client, body, in_flight, requests, pids))
+    ping_us, loop_ms = yardsticks(url)
+    print(f"yardsticks: PING {ping_us:.0f} us, loop {loop_ms:.1f} ms; {os.cpu_count()} cores")
+    p50s, p99s = zip(*latencies, strict=True)
+    print(f"lone request: p50 {spread(p50s, '.3f')} ms, p99 {statistics.median(p99s):.3f} ms")
+    for in_flight, of_rounds in results.items():
+        print(f"{in_flight:5} in flight: {spread([one.per_second for one in of_rounds], ',.0f')} requests/s")
+        shares = {
+            name: statistics.median(one.cpu_us[name] for one in of_rounds) for name in of_rounds[0].cpu_us
+        }
+        listed = ", ".join(f"{name} {share:.1f}" for name, share in shares.items())
+        print(f"       CPU us a request: {listed}; together {sum(shares.values()):.1f}")
+
+
+async def until_served(client: AsyncClient, body: np.ndarray) -> None:
+    """The worker may still be loading."""
+    for _ in range(200):
+        try:
+            await client.infer("noop", body)
+        except NotFoundError:
+            await asyncio.sleep(0.05)
+        else:
+            return
+    raise SystemExit("no worker came up; see the log above")
+
+
+def spread(values: tuple[float, ...] | list[float], form: str) -> str:
+    """The median, and the range in brackets."""
+    return f"{statistics.median(values):{form}} [{min(values):{form}} .. {max(values):{form}}]"
+
+
+def main() -> None:
+    """Start the stack, measure, stop it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=100_000, help="in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--append-only", action="store_true", help="with Redis's AOF, as `carpool up` has it")
+    options = parser.parse_args()
+    noop = Path(__file__).with_name("noop.py")
+    with EmbeddedRedis(append_only=options.append_only) as server, tempfile.TemporaryFile() as log:
+        environment = {**os.environ, "CARPOOL_REDIS_URL": server.url}
+        services = {
+            name: subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
+            for name, command in {
+                "batcher": ["carpool_batcher"],
+                "worker": ["carpool_worker", f"noop={noop}:Noop"],
+            }.items()
+        }
+        pids = {"redis": server.pid, **{name: service.pid for name, service in services.items()}}
+        try:
+            print(f"Redis {server.version}", file=sys.stderr)
+            asyncio.run(measure(server.url, pids, options.requests, options.rounds))
+        finally:
+            for service in services.values():
+                service.terminate()
+            for service in services.values():
+                service.wait()
+
+
+if __name__ == "__main__":
+    main()
