@@ -16,6 +16,7 @@ import structlog
 
 from carpool import wire
 from carpool.clock import RedisClock
+from carpool.errors import DEADLINE_EXCEEDED
 from carpool.keys import Keys
 from carpool.link import Link
 from carpool.messages import (
@@ -97,7 +98,7 @@ class ModelBatcher:
             self._stopping.wait(CENSUS_EVERY_US / 1e6)
             return
         census = self._store.census()
-        settings = ModelSettings.from_mapping(census.registration)
+        settings = self._settings(census, ModelSettings())
         tail = Tail(Link(self._url, name=f"{self._name}:reads"), self._keys, self._store.last_settled_id())
         scheduler = Scheduler(settings, len(census.workers))
         for batch in self._store.batches_in_flight():
@@ -190,9 +191,9 @@ class ModelBatcher:
             self._refuse(active, refusals, emptied)
         if dispatches:
             self._dispatch(active, dispatches)
-        expired = [one for one in decisions if type(one) is Expire]
-        for one in expired:
-            self._expire(active.scheduler, one)
+        in_flight = [one for one in decisions if type(one) is Expire]
+        if in_flight:
+            self._expire(active.scheduler, in_flight)
 
     def _refuse(self, active: Active, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
         ttl_ms = active.scheduler.settings.result_ttl_ms
@@ -214,12 +215,15 @@ class ModelBatcher:
         for one in departed:
             scheduler.departed(one.batch_id, one.requests, now_us)
 
-    def _expire(self, scheduler: Scheduler, one: Expire) -> None:
-        request = one.request
-        detail = "expired: its batch was dispatched, but not done by its deadline"
-        result = Result(request.correlation_id, "DEADLINE_EXCEEDED", request.content_type, detail=detail)
-        answer = Answer(one.position, request.reply_to, result)
-        self._store.expire_in_flight(one.batch_id, [answer], scheduler.settings.result_ttl_ms)
+    def _expire(self, scheduler: Scheduler, in_flight: Sequence[Expire]) -> None:
+        by_batch: dict[str, list[Answer]] = {}
+        for batch_id, position, request in in_flight:
+            detail = "expired: its batch was dispatched, but not done by its deadline"
+            result = Result(request.correlation_id, DEADLINE_EXCEEDED, request.content_type, detail=detail)
+            by_batch.setdefault(batch_id, []).append(Answer(position, request.reply_to, result))
+        for batch_id, answers in by_batch.items():
+            self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
+        self._log.info("expired in flight", requests=len(in_flight), batches=len(by_batch))
 
     # --- looking around ------------------------------------------------------------------------------------
 
@@ -228,13 +232,21 @@ class ModelBatcher:
         census = self._store.census()
         scheduler = active.scheduler
         scheduler.workers = len(census.workers)
-        settings = ModelSettings.from_mapping(census.registration)
+        settings = self._settings(census, scheduler.settings)
         if settings != scheduler.settings:
             scheduler.settings = settings
             self._log.info("settings changed", **census.registration)
         now_us = self._clock.now_us()
         self._census_at_us = now_us + CENSUS_EVERY_US
         self._find_unseen(active, census, now_us)
+
+    def _settings(self, census: Census, otherwise: ModelSettings) -> ModelSettings:
+        """What is registered; a registration that makes no sense changes nothing."""
+        try:
+            return ModelSettings.from_mapping(census.registration)
+        except ValueError as error:
+            self._log.error("registration makes no sense", reason=str(error))
+            return otherwise
 
     def _find_unseen(self, active: Active, census: Census, now_us: int) -> None:
         """Room and queue must not leak: look up what should be there but, by the count, is not."""

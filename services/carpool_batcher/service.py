@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -24,18 +25,20 @@ class BatcherService:
         self._name = name
         self._directory = Directory(Link(url, name=f"{name}:directory"), prefix)
         self._loops: dict[str, tuple[ModelBatcher, Loop]] = {}
+        self._not_models: set[str] = set()
         self._log = structlog.get_logger()
 
     def run_once(self) -> None:
         """Start serving the models that are new."""
         for model in self._directory.models():
-            if model not in self._loops:
+            if model not in self._loops and model not in self._not_models:
                 self._start(model)
 
     def _start(self, model: str) -> None:
         try:
             keys = Keys(model, self._prefix)
         except ValueError as error:
+            self._not_models.add(model)
             self._log.error("not a model", reason=str(error))
             return
         batcher = ModelBatcher(self._url, keys, self._name)
@@ -43,7 +46,7 @@ class BatcherService:
         self._loops[model] = (batcher, loop)
         loop.start()
 
-    def _report(self, model: str):  # type: ignore[no-untyped-def]
+    def _report(self, model: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
             self._log.warning(
                 "batcher starts over", model=model, reason=str(error), kind=type(error).__name__

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import structlog
 
-from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import stop_on_signals
 from carpool.logs import configure_logs
@@ -29,12 +28,12 @@ def main(argv: Sequence[str]) -> int:
         worker = Worker(
             settings.redis_url, keys, where, devices(settings.device, settings.replicas), settings.lease_ms
         )
-        worker.start()
+        worker.start(stop)
     except ModelLoadError as error:
         print(error.trace, file=sys.stderr)
         log.error("model cannot be loaded", model=settings.model, reason=str(error))
         return 1
-    except (ValueError, UnavailableError) as error:
+    except ValueError as error:
         log.error("worker cannot start", model=settings.model, reason=str(error))
         return 1
     while not stop.wait(0.5):

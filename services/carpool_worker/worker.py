@@ -11,6 +11,7 @@ unload, the heartbeat stops last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from typing import Any
 import structlog
 
 from carpool.clock import RedisClock
+from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.link import Argument, Link
@@ -53,12 +55,16 @@ class Worker:
         self._registration: dict[str, Argument] = {}
         self._intakes: list[Loop] = []
         self._committers: list[Loop] = []
+        self._hearts: list[Loop] = []
         self._store = self._new_store("control")
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
 
-    def start(self) -> None:
-        """Load the model in every process, register it, and begin. Raises ModelLoadError, LinkError."""
+    def start(self, stop: threading.Event) -> None:
+        """Load the model in every process, register it once Redis is there, and begin.
+
+        Raises ModelLoadError. Returns early when `stop` is set.
+        """
         started_s = time.monotonic()
         for slot in self._slots:
             slot.process.spawn()
@@ -67,11 +73,12 @@ class Worker:
             slot.codec = Codec(ready[0])
         self._registration = registration_of(ready[0])
         settings = ModelSettings.from_mapping(ready[0]["settings"])
-        self._store.register(self._registration)
         self._heartbeat = Heartbeat(self._slots, self._new_store("heartbeat"), self._lease_ms, self._register)
-        self._heartbeat.beat()
-        self._heart = Loop("heartbeat", self._heartbeat.run_once, self._reporter("heartbeat"))
-        self._heart.start()
+        if not self._registered(stop):
+            return
+        heart = Loop("heartbeat", self._heartbeat.run_once, self._reporter("heartbeat"))
+        self._hearts.append(heart)
+        heart.start()
         for slot in self._slots:
             self._start_slot(slot, settings)
         self._log.info(
@@ -81,6 +88,19 @@ class Worker:
             load_s=round(time.monotonic() - started_s, 2),
             **self._registration,
         )
+
+    def _registered(self, stop: threading.Event) -> bool:
+        """Register, and beat once, as soon as Redis answers; False when told to stop before."""
+        while not stop.is_set():
+            try:
+                self._store.register(self._registration)
+                self._heartbeat.beat()
+            except UnavailableError as error:
+                self._log.warning("waiting for Redis", reason=error.detail)
+                stop.wait(1.0)
+            else:
+                return True
+        return False
 
     def _start_slot(self, slot: Slot, settings: ModelSettings) -> None:
         committer = Committer(slot, self._new_store("commit"), settings.result_ttl_ms)
@@ -115,8 +135,7 @@ class Worker:
         until_s = time.monotonic() + within_s
         for loop in self._intakes:
             loop.stop()
-        for slot in self._slots:
-            self._store.leave(slot.consumer)
+        self._leave()
         for loop in self._intakes:
             loop.join(max(0.1, until_s - time.monotonic()))
         emptied = [slot.wait_until_empty(max(0.1, until_s - time.monotonic())) for slot in self._slots]
@@ -127,13 +146,18 @@ class Worker:
             slot.close(wait_s=max(0.5, until_s - time.monotonic()) if clean else 0.0)
         for loop in self._committers:
             loop.join(1.0)
-        self._heart.stop()
-        self._heartbeat.stop()
-        self._heart.join(1.0)
-        for slot in self._slots:
-            self._store.leave(slot.consumer)  # once more: what was in hand then kept the consumer
+        for loop in self._hearts:
+            loop.stop()
+            self._heartbeat.stop()
+            loop.join(1.0)
+        self._leave()  # once more: what was in hand then kept the consumer
         self._log.info("worker left", worker=self._name, clean=clean)
         return clean
+
+    def _leave(self) -> None:
+        for slot in self._slots:
+            with contextlib.suppress(UnavailableError):  # then the lease runs out by itself
+                self._store.leave(slot.consumer)
 
 
 def registration_of(ready: dict[str, Any]) -> dict[str, Argument]:
