@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -13,7 +14,7 @@ def configure_logs(level: str, service: str) -> None:
     """Set up structlog for this process; `service` is on every line."""
     readable = sys.stderr.isatty()
 
-    def name_service(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    def name_service(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
         return {"service": service, **event}
 
     structlog.configure(
