@@ -72,32 +72,25 @@ class StackedItems:
 class Outcome(NamedTuple):
     """What became of a batch: failures by position, and the results of all others, in order.
 
-    `results` is a list, or Stacked where the model returned stacked arrays for a batch in which none failed.
+    `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
     """
 
     failures: dict[int, Failure]
     results: list[Any] | Stacked
 
 
-class WrongCountError(Exception):
-    """The model returned another number of results than it got items."""
+class WrongOutputError(Exception):
+    """What the model returned cannot be parted into one result for each item."""
 
 
 def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -> Outcome:
     """Validate each item, run the model on those that are valid, and sort out who failed."""
     failures = _validate(model, items)
     valid = [position for position in range(len(items)) if position not in failures]
-    if not valid:
-        return Outcome(failures, [])
-    try:
-        outputs = _run(model, items, requests, valid)
-    except (Exception, SystemExit) as error:
-        results: dict[int, Any] = {}
-        _halve(model, items, requests, valid, error, failures, results)
-        return Outcome(failures, [results[position] for position in sorted(results)])
-    if isinstance(outputs, dict):
-        return Outcome(failures, outputs)
-    return _sort_out(valid, outputs, failures)
+    pieces: list[list[Any] | Stacked] = []
+    if valid:
+        _attempt(model, items, requests, valid, failures, pieces)
+    return Outcome(failures, _join(pieces))
 
 
 def _validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
@@ -106,29 +99,60 @@ def _validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
         for position in range(len(items)):
             try:
                 model.validate(items.one(position))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # a library's panic, SystemExit: none of them is ours to die of
                 failures[position] = failure_of(error, INVALID_ARGUMENT)
     return failures
 
 
-def _run(model: LoadedModel, items: Items, requests: Sequence[RequestInfo], positions: Sequence[int]) -> Any:
-    """The model's results for these items: a list or Stacked of the right length. Raises what it raises."""
+def _attempt(
+    model: LoadedModel,
+    items: Items,
+    requests: Sequence[RequestInfo],
+    positions: Sequence[int],
+    failures: dict[int, Failure],
+    pieces: list[list[Any] | Stacked],
+) -> None:
+    """Run the model on these items; if it raises, on each half of them, to find out on which."""
+    try:
+        outputs = _run(model, items, requests, positions)
+    except BaseException as error:
+        failure = failure_of(error, INTERNAL)
+        alone = len(positions) == 1 or isinstance(error, WrongOutputError)
+    else:
+        pieces.append(outputs if isinstance(outputs, dict) else _sort_out(positions, outputs, failures))
+        return
+    # Here the exception is gone, and with it what the model had in memory: the halves may need that.
+    if alone:
+        failures.update(dict.fromkeys(positions, failure))
+        return
+    middle = len(positions) // 2
+    for half in (positions[:middle], positions[middle:]):
+        _attempt(model, items, requests, half, failures, pieces)
+
+
+def _run(
+    model: LoadedModel, items: Items, requests: Sequence[RequestInfo], positions: Sequence[int]
+) -> list[Any] | Stacked:
+    """The model's results for these items, one for each. Raises what it raises, or WrongOutputError."""
     infos = [requests[position] for position in positions] if model.wants_requests else ()
     outputs = model.run(items.some(positions), infos)
+    if not isinstance(outputs, Sequence | Mapping) and hasattr(outputs, "__array__"):
+        outputs = np.asarray(outputs)  # a torch tensor on the CPU, for one
     if isinstance(outputs, Mapping):
-        stacked = {str(name): np.asarray(array) for name, array in outputs.items()}
-        for name, array in stacked.items():
-            _check_count(len(array) if array.ndim else 0, len(positions), f" in output {name!r}")
-        return stacked
+        columns = {str(name): _column(values) for name, values in outputs.items()}
+        if not columns:
+            raise WrongOutputError(f"the model returned no outputs for {len(positions)} requests")
+        for name, column in columns.items():
+            _check_count(len(column) if column.ndim else 0, len(positions), f" in output {name!r}")
+        return _stacked(model, columns)
     if isinstance(outputs, np.ndarray):
         _check_count(len(outputs) if outputs.ndim else 0, len(positions))
-        if outputs.dtype == object:
-            return list(outputs)
-        if model.outputs or outputs.ndim > 1:
-            return {model.outputs[0].name if model.outputs else "": outputs}
-        return outputs.tolist()  # plain numbers from a model that declares no tensors
+        if model.outputs or (outputs.ndim > 1 and outputs.dtype != object):
+            return _stacked(model, {model.outputs[0].name if model.outputs else "": outputs})
+        # Plain values from a model that declares no tensors.
+        return list(outputs) if outputs.dtype == object else list(outputs.tolist())
     if isinstance(outputs, str | bytes) or not isinstance(outputs, Sequence):
-        raise WrongCountError(
+        raise WrongOutputError(
             f"the model returned a {type(outputs).__name__} for {len(positions)} requests, not a list"
         )
     _check_count(len(outputs), len(positions))
@@ -137,32 +161,32 @@ def _run(model: LoadedModel, items: Items, requests: Sequence[RequestInfo], posi
 
 def _check_count(got: int, wanted: int, where: str = "") -> None:
     if got != wanted:
-        raise WrongCountError(f"the model returned {got} results for {wanted} requests{where}")
+        raise WrongOutputError(f"the model returned {got} results for {wanted} requests{where}")
 
 
-def _halve(
-    model: LoadedModel,
-    items: Items,
-    requests: Sequence[RequestInfo],
-    positions: Sequence[int],
-    error: BaseException,
-    failures: dict[int, Failure],
-    results: dict[int, Any],
-) -> None:
-    """The model raised `error` on these items: find out on which."""
-    if len(positions) == 1 or isinstance(error, WrongCountError):
-        failures.update(dict.fromkeys(positions, failure_of(error, INTERNAL)))
-        return
-    middle = len(positions) // 2
-    for half in (positions[:middle], positions[middle:]):
-        try:
-            outputs = _run(model, items, requests, half)
-        except (Exception, SystemExit) as half_error:
-            _halve(model, items, requests, half, half_error, failures, results)
-        else:
-            outcome = _sort_out(half, _rows(outputs), failures)
-            good = [position for position in half if position not in failures]
-            results.update(zip(good, outcome.results, strict=True))
+def _column(values: Any) -> Array:
+    """One output of several, a row for each item; rows of unequal shape as objects."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        column = np.empty(len(values), object)
+        for row, value in enumerate(values):
+            column[row] = value
+        return column
+
+
+def _stacked(model: LoadedModel, columns: Stacked) -> list[Any] | Stacked:
+    """The columns as they are if all can travel stacked; else their rows: texts, and what varies in shape."""
+    declared = {spec.name: spec.datatype for spec in model.outputs}
+    stackable = True
+    for name, column in columns.items():
+        kind, datatype = column.dtype.kind, declared.get(name)
+        if (datatype == "BYTES" and kind not in "USO") or (datatype not in (None, "BYTES") and kind in "US"):
+            raise WrongOutputError(
+                f"the model returned {column.dtype} in output {name!r}, declared as {datatype}"
+            )
+        stackable = stackable and kind in "biuf"
+    return columns if stackable else _rows(columns)
 
 
 def _rows(outputs: list[Any] | Stacked) -> list[Any]:
@@ -174,7 +198,24 @@ def _rows(outputs: list[Any] | Stacked) -> list[Any]:
     return [dict(zip(outputs, row, strict=True)) for row in zip(*outputs.values(), strict=True)]
 
 
-def _sort_out(positions: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> Outcome:
+def _join(pieces: Sequence[list[Any] | Stacked]) -> list[Any] | Stacked:
+    """The results of parts of a batch, in order, as one: stacked where all are, alike.
+
+    So a result looks the same whether or not a neighbour failed.
+    """
+    stacked = [piece for piece in pieces if isinstance(piece, dict)]
+    if stacked and len(stacked) == len(pieces) and len({_layout(piece) for piece in stacked}) == 1:
+        if len(stacked) == 1:
+            return stacked[0]
+        return {name: np.concatenate([piece[name] for piece in stacked]) for name in stacked[0]}
+    return [row for piece in pieces for row in _rows(piece)]
+
+
+def _layout(stacked: Stacked) -> tuple[Any, ...]:
+    return tuple((name, array.dtype, array.shape[1:]) for name, array in stacked.items())
+
+
+def _sort_out(positions: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> list[Any]:
     """Part the results from the exceptions that the model returned in their place."""
     results: list[Any] = []
     for position, output in zip(positions, outputs, strict=True):
@@ -182,17 +223,24 @@ def _sort_out(positions: Sequence[int], outputs: Sequence[Any], failures: dict[i
             failures[position] = failure_of(output, INTERNAL)
         else:
             results.append(output)
-    return Outcome(failures, results)
+    return results
 
 
 def failure_of(error: BaseException, status: str) -> Failure:
     """A status and a sentence for the producer: never the exception's class, never a traceback."""
     if isinstance(error, CarpoolError):
-        return error.status, error.detail
-    if isinstance(error, WrongCountError):
-        return status, str(error)
-    said = str(error).strip()
+        return str(error.status), _text(error.detail)
+    said = _text(error)
+    if isinstance(error, WrongOutputError):
+        return status, said
     refused = (
         "the model refused this body" if status == INVALID_ARGUMENT else "the model failed on this request"
     )
     return status, f"{refused}: {said}" if said else refused
+
+
+def _text(said: object) -> str:
+    try:
+        return str(said).strip()
+    except Exception:  # a model's exceptions are a user's code, too
+        return ""

@@ -31,7 +31,7 @@ class ProcessGoneError(ConnectionError):
 
 def send_frame(sock: socket.socket, header: Header, payload: bytes | bytearray | memoryview = b"") -> None:
     """Send one frame. Raises ProcessGoneError."""
-    head = msgpack.packb(header)
+    head = msgpack.packb(header, unicode_errors="replace")  # what an exception says is any text
     try:
         if len(payload) < 1 << 16:
             sock.sendall(b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload)))
@@ -98,7 +98,10 @@ class FrameReader:
 
 
 def pack_values(values: Any) -> bytes:
-    """Python values and arrays as bytes. Raises TypeError, ValueError or OverflowError for anything else."""
+    """Python values and arrays as bytes. Raises TypeError, ValueError or OverflowError for anything else.
+
+    Arrays of text become their tensor's map, which is how they look in every body.
+    """
     return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
 
 
@@ -107,13 +110,36 @@ def unpack_values(data: bytes | bytearray | memoryview) -> Any:
     return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
 
 
+def unpack_each(data: bytes | bytearray | memoryview) -> list[Any]:
+    """A packed list's values, each on its own: in place of one that cannot be read stands the exception."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    unpacker.feed(data)
+    values: list[Any] = []
+    for _ in range(unpacker.read_array_header()):
+        start = unpacker.tell()
+        unpacker.skip()
+        try:
+            values.append(unpack_values(data[start : unpacker.tell()]))
+        except Exception as error:  # a tuple that was a map's key is a list now, for one
+            values.append(error)
+    return values
+
+
 def _pack_other(value: Any) -> Any:
     if isinstance(value, np.ndarray):
+        if value.dtype.kind in "US":
+            return tensor_map(value)
+        if value.dtype == object and all(isinstance(item, str) for item in value.flat):
+            return {"datatype": "BYTES", "shape": list(value.shape), "data": value.ravel().tolist()}
         return msgpack.ExtType(_TENSOR, msgpack.packb(tensor_map(value)))
     if isinstance(value, np.generic):
         return value.item()
     if hasattr(value, "__array__"):  # a torch tensor on the CPU, for one
-        return _pack_other(np.asarray(value))
+        try:
+            array = np.asarray(value)
+        except Exception as error:  # one that requires a gradient, for another
+            raise TypeError(f"a {type(value).__name__} cannot be sent: {error}") from None
+        return _pack_other(array)
     raise TypeError(f"a {type(value).__name__} cannot be sent as a result")
 
 
@@ -121,8 +147,6 @@ def _unpack_ext(code: int, data: bytes) -> Any:
     if code != _TENSOR:
         return msgpack.ExtType(code, data)
     tensor = msgpack.unpackb(data)
-    if tensor["datatype"] == "BYTES":
-        return np.array(tensor["data"], dtype=str).reshape(tensor["shape"])
     return from_bytes(tensor["datatype"], tensor["shape"], tensor["data"])
 
 
@@ -130,27 +154,51 @@ def _unpack_ext(code: int, data: bytes) -> Any:
 
 
 def part_bytes(part: Part, count: int) -> int:
-    """The length of `count` stacked items of a tensor."""
+    """The length of `count` stacked items of a tensor of numbers."""
     return WIDTHS[part[1]] * math.prod(part[2]) * count
 
 
 def unstack(parts: Sequence[Part], count: int, data: bytearray | memoryview) -> dict[str, Array]:
-    """The stacked arrays that lie one behind the other in `data`: shape (count, *shape) each."""
+    """The stacked arrays that lie one behind the other in `data`: shape (count, *shape) each.
+
+    A BYTES tensor's item is a packed list of its texts; stacked they are an array of str objects: numpy's own
+    strings would all be as long as the longest, and lose the zeros at their end.
+    """
     arrays: dict[str, Array] = {}
     view, start = memoryview(data), 0
     for name, datatype, shape in parts:
+        if datatype == "BYTES":
+            texts, length = _unpack_texts(view[start:], count)
+            array = np.empty(len(texts), object)
+            array[:] = texts
+            arrays[name] = array.reshape((count, *shape))
+            start += length
+            continue
         end = start + part_bytes((name, datatype, shape), count)
         arrays[name] = from_bytes(datatype, (count, *shape), view[start:end])
         start = end
     return arrays
 
 
+def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
+    """The texts of `count` items of a BYTES tensor, and how many bytes they took."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    unpacker.feed(data)
+    texts = [text for _ in range(count) for text in unpacker.unpack()]
+    return texts, unpacker.tell()
+
+
 def stack(arrays: dict[str, Array], declared: dict[str, str]) -> tuple[list[Part], bytes]:
-    """Stacked arrays as parts and bytes; `declared` datatypes by name win over the arrays' own."""
+    """Stacked arrays of numbers as parts and bytes; `declared` datatypes by name win over the arrays' own.
+
+    Raises ValueError for what cannot travel so.
+    """
     parts: list[Part] = []
     data: list[bytes] = []
     for name, array in arrays.items():
         datatype = declared.get(name) or datatype_of(array)
+        if datatype == "BYTES":
+            raise ValueError(f"output {name!r}: texts do not stack")
         parts.append((name, datatype, tuple(array.shape[1:])))
         data.append(to_bytes(array, datatype))
     return parts, b"".join(data)

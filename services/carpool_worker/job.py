@@ -6,16 +6,22 @@ tensors vary in shape, one frame for each shape; after a redelivery or a crash, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from carpool.bodies import decode_body, encode_body
 from carpool.errors import (
     ABORTED,
     DEADLINE_EXCEEDED,
+    INTERNAL,
+    INVALID_ARGUMENT,
     OK,
     CarpoolError,
+    InternalError,
     InvalidArgumentError,
 )
 from carpool.messages import MSGPACK, RAW, Batch, BatchedRequest, DeadLetter, Result
@@ -41,7 +47,7 @@ class Job:
     answered: frozenset[int] = frozenset()
     deaths: dict[int, int] = field(default_factory=dict)  # processes that ended while executing this position
     frames: list[Frame] = field(default_factory=list)
-    sent: bool = False  # every frame is in the process's pipe
+    sent: bool = False  # every frame is in the process's pipe, or on its way there
     results: dict[int, Result] = field(default_factory=dict)
     noted: set[int] = field(default_factory=set)  # positions whose result was written ahead of the commit
     dead: list[DeadLetter] = field(default_factory=list)
@@ -83,6 +89,9 @@ class Codec:
                     parts, value = self._decode(request)
                 except CarpoolError as error:
                     job.results[position] = _failed(job, request, error.status, error.detail)
+                except Exception as error:  # a case nobody thought of stops this request, not its neighbours
+                    detail = f"body: cannot be decoded ({error})"
+                    job.results[position] = _failed(job, request, INVALID_ARGUMENT, detail)
                 else:
                     by_shape.setdefault(parts, []).append((position, value))
         job.frames = [
@@ -92,15 +101,19 @@ class Codec:
         ]
 
     def _decode(self, request: BatchedRequest) -> tuple[tuple[frames.Part, ...], Any]:
-        """A body as (tensor parts, their bytes), or as ((), value) for a model that declares no tensors."""
+        """A body as (tensor parts, its bytes), or as ((), its bytes) for a model that declares no tensors.
+
+        Where there are several tensors, a list of the bytes of each.
+        """
         body = request.body
         if not self.inputs:
             return (), _pack(decode_body(request.content_type, body))
-        if request.content_type == MSGPACK and (data := self._memo.data_of(body)) is not None:
-            return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
+        memo = self._memo
+        if request.content_type == MSGPACK and (data := memo.data_of(body)) is not None:
+            return ((self.inputs[0].name, memo.datatype, memo.shape),), data
         return self._decode_tensors(request)
 
-    def _decode_tensors(self, request: BatchedRequest) -> tuple[tuple[frames.Part, ...], bytes]:
+    def _decode_tensors(self, request: BatchedRequest) -> tuple[tuple[frames.Part, ...], Any]:
         inputs = self.inputs
         if request.content_type == RAW:
             return self._raw_tensor(request.body)
@@ -114,12 +127,18 @@ class Codec:
         parts: list[frames.Part] = []
         data: list[bytes] = []
         for spec in inputs:
-            array = as_array(value[spec.name], spec)
-            parts.append((spec.name, spec.datatype, array.shape))
-            data.append(to_bytes(array, spec.datatype))
-        if len(parts) == 1 and request.content_type == MSGPACK:
-            self._memo.remember(request.body, parts[0][1], parts[0][2], len(data[0]))
-        return tuple(parts), b"".join(data)
+            read = _texts if spec.datatype == "BYTES" else _numbers
+            shape, item = read(value[spec.name], spec)
+            parts.append((spec.name, spec.datatype, shape))
+            data.append(item)
+        if len(parts) > 1:
+            return tuple(parts), data
+        if request.content_type == MSGPACK and inputs[0].datatype != "BYTES":
+            memo = HeadMemo()  # replaced and never changed: intake and committer both decode
+            memo.remember(request.body, parts[0][1], parts[0][2], len(data[0]))
+            if memo.datatype:
+                self._memo = memo
+        return tuple(parts), data[0]
 
     def _raw_tensor(self, body: bytes) -> tuple[tuple[frames.Part, ...], bytes]:
         """octet-stream for a model with one tensor of fixed shape: its bytes."""
@@ -144,7 +163,8 @@ class Codec:
         header["parts"] = parts
         if len(parts) == 1:
             return Frame(positions, header, b"".join([value for _, value in group]))
-        return Frame(positions, header, _by_part(parts, [value for _, value in group]))
+        by_tensor = zip(*[value for _, value in group], strict=True)
+        return Frame(positions, header, b"".join([item for items in by_tensor for item in items]))
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
@@ -162,7 +182,7 @@ class Codec:
         parts = header.get("parts")
         encoded: Iterable[bytes | CarpoolError]
         if parts is None:
-            values = frames.unpack_values(payload)
+            values = _unpack(payload)
             encoded = (
                 _encode(requests[position], value) for position, value in zip(good, values, strict=True)
             )
@@ -183,6 +203,12 @@ class Codec:
                     max(0, job.batch.dispatched_us - request.arrival_us),
                     job.compute_us,
                 )
+
+
+def fail(job: Job, frame: Frame, detail: str) -> None:
+    """Every request of a frame fails: what the model returned cannot be understood."""
+    for position in frame.positions:
+        job.results[position] = _failed(job, job.batch.requests[position], INTERNAL, detail)
 
 
 def split(frame: Frame, job: Job, codec: Codec, now_us: int) -> None:
@@ -207,21 +233,48 @@ def bury(job: Job, position: int) -> None:
     job.results[position] = _failed(job, request, ABORTED, f"given up: {reason}")
 
 
-def as_array(value: Any, spec: TensorSpec) -> Any:
-    """A decoded value as the array that `spec` declares. Raises InvalidArgumentError."""
+def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
+    """The shape and the bytes of a decoded value as `spec` declares it. Raises InvalidArgumentError."""
     field_name = f"body.{spec.name}"
     if not hasattr(value, "dtype"):
-        value = array_of(value, spec.datatype, field_name) if spec.datatype != "BYTES" else value
-    if spec.datatype == "BYTES":
-        raise InvalidArgumentError(f"{field_name}: BYTES tensors cannot be stacked")
+        value = array_of(value, spec.datatype, field_name)
     got = datatype_of(value)
     if got != spec.datatype and not (spec.datatype == "BF16" and got == "FP32"):
         raise InvalidArgumentError(f"{field_name}.datatype: {got}, but this model takes {spec.datatype}")
     if not spec.admits(value.shape):
-        raise InvalidArgumentError(
-            f"{field_name}.shape: {list(value.shape)}, but this model takes {list(spec.shape)}"
-        )
-    return value
+        raise _wrong_shape(value.shape, spec)
+    return value.shape, to_bytes(value, spec.datatype)
+
+
+def _texts(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
+    """As `_numbers`, for BYTES. A flat list, as a tensor's map has it, fills what shape it can."""
+    array = np.array(value, object)
+    if not all(type(text) is str for text in array.flat):
+        raise InvalidArgumentError(f"body.{spec.name}.data: holds what is not BYTES (texts)")
+    shape = array.shape
+    if not spec.admits(shape):
+        filled = _filled(spec.shape, array.size) if array.ndim == 1 else None
+        if filled is None:
+            raise _wrong_shape(shape, spec)
+        shape = filled
+    return shape, _pack(array.ravel().tolist())
+
+
+def _filled(wanted: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """The one shape that `wanted` admits for as many items; None if there are none, or several."""
+    open_sizes = wanted.count(-1)
+    fixed = math.prod(one for one in wanted if one != -1)
+    if open_sizes == 0 and fixed == size:
+        return wanted
+    if open_sizes == 1 and fixed and size % fixed == 0:
+        return tuple(size // fixed if one == -1 else one for one in wanted)
+    return None
+
+
+def _wrong_shape(shape: Sequence[int], spec: TensorSpec) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"body.{spec.name}.shape: {list(shape)}, but this model takes {list(spec.shape)}"
+    )
 
 
 def _failed(job: Job, request: BatchedRequest, status: str, detail: str) -> Result:
@@ -236,7 +289,18 @@ def _failed(job: Job, request: BatchedRequest, status: str, detail: str) -> Resu
     )
 
 
+def _unpack(payload: bytearray) -> list[Any]:
+    """The model's results; an exception in place of one that cannot be read."""
+    try:
+        values: list[Any] = frames.unpack_values(payload)
+    except Exception:
+        return frames.unpack_each(payload)
+    return values
+
+
 def _encode(request: BatchedRequest, value: Any) -> bytes | CarpoolError:
+    if isinstance(value, Exception):
+        return InternalError(f"the model's result cannot be passed on: {value}")
     try:
         return encode_body(request.content_type, value)
     except CarpoolError as error:
@@ -278,14 +342,3 @@ def _array_of_packed(values: Sequence[bytes]) -> bytes:
     """A msgpack array of values that are msgpack already."""
     count = len(values)
     return b"".join((b"\xdd", count.to_bytes(4, "big"), *values))
-
-
-def _by_part(parts: Sequence[frames.Part], items: Sequence[bytes]) -> bytes:
-    """Items whose tensors lie one behind the other -> tensors whose items lie one behind the other."""
-    stacked: list[bytes] = []
-    start = 0
-    for part in parts:
-        end = start + frames.part_bytes(part, 1)
-        stacked += [item[start:end] for item in items]
-        start = end
-    return b"".join(stacked)

@@ -19,7 +19,7 @@ import structlog
 
 from carpool.clock import RedisClock
 from carpool_worker.frames import ProcessGoneError
-from carpool_worker.job import Codec, Frame, Job, split
+from carpool_worker.job import Codec, Frame, Job, fail, split
 from carpool_worker.process import ModelProcess
 
 JOBS_IN_HAND: Final = 2
@@ -127,7 +127,13 @@ class Slot:
             self._replace(f"on a batch of {len(job.batch.requests)}", batch=job.batch.id)
             split(frame, job, self.codec, self._clock.now_us())
             return
-        self.codec.take_outcome(job, frame, header, payload)
+        try:
+            self.codec.take_outcome(job, frame, header, payload)
+        except (
+            Exception
+        ) as error:  # a map that has a list for a key, for one: the outcome will not come twice
+            self._log.exception("outcome not understood", worker=self.consumer, batch=job.batch.id)
+            fail(job, frame, f"the model's results cannot be read: {error}")
         del job.frames[0]
 
     def _replace(self, when: str, **about: str) -> None:

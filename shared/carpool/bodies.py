@@ -20,6 +20,9 @@ MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
 MAX_JSON_ITEMS: Final = 1_000_000
 
+_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
+_Path = tuple[Any, Any] | None  # the way to a value: the way to what it is in, and its name or number there
+
 
 def decode_body(content_type: str, body: bytes) -> Any:
     """A request's body as the model gets it: plain Python values, arrays for tensors, bytes for octet-stream.
@@ -29,7 +32,7 @@ def decode_body(content_type: str, body: bytes) -> Any:
     if content_type == RAW:
         return body
     value = _decode_json(body) if content_type == JSON else _decode_msgpack(body)
-    return _with_arrays(value, "body", 0)
+    return _with_arrays(value, None, 0)
 
 
 def _decode_json(body: bytes) -> Any:
@@ -38,13 +41,21 @@ def _decode_json(body: bytes) -> Any:
             f"body: more than {MAX_JSON_ITEMS} items of JSON; send a tensor as msgpack"
         )
     try:
-        return json.loads(body)
+        return _FROM_JSON.decode(body.decode())
     except UnicodeDecodeError:
         raise InvalidArgumentError("body: not UTF-8") from None
     except RecursionError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:
         raise InvalidArgumentError(f"body: not JSON ({error})") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+# Not json.loads, which would take UTF-16, half a surrogate pair and NaN, and no other language's parser does.
+_FROM_JSON: Final = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _decode_msgpack(body: bytes) -> Any:
@@ -71,22 +82,32 @@ def _decode_msgpack(body: bytes) -> Any:
         raise InvalidArgumentError(f"body: not msgpack ({str(error) or 'it ends too early'})") from None
 
 
-def _with_arrays(value: Any, field: str, depth: int) -> Any:
+def _with_arrays(value: Any, path: _Path, depth: int) -> Any:
     """`value` with each tensor's map made an array, its depth looked at on the way."""
     kind = type(value)
     if kind is dict:
         if is_tensor(value):
-            return decode_tensor(value, field)
+            return decode_tensor(value, _field(path))
         _check_depth(depth)
-        return {key: _with_arrays(item, f"{field}.{key}", depth + 1) for key, item in value.items()}
+        return {key: _with_arrays(item, (path, key), depth + 1) for key, item in value.items()}
     if kind is list:
         _check_depth(depth)
-        if not any(type(item) in (dict, list) for item in value):
+        if _PLAIN.issuperset(map(type, value)):
             return value
-        return [_with_arrays(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [_with_arrays(item, (path, index), depth + 1) for index, item in enumerate(value)]
     if kind in (msgpack.ExtType, msgpack.Timestamp):
-        raise InvalidArgumentError(f"{field}: msgpack extension types are not understood")
+        raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not understood")
     return value
+
+
+def _field(path: _Path) -> str:
+    """The way to a value as a person would write it: `body.rows[2]`. Made only where it is needed, and of
+    the beginnings of names: a name may be as long as the body."""
+    parts: list[str] = []
+    while path is not None:
+        path, part = path
+        parts.append(f"[{part}]" if isinstance(part, int) else f".{part[:40]!s}")
+    return "".join(("body", *reversed(parts)))
 
 
 def _check_depth(depth: int) -> None:
@@ -96,9 +117,9 @@ def _check_depth(depth: int) -> None:
 
 def encode_body(content_type: str, value: Any) -> bytes:
     """A value as bytes of `content_type`; arrays become tensors. Raises InternalError if it cannot be."""
-    if content_type == RAW:
-        return _encode_raw(value)
     try:
+        if content_type == RAW:
+            return _encode_raw(value)
         if content_type == JSON:
             return _JSON.encode(value).encode()
         return bytes(msgpack.packb(value, default=_msgpack_default))

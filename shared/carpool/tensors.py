@@ -56,7 +56,11 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 _NAMES: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
 DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
-_NUMBERS: Final = frozenset({bool, int, float})
+_WHOLE: Final = frozenset({int})
+_LEAVES: Final = {  # what may stand for a number in JSON; of all others, a whole number
+    "BOOL": frozenset({bool}),
+    **dict.fromkeys(("FP16", "BF16", "FP32", "FP64"), frozenset({int, float})),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,22 +185,33 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
 
     `shape`, where given, is what the header claims: as many numbers as that, flat or nested to it.
     """
-    dtype = np.dtype("<f4") if datatype == "BF16" else _DTYPES[datatype]
     _check_leaves(data, datatype, field, 0)
     try:
-        raw = np.asarray(data)
-    except (ValueError, OverflowError) as error:
-        raise _bad(f"{field}.data", f"rows of unequal length or numbers out of range ({error})") from None
-    if raw.size == 0:
-        raw = raw.astype(dtype)
-    _check_kind(raw, dtype, datatype, field)
-    if shape is not None:
-        if raw.size != math.prod(shape) or (raw.ndim != 1 and raw.shape != shape):
-            raise _bad(
-                f"{field}.data", f"holds {raw.size} numbers as {list(raw.shape)}, but shape is {list(shape)}"
-            )
-        raw = raw.reshape(shape)
-    return raw.astype(dtype)
+        array = _cast(data, datatype)
+    except OverflowError:
+        raise _bad(f"{field}.data", f"a number is outside {datatype}'s range") from None
+    except ValueError:
+        raise _bad(f"{field}.data", "rows of unequal length") from None
+    if shape is None:
+        return array
+    if array.size != math.prod(shape) or (array.ndim != 1 and array.shape != shape):
+        raise _bad(
+            f"{field}.data", f"holds {array.size} numbers as {list(array.shape)}, but shape is {list(shape)}"
+        )
+    return array.reshape(shape)
+
+
+def _cast(data: object, datatype: str) -> Array:
+    """Numbers as an array. Raises OverflowError for one out of range, which numpy alone makes infinite."""
+    dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
+    if dtype.kind != "f":
+        return np.asarray(data, dtype)
+    wide = np.asarray(data, np.float64)
+    with np.errstate(over="ignore"):
+        array = wide.astype(dtype)
+    if np.isinf(array).sum() > np.isinf(wide).sum():
+        raise OverflowError
+    return array
 
 
 def _check_leaves(data: object, datatype: str, field: str, depth: int) -> None:
@@ -205,18 +220,8 @@ def _check_leaves(data: object, datatype: str, field: str, depth: int) -> None:
     if list in kinds and depth < MAX_DIMENSIONS:
         for row in data if isinstance(data, list) else ():
             _check_leaves(row, datatype, field, depth + 1)
-    elif not kinds <= _NUMBERS:
+    elif not kinds <= _LEAVES.get(datatype, _WHOLE):
         raise _bad(f"{field}.data", f"holds what is not {datatype}")
-
-
-def _check_kind(raw: Array, dtype: np.dtype[Any], datatype: str, field: str) -> None:
-    wanted = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
-    if raw.dtype.kind not in wanted:
-        raise _bad(f"{field}.data", f"holds what is not {datatype}")
-    if dtype.kind in "iu" and raw.size:
-        limits = np.iinfo(dtype)
-        if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
-            raise _bad(f"{field}.data", f"a number is outside {datatype}'s {limits.min} to {limits.max}")
 
 
 def _decode_strings(data: object, shape: tuple[int, ...], field: str) -> list[str]:

@@ -37,9 +37,14 @@ from carpool.messages import (
 
 MAX_FIELDS: Final = 64
 MAX_REQUESTS_PER_ENTRY: Final = 4096
+# What a batch or an entry put back may come to must stay below the 512 MiB that Redis takes in one string.
+MAX_PACKED_BYTES: Final = 64 * 1024 * 1024
+MAX_EXTRA_BYTES: Final = 64 * 1024
 MAX_LANE_CHARS: Final = 128
 MAX_DETAIL_CHARS: Final = 1000
 MAX_COST: Final = 1 << 40
+MAX_WITHDRAW_BYTES: Final = 1 << 20
+UNCOUNTED_BYTES: Final = 1 << 20
 
 _KNOWN: Final = frozenset(
     {
@@ -106,19 +111,23 @@ def decode_entry(
 def _kept_arrival(value: bytes, entry_arrival_us: int) -> int:
     """The arrival of requests that were put back. It can only be earlier than the new entry's own."""
     try:
-        return min(int(value) * 1000, entry_arrival_us) if len(value) <= 16 else entry_arrival_us
-    except ValueError:
+        return min(int(value) * 1000, entry_arrival_us) if value.isdigit() else entry_arrival_us
+    except ValueError:  # Python reads no more than a few thousand digits
         return entry_arrival_us
 
 
 def _withdrawal(entry: Entry, names: bytes) -> Withdrawal:
-    return Withdrawal(entry, frozenset(names[: 1 << 20].decode("ascii", "replace").split()))
+    if len(names) > MAX_WITHDRAW_BYTES:  # never the beginning of a name, which may be another's
+        names = names[:MAX_WITHDRAW_BYTES].rpartition(b" ")[0]
+    return Withdrawal(entry, frozenset(names.decode("ascii", "replace").split()))
 
 
 def _decode_packed(entry: Entry, packed: bytes, shared: Fields, settings: ModelSettings) -> list[Decoded]:
     """Several requests in one entry; the entry's other fields hold for all that do not say otherwise."""
     try:
-        maps = msgpack.unpackb(packed, max_array_len=MAX_REQUESTS_PER_ENTRY, max_map_len=MAX_FIELDS)
+        if len(packed) > MAX_PACKED_BYTES:
+            raise InvalidArgumentError(f"requests: {len(packed)} bytes; at most {MAX_PACKED_BYTES}")
+        maps = _unpack_maps(packed)
         if type(maps) is not list or not maps:
             raise InvalidArgumentError("requests: must be a msgpack array of maps, at least one")
     except Exception as error:
@@ -138,6 +147,30 @@ def _decode_packed(entry: Entry, packed: bytes, shared: Fields, settings: ModelS
         or _decode_one_of(entry, one, shared, settings)
         for one in maps
     ]
+
+
+def _unpack_maps(packed: bytes) -> Any:
+    """The array of maps. Nested arrays and maps take 60 times their bytes: of a large entry they are counted.
+
+    (Not of a small one: to count costs each request 70 ns.)
+    """
+    left = MAX_REQUESTS_PER_ENTRY + 1
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise InvalidArgumentError("requests: arrays or maps within a request")
+        return container
+
+    hook = count if len(packed) > UNCOUNTED_BYTES else None
+    return msgpack.unpackb(
+        packed,
+        max_array_len=MAX_REQUESTS_PER_ENTRY,
+        max_map_len=MAX_FIELDS + len(_KNOWN),
+        list_hook=hook,
+        object_hook=hook,
+    )
 
 
 def _model_of(entry: Entry, shared: Fields, settings: ModelSettings) -> Request | None:
@@ -214,7 +247,7 @@ def _decode_properties(request: Request, raw: Fields, settings: ModelSettings) -
             asked_ms = _integer(raw, "expiration", 0, 1, 1 << 53)
             expiration_ms = min(asked_ms, settings.max_expiration_ms)
         if not raw.keys() <= _KNOWN:
-            request.extra = _extra(raw, settings)
+            request.extra = _extra(raw)
         for name in _SEQUENCE:
             if name in raw:
                 raise UnimplementedError(f"{name}: stateful sequences are not served by this version")
@@ -259,8 +292,9 @@ def _integer(raw: Fields, name: str, default: int, lowest: int, highest: int) ->
     value = raw[name]
     if type(value) is not int:
         try:
-            value = int(_text(raw, name)) if len(raw[name]) <= 20 else None
-        except (ValueError, TypeError):
+            text = _text(raw, name)  # digits only: Python's int() takes 1_000, and a space before it
+            value = int(text) if len(text) <= 20 and text.isascii() and text.isdigit() else None
+        except CarpoolError:
             value = None
     if value is None or not lowest <= value <= highest:
         raise InvalidArgumentError(f"{name}: must be a whole number from {lowest} to {highest}")
@@ -276,7 +310,7 @@ def _lane(raw: Fields) -> str:
     return value
 
 
-def _extra(raw: Fields, settings: ModelSettings) -> dict[str, bytes]:
+def _extra(raw: Fields) -> dict[str, bytes]:
     """The fields that Carpool does not know. They travel with the request, for the model to read."""
     extra: dict[str, bytes] = {}
     for name in raw.keys() - _KNOWN:
@@ -287,11 +321,9 @@ def _extra(raw: Fields, settings: ModelSettings) -> dict[str, bytes]:
             value = str(value).encode()
         extra[str(name)] = value
     if len(extra) > MAX_FIELDS:
-        raise InvalidArgumentError(f"{len(extra)} fields; at most {MAX_FIELDS}")
-    if sum(len(value) for value in extra.values()) > settings.max_body_bytes:
-        raise InvalidArgumentError(
-            f"fields beside the body are over {settings.max_body_bytes} bytes together"
-        )
+        raise InvalidArgumentError(f"fields: {len(extra)} beside Carpool's own; at most {MAX_FIELDS}")
+    if sum(len(name) + len(value) for name, value in extra.items()) > MAX_EXTRA_BYTES:
+        raise InvalidArgumentError(f"fields: those beside Carpool's own take over {MAX_EXTRA_BYTES} bytes")
     return extra
 
 
@@ -440,7 +472,8 @@ def _envelope(result: Result) -> Fields:
     return {
         "correlation_id": correlation_id,
         "status": status,
-        "detail": (detail or "")[:MAX_DETAIL_CHARS],
+        # Of half a surrogate pair, which JSON's \ud800 names, nobody can make UTF-8.
+        "detail": (detail or "")[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode(),
         "final": True,
         "batch_size": batch_size,
         "queue_us": queue_us,
@@ -459,7 +492,7 @@ def _json_envelope(result: Result) -> bytes:
 
 
 def _compact(value: Fields) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def decode_results(packed: bytes) -> list[Fields]:

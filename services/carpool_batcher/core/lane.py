@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
 
 from carpool.messages import PRIORITY_LEVELS, Request
 
@@ -10,7 +12,7 @@ from carpool.messages import PRIORITY_LEVELS, Request
 class Lane:
     """Requests that may share a batch. Every operation is O(1) but `add` of a request that came back late."""
 
-    __slots__ = ("bytes", "cost", "count", "levels", "name", "urgent")
+    __slots__ = ("_head", "bytes", "cost", "count", "levels", "name", "urgent")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -20,9 +22,13 @@ class Lane:
         self.cost = 0
         self.bytes = 0
         self.urgent: set[Request] = set()
+        self._head: tuple[int, int] | None = None  # kept, since a producer may make a lane of each request
 
     def __contains__(self, request: Request) -> bool:
         return request in self.levels[request.priority]
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self.levels)
 
     def add(self, request: Request) -> None:
         """Append, or insert by arrival where the request was put back under a later entry ID."""
@@ -34,25 +40,29 @@ class Lane:
                 level.move_to_end(one)
         else:
             level[request] = None
+        if not self.count:
+            self._head = request.priority, request.arrival_us
+        elif self._head is not None:
+            self._head = max(self._head[0], request.priority), min(self._head[1], request.arrival_us)
         self.count += 1
         self.cost += request.cost
-        self.bytes += len(request.body)
+        self.bytes += bytes_of(request)
 
     def remove(self, request: Request) -> None:
         """Take one request out, wherever it stands."""
         del self.levels[request.priority][request]
         self.count -= 1
         self.cost -= request.cost
-        self.bytes -= len(request.body)
+        self.bytes -= bytes_of(request)
         self.urgent.discard(request)
+        self._head = None
 
-    def oldest_arrival_us(self) -> int:
-        """The arrival of the request that waits longest. The lane must not be empty."""
-        return min(next(iter(level)).arrival_us for level in self.levels if level)
-
-    def highest_priority(self) -> int:
-        """The highest priority that waits. The lane must not be empty."""
-        return max(priority for priority, level in enumerate(self.levels) if level)
+    def head(self) -> tuple[int, int]:
+        """The highest priority that waits, and the arrival of who waits longest. There must be somebody."""
+        if self._head is None:
+            heads = [(at, next(iter(level)).arrival_us) for at, level in enumerate(self.levels) if level]
+            self._head = heads[-1][0], min(arrival_us for _, arrival_us in heads)
+        return self._head
 
     def take(self, max_size: int, max_cost: int | None, max_bytes: int) -> list[Request]:
         """Remove and return the next batch: highest priority first, in order, stopping at the first that
@@ -62,7 +72,7 @@ class Lane:
         for level in reversed(self.levels):
             while level:
                 request = next(iter(level))
-                next_cost, next_bytes = cost + request.cost, size_bytes + len(request.body)
+                next_cost, next_bytes = cost + request.cost, size_bytes + bytes_of(request)
                 over = (max_cost is not None and next_cost > max_cost) or next_bytes > max_bytes
                 if taken and (over or len(taken) == max_size):
                     break
@@ -76,4 +86,12 @@ class Lane:
         self.bytes -= size_bytes
         if self.urgent:
             self.urgent.difference_update(taken)
+        self._head = None
         return taken
+
+
+def bytes_of(request: Request) -> int:
+    """What a request brings along: its body, and the fields that are the model's to read."""
+    if request.extra is None:
+        return len(request.body)
+    return len(request.body) + sum(len(name) + len(value) for name, value in request.extra.items())

@@ -31,10 +31,11 @@ from typing import Final, NamedTuple
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages import ModelSettings, Refusal, Request
-from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.lane import Lane, bytes_of
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 BATCHES_AHEAD: Final = 2  # for each model process: one that it executes, one that it has at hand
+REQUEST_BYTES: Final = 1000  # what a request takes in memory beside its body
 
 
 class Dispatch(NamedTuple):
@@ -80,7 +81,7 @@ class Scheduler:
     """The batching of one model. Tell it what happens; `poll` says what to do; `wake_at` says when to ask."""
 
     def __init__(self, settings: ModelSettings, workers: int = 0) -> None:
-        self.settings = settings
+        self._settings = settings
         self.workers = workers
         self.waiting = 0
         self.waiting_bytes = 0
@@ -90,20 +91,34 @@ class Scheduler:
         self._alarms: list[tuple[int, int, Alarm]] = []
         self._alarm_number = count()
         self._latest_alarm: Alarm | None = None
+        self._watched_bytes = 0  # of requests that alarms hold on to, at most
         self._ride_us = 0.0  # how long a batch takes from dispatch to settled, of late
 
     # --- what happens --------------------------------------------------------------------------------------
 
+    @property
+    def settings(self) -> ModelSettings:
+        """The model's settings. They may change at any time, and hold for whoever waits."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: ModelSettings) -> None:
+        waited = self._settings.max_queue_delay_ms
+        self._settings = settings
+        if settings.max_queue_delay_ms and not waited:
+            self._watch_anew()
+
     def offer(self, request: Request, now_us: int) -> Refusal | None:
         """A request arrived. Returns a Refusal if it may not wait."""
-        settings = self.settings
+        settings = self._settings
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
             detail = f"cost: {request.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
             return refusal(request, INVALID_ARGUMENT, detail)
         if self.waiting >= settings.max_queue_size:
             detail = f"the queue is full: {self.waiting} requests wait (max_queue_size); try again later"
             return refusal(request, RESOURCE_EXHAUSTED, detail)
-        if self.waiting_bytes + len(request.body) > settings.max_queue_bytes:
+        size_bytes = bytes_of(request)
+        if self.waiting_bytes + size_bytes > settings.max_queue_bytes:
             detail = f"the queue is full: {self.waiting_bytes} bytes wait (max_queue_bytes); try again later"
             return refusal(request, RESOURCE_EXHAUSTED, detail)
         lane = self._lanes.get(request.lane)
@@ -111,7 +126,7 @@ class Scheduler:
             lane = self._lanes[request.lane] = Lane(request.lane)
         lane.add(request)
         self.waiting += 1
-        self.waiting_bytes += len(request.body)
+        self.waiting_bytes += size_bytes
         if request.deadline_us is not None:
             self._watch(request, request.deadline_us, now_us)
         return None
@@ -121,8 +136,7 @@ class Scheduler:
         named = [
             request
             for lane in self._lanes.values()
-            for level in lane.levels
-            for request in level
+            for request in lane
             if request.correlation_id in correlation_ids
         ]
         self.forget(named)
@@ -164,40 +178,42 @@ class Scheduler:
     def poll(self, now_us: int) -> list[Decision]:
         """Everything that is due by now. A Dispatch must be answered by `departed`."""
         decisions: list[Decision] = self._ring(now_us) if self._alarms else []
-        while self.waiting:
-            idle = self.workers - len(self._in_flight) - self._departing
-            ahead = BATCHES_AHEAD * self.workers - len(self._in_flight) - self._departing
-            if ahead <= 0:
-                break
-            ready = self._next_ready(now_us, full_only=idle <= 0)
-            if ready is None:
-                break
-            decisions.append(self._dispatch(*ready))
+        if self.waiting and self._room(BATCHES_AHEAD) > 0:
+            ready = [one for lane in self._lanes.values() if (one := self._ready(lane, now_us)) is not None]
+            heapq.heapify(ready)
+            while ready and self._room(BATCHES_AHEAD) > 0:
+                _, _, name, reason = heapq.heappop(ready)
+                if reason != "full" and self._room(1) <= 0:
+                    continue
+                lane = self._lanes[name]
+                decisions.append(self._dispatch(lane, reason))
+                if (again := self._ready(lane, now_us)) is not None:
+                    heapq.heappush(ready, again)
         return decisions
 
     def wake_at(self) -> int | None:
         """The next moment (us) at which `poll` could decide something by time alone, or None."""
         moments = [self._alarms[0][0]] if self._alarms else []
-        if self.waiting and self.workers > len(self._in_flight) + self._departing:
+        if self.waiting and self._room(1) > 0:
             moments += [self._delay_ends_us(lane) for lane in self._lanes.values() if lane.count]
         return min(moments, default=None)
 
     # --- inside --------------------------------------------------------------------------------------------
 
-    def _next_ready(self, now_us: int, *, full_only: bool) -> tuple[Lane, str] | None:
-        best: tuple[Lane, str] | None = None
-        best_rank = (0, 0)
-        for lane in self._lanes.values():
-            reason = self._reason(lane, now_us)
-            if reason is None or (full_only and reason != "full"):
-                continue
-            rank = (-lane.highest_priority(), lane.oldest_arrival_us())
-            if best is None or rank < best_rank:
-                best, best_rank = (lane, reason), rank
-        return best
+    def _room(self, batches: int) -> int:
+        """How many more batches may be in flight, with so many for each model process."""
+        return batches * self.workers - len(self._in_flight) - self._departing
+
+    def _ready(self, lane: Lane, now_us: int) -> tuple[int, int, str, str] | None:
+        """A lane of which a batch may leave, by rank: priority, arrival, name; and the reason."""
+        reason = self._reason(lane, now_us)
+        if reason is None:
+            return None
+        priority, arrival_us = lane.head()
+        return -priority, arrival_us, lane.name, reason
 
     def _reason(self, lane: Lane, now_us: int) -> str | None:
-        settings = self.settings
+        settings = self._settings
         if lane.count >= settings.max_batch_size or lane.bytes >= MAX_BATCH_BYTES:
             return "full"
         if settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost:
@@ -211,10 +227,10 @@ class Scheduler:
         return None
 
     def _delay_ends_us(self, lane: Lane) -> int:
-        return lane.oldest_arrival_us() + int(self.settings.max_queue_delay_ms * 1000)
+        return lane.head()[1] + int(self._settings.max_queue_delay_ms * 1000)
 
     def _dispatch(self, lane: Lane, reason: str) -> Dispatch:
-        settings = self.settings
+        settings = self._settings
         held_bytes = lane.bytes
         taken = lane.take(settings.max_batch_size, settings.max_batch_cost, MAX_BATCH_BYTES)
         self.waiting -= len(taken)
@@ -226,7 +242,7 @@ class Scheduler:
     def _remove(self, lane: Lane, request: Request) -> None:
         lane.remove(request)
         self.waiting -= 1
-        self.waiting_bytes -= len(request.body)
+        self.waiting_bytes -= bytes_of(request)
         self._close_if_empty(lane)
 
     def _close_if_empty(self, lane: Lane) -> None:
@@ -239,14 +255,28 @@ class Scheduler:
     def _watch(self, request: Request, deadline_us: int, now_us: int) -> None:
         """Look at a waiting request when it must leave to be in time, then at its deadline."""
         at_us = deadline_us
-        if self.settings.max_queue_delay_ms:
-            at_us = max(now_us, deadline_us - int(1.5 * self._ride_us) - 2000)
+        if self._settings.max_queue_delay_ms:
+            at_us = max(now_us, self._must_leave_us(deadline_us))
+        self._watched_bytes += bytes_of(request) + REQUEST_BYTES
         latest = self._latest_alarm
         if latest is not None and latest.at_us == at_us and latest.requests[0].entry is request.entry:
             latest.requests.append(request)
         else:
             self._latest_alarm = Alarm(at_us, [request])
             self._set(self._latest_alarm)
+
+    def _watch_anew(self) -> None:
+        """So far nobody was held back, and so nobody had to leave early to be in time. Now they have to."""
+        self._alarms = [one for one in self._alarms if one[2].batch_id]
+        heapq.heapify(self._alarms)
+        self._latest_alarm, self._watched_bytes = None, 0
+        for lane in self._lanes.values():
+            for request in lane:
+                if request.deadline_us is not None:
+                    self._watch(request, request.deadline_us, 0)
+
+    def _must_leave_us(self, deadline_us: int) -> int:
+        return deadline_us - int(1.5 * self._ride_us) - 2000
 
     def _watch_batch(self, batch_id: str, due: dict[int, Request]) -> None:
         if due:
@@ -255,14 +285,22 @@ class Scheduler:
 
     def _set(self, alarm: Alarm) -> None:
         heapq.heappush(self._alarms, (alarm.at_us, next(self._alarm_number), alarm))
-        if len(self._alarms) > 4 * (self.waiting + len(self._in_flight)) + 1000:
-            # Most have moved on: keep memory bounded, at O(1) amortised.
-            self._alarms = [entry for entry in self._alarms if self._means_something(entry[2])]
-            heapq.heapify(self._alarms)
-            self._latest_alarm = None
+        waiting_bytes = self.waiting_bytes + REQUEST_BYTES * self.waiting
+        if (
+            len(self._alarms) > 4 * (self.waiting + len(self._in_flight)) + 1000
+            or self._watched_bytes > 2 * waiting_bytes + MAX_BATCH_BYTES
+        ):
+            self._tidy()
 
-    def _means_something(self, alarm: Alarm) -> bool:
-        return alarm.batch_id in self._in_flight or any(map(self._waits, alarm.requests))
+    def _tidy(self) -> None:
+        """Most alarms are for requests that have moved on: keep memory bounded, at O(1) amortised."""
+        for _, _, alarm in self._alarms:
+            alarm.requests = [request for request in alarm.requests if self._waits(request)]
+        self._alarms = [one for one in self._alarms if one[2].requests or one[2].batch_id in self._in_flight]
+        heapq.heapify(self._alarms)
+        self._latest_alarm = None
+        watched = [request for _, _, alarm in self._alarms for request in alarm.requests]
+        self._watched_bytes = sum(map(bytes_of, watched)) + REQUEST_BYTES * len(watched)
 
     def _waits(self, request: Request) -> bool:
         lane = self._lanes.get(request.lane)
