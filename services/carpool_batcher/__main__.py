@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from carpool.lifecycle import Loop, stop_on_signals
+from carpool.lifecycle import Loop, collect_garbage_rarely, stop_on_signals
 from carpool.link import without_password
 from carpool.logs import configure_logs
 from carpool.settings import BatcherSettings, read_settings
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     discovery = Loop("discovery", look, report)
     log.info("batcher started", batcher=name, redis=without_password(settings.redis_url))
     discovery.start()
+    collect_garbage_rarely()
     stop.wait()
     discovery.stop()
     discovery.join(5.0)

@@ -169,7 +169,7 @@ class EmbeddedRedis:
                     f"and was stopped. {self._end_of_log()}"
                 )
             time.sleep(_POLL_S)
-        if not _is_free(port):
+        if not is_free(port):
             raise _PortTakenError(
                 f"Port {port} of {_HOST} is taken by another program, so {self.binary} cannot listen on it. "
                 "Stop that program, or choose another port."
@@ -219,14 +219,14 @@ def _free_port() -> int:
     """A port nobody listens on now; somebody may by the time the server does."""
     for _ in range(1_000):
         port = _OWN_PORTS[secrets.randbelow(len(_OWN_PORTS))]
-        if _is_free(port):
+        if is_free(port):
             return port
     raise EmbeddedRedisError(
         f"No free port was found on {_HOST} from {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1}. Give one."
     )
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
         try:

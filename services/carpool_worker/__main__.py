@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 
 from carpool.keys import Keys
-from carpool.lifecycle import stop_on_signals
+from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.settings import WorkerSettings, read_settings
 from carpool_worker.loader import model_name
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         log.error("worker cannot start", model=settings.model, reason=str(error))
         return 1
+    collect_garbage_rarely()
     while not stop.wait(0.5):
         if worker.failed.is_set():
             return 1  # what is in hand is redelivered when its lease ends

@@ -26,7 +26,7 @@ from carpool.errors import (
     UnavailableError,
     error_for,
 )
-from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.keys import CORRELATION_ID, DEFAULT_PREFIX, Keys, models_key
 from carpool.link import CommandError, LinkError
 from carpool.messages import MSGPACK, RAW
 from carpool.pipeline import MAX_ENTRY_REQUESTS, Channel, Pending, Pipeline
@@ -38,6 +38,10 @@ CLIENTS_OWN: Final = -1.0  # a request's timeout that says: as the client's
 IN_FLIGHT: Final = 1024
 TICK_S: Final = 0.01
 _LAYOUTS: Final = 1000
+# Fields that this client sets itself: a request with others' would be answered where nobody looks.
+_OWN_FIELDS: Final = frozenset(
+    {"arrival", "body", "content_type", "correlation_id", "expiration", "reply_to", "requests", "withdraw"}
+)
 
 
 class Reply(NamedTuple):
@@ -280,6 +284,11 @@ class AsyncClient:
             correlation_id = f"{self._name}-{next(self._numbers)}"
         elif correlation_id in self._awaited:
             raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is in flight already")
+        elif type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
+            # It would be answered where nobody looks: at its entry's ID.
+            raise InvalidArgumentError(
+                f"correlation_id: {correlation_id!r:.140} does not match {CORRELATION_ID.pattern}"
+            )
         content_type, data = self._encode(body, content_type)
         raw = {"correlation_id": correlation_id, "body": data}
         if options is not None:
@@ -406,7 +415,13 @@ def _options(
     if priority is None and lane is None and cost is None and not fields:
         return None
     named = {"priority": priority, "lane": lane, "cost": cost}
-    return {**(fields or {}), **{name: value for name, value in named.items() if value is not None}}
+    options = {**(fields or {}), **{name: value for name, value in named.items() if value is not None}}
+    for name, value in options.items():
+        if name in _OWN_FIELDS or not isinstance(value, bytes | str | int | float):
+            raise InvalidArgumentError(
+                f"{name!r:.60}: cannot be sent as a field with the value {value!r:.60}"
+            )
+    return options
 
 
 async def _each(bodies: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -252,6 +252,7 @@ class AsyncLink(asyncio.Protocol):
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
+            self._let_go()
 
     # --- asyncio's side ------------------------------------------------------------------------------------
 
@@ -275,4 +276,9 @@ class AsyncLink(asyncio.Protocol):
         """The transport is gone."""
         if self._transport is not None:
             self._transport = None
+            self._let_go()
             self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))
+
+    def _let_go(self) -> None:
+        """redis-py did not see its connection end, and would complain that nobody closed it."""
+        self._connection._reader = self._connection._writer = None

@@ -5,12 +5,14 @@ Each is declared once, with its help. What is wrong is named together with what 
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
 
 from carpool.keys import DEFAULT_PREFIX
 
@@ -31,15 +33,29 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 
 
-class CommonSettings(BaseSettings):
-    """What every part of Carpool needs."""
+class CarpoolSettings(BaseSettings):
+    """Where settings come from, and how they are named there."""
 
     model_config = SettingsConfigDict(
-        env_prefix="CARPOOL_", env_file=".env", extra="ignore", cli_kebab_case=True, cli_implicit_flags=True
+        env_prefix="CARPOOL_",
+        env_file=".env",
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_hide_none_type=True,
     )
+
+
+class ProducerSettings(CarpoolSettings):
+    """What it takes to find the models."""
 
     redis_url: RedisUrl = Field("redis://127.0.0.1:6379/0", description="where Redis is")
     prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
+
+
+class CommonSettings(ProducerSettings):
+    """What every service needs."""
+
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least to log")
 
 
@@ -67,23 +83,50 @@ def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Setti
     try:
         return CliApp.run(kind, cli_args=list(argv), cli_settings_source=_source(kind, prog))
     except ValidationError as error:
-        print(describe(error, kind, prog), file=sys.stderr)
-        raise SystemExit(2) from None
+        wrong = describe(error, kind, prog)
+    except SettingsError as error:
+        wrong = f"{prog}: {error}"
+    print(wrong, file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _source(kind: type[BaseSettings], prog: str) -> Any:
     from pydantic_settings import CliSettingsSource  # noqa: PLC0415 (only commands pay for it)
 
-    return CliSettingsSource(kind, cli_prog_name=prog)
+    parser = _Parser(prog=prog, description=kind.__doc__, formatter_class=_HelpFormatter, allow_abbrev=False)
+    return CliSettingsSource(kind, root_parser=parser)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Says nothing of a default that is nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return (action.help or "").removesuffix(" (default: null)").removesuffix(" (default: )")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong flag with the one that was meant, not with all there are."""
+
+    def error(self, message: str) -> NoReturn:
+        lines = [f"{self.prog}: {message}"]
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for word in message.split() if message.startswith("unrecognized") else ():
+            meant = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+            if meant and word.startswith("-"):
+                lines.append(f"    did you mean {meant[0]}?")
+        self.exit(2, "\n".join([*lines, f"    {self.prog} --help says what there is", ""]))
 
 
 def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str:
     """Each wrong setting: its names as a flag and in the environment, its value, and what would be right."""
     lines = []
     for problem in error.errors():
-        name = str(problem["loc"][0]) if problem["loc"] else "?"
-        flag = "--" + name.replace("_", "-")
         message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:  # not one setting is wrong, but several do not go together
+            lines.append(f"{prog}: {message}")
+            continue
+        name = str(problem["loc"][0])
+        flag = "--" + name.replace("_", "-")
         if problem["type"] == "missing":
             lines.append(f"{prog}: {name.upper()} is missing (or CARPOOL_{name.upper()} in the environment)")
         else:

@@ -103,7 +103,9 @@ def decode_entry(
     if packed is None:
         decoded = [_decode_request(entry, raw, settings, default_id=name)]
     else:
-        decoded = _decode_packed(entry, packed, raw, settings)
+        # What was put back says more than it did at first: it may be larger, and so is never refused for it.
+        limit = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES
+        decoded = _decode_packed(entry, packed, raw, settings, limit)
     entry.requests = [one for one in decoded if type(one) is Request]
     return entry, decoded
 
@@ -122,14 +124,17 @@ def _withdrawal(entry: Entry, names: bytes) -> Withdrawal:
     return Withdrawal(entry, frozenset(names.decode("ascii", "replace").split()))
 
 
-def _decode_packed(entry: Entry, packed: bytes, shared: Fields, settings: ModelSettings) -> list[Decoded]:
+def _decode_packed(
+    entry: Entry, packed: bytes, shared: Fields, settings: ModelSettings, limit: int
+) -> list[Decoded]:
     """Several requests in one entry; the entry's other fields hold for all that do not say otherwise."""
     try:
-        if len(packed) > MAX_PACKED_BYTES:
-            raise InvalidArgumentError(f"requests: {len(packed)} bytes; at most {MAX_PACKED_BYTES}")
+        _check_size(len(packed), limit)
         maps = _unpack_maps(packed)
         if type(maps) is not list or not maps:
             raise InvalidArgumentError("requests: must be a msgpack array of maps, at least one")
+        of_each = sum(len(name) + len(value) for name, value in shared.items())
+        _check_size(len(packed) + len(maps) * of_each, limit)  # put back, each has them as its own
     except Exception as error:
         detail = (
             error.detail
@@ -147,6 +152,11 @@ def _decode_packed(entry: Entry, packed: bytes, shared: Fields, settings: ModelS
         or _decode_one_of(entry, one, shared, settings)
         for one in maps
     ]
+
+
+def _check_size(packed_bytes: int, limit: int) -> None:
+    if packed_bytes > limit:
+        raise InvalidArgumentError(f"requests: {packed_bytes} bytes in all; at most {limit}")
 
 
 def _unpack_maps(packed: bytes) -> Any:
