@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -34,14 +34,35 @@ from carpool.tensors import HeadMemo, datatype_of, from_bytes, tensor_head, to_b
 
 DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 DEFAULT_TIMEOUT_S: Final = 30.0
-CLIENTS_OWN: Final = -1.0  # a request's timeout that says: as the client's
 IN_FLIGHT: Final = 1024
 TICK_S: Final = 0.01
 _LAYOUTS: Final = 1000
 # Fields that this client sets itself: a request with others' would be answered where nobody looks.
-_OWN_FIELDS: Final = frozenset(
+_CLIENTS_FIELDS: Final = frozenset(
     {"arrival", "body", "content_type", "correlation_id", "expiration", "reply_to", "requests", "withdraw"}
 )
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its model and its body.
+
+    `timeout`: seconds, None for ever, in place of the client's; it travels with the request, which costs no
+        compute once it has passed.
+    `priority`: 0 to 9, higher first; 4 if not said.
+    `lane`: only requests of one lane share a batch.
+    `cost`: what it counts for against the model's `max_batch_cost`.
+    `content_type`: how the body is written, if not as its type suggests.
+    `correlation_id`: one's own, to send a request again.
+    `fields`: for the model to read.
+    """
+
+    timeout: float | None
+    priority: int | None
+    lane: str | None
+    cost: int | None
+    content_type: str | None
+    correlation_id: str | None
+    fields: Mapping[str, bytes | str] | None
 
 
 class Reply(NamedTuple):
@@ -139,51 +160,24 @@ class AsyncClient:
 
     # --- requests ------------------------------------------------------------------------------------------
 
-    async def infer(
-        self,
-        model: str,
-        body: Any,
-        *,
-        timeout: float | None = CLIENTS_OWN,
-        priority: int | None = None,
-        lane: str | None = None,
-        cost: int | None = None,
-        content_type: str | None = None,
-        correlation_id: str | None = None,
-        fields: Mapping[str, bytes | str] | None = None,
-    ) -> Any:
+    async def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """The model's result for `body`. Raises the CarpoolError of its status where there is none.
 
         `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model as such.
-        `timeout`: seconds; it travels with the request, which costs no compute once it has passed.
         Cancelling withdraws the request if it still waits.
         """
         channel = self._channels.get(model) or await self._open(model)
-        options = _options(priority, lane, cost, fields)
-        awaited = self._enqueue(channel, body, timeout, content_type, correlation_id, options)
+        awaited = self._enqueue(channel, body, options)
         try:
             return await awaited.future
         except asyncio.CancelledError:
             self._withdraw(awaited)
             raise
 
-    async def request(
-        self,
-        model: str,
-        body: Any,
-        *,
-        timeout: float | None = CLIENTS_OWN,
-        priority: int | None = None,
-        lane: str | None = None,
-        cost: int | None = None,
-        content_type: str | None = None,
-        correlation_id: str | None = None,
-        fields: Mapping[str, bytes | str] | None = None,
-    ) -> Reply:
+    async def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, and how the request was served."""
         channel = self._channels.get(model) or await self._open(model)
-        options = _options(priority, lane, cost, fields)
-        awaited = self._enqueue(channel, body, timeout, content_type, correlation_id, options)
+        awaited = self._enqueue(channel, body, options)
         awaited.whole = True
         try:
             reply: Reply = await awaited.future
@@ -192,14 +186,12 @@ class AsyncClient:
             raise
         return reply
 
-    def submit(self, model: str, body: Any, **options: Any) -> asyncio.Future[Any]:
+    def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
         """`infer` as a future, begun at once. Cancelling the future withdraws the request."""
         channel = self._channels.get(model)
         if channel is None:
             return asyncio.ensure_future(self.infer(model, body, **options))
-        timeout_s = options.pop("timeout", CLIENTS_OWN)
-        content_type, correlation_id = options.pop("content_type", None), options.pop("correlation_id", None)
-        awaited = self._enqueue(channel, body, timeout_s, content_type, correlation_id, _options(**options))
+        awaited = self._enqueue(channel, body, options)
         awaited.future.add_done_callback(lambda done: self._withdraw(awaited) if done.cancelled() else None)
         return awaited.future
 
@@ -210,7 +202,7 @@ class AsyncClient:
         *,
         in_flight: int = IN_FLIGHT,
         return_exceptions: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[Any]:
         """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
 
@@ -269,32 +261,22 @@ class AsyncClient:
 
     # --- requests out: everything here runs once for each --------------------------------------------------
 
-    def _enqueue(
-        self,
-        channel: Channel,
-        body: Any,
-        timeout_s: float | None,
-        content_type: str | None,
-        correlation_id: str | None,
-        options: dict[str, Any] | None,
-    ) -> _Awaited:
+    def _enqueue(self, channel: Channel, body: Any, options: RequestOptions) -> _Awaited:
         if self._closed:
             raise UnavailableError("this client is closed")
+        timeout_s = self._timeout_s
+        correlation_id = content_type = None
+        if options:
+            timeout_s = options.get("timeout", timeout_s)
+            correlation_id, content_type = options.get("correlation_id"), options.get("content_type")
         if correlation_id is None:
             correlation_id = f"{self._name}-{next(self._numbers)}"
-        elif correlation_id in self._awaited:
-            raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is in flight already")
-        elif type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
-            # It would be answered where nobody looks: at its entry's ID.
-            raise InvalidArgumentError(
-                f"correlation_id: {correlation_id!r:.140} does not match {CORRELATION_ID.pattern}"
-            )
+        else:
+            self._check_own(correlation_id)
         content_type, data = self._encode(body, content_type)
         raw = {"correlation_id": correlation_id, "body": data}
-        if options is not None:
-            raw |= options
-        if timeout_s == CLIENTS_OWN:
-            timeout_s = self._timeout_s
+        if options:
+            raw |= _own_fields(options)
         expiration_ms = None if timeout_s is None else max(1, int(timeout_s * 1000))
         awaited = _Awaited(channel, self._loop.create_future(), raw, content_type, expiration_ms)
         if timeout_s is not None:
@@ -302,6 +284,15 @@ class AsyncClient:
         self._awaited[correlation_id] = awaited
         self._pipeline.put(awaited)
         return awaited
+
+    def _check_own(self, correlation_id: str) -> None:
+        """A correlation ID of the caller's: one that makes no sense would be answered where nobody looks."""
+        if correlation_id in self._awaited:
+            raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is in flight already")
+        if type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
+            raise InvalidArgumentError(
+                f"correlation_id: {correlation_id!r:.140} does not match {CORRELATION_ID.pattern}"
+            )
 
     def _encode(self, body: Any, content_type: str | None) -> tuple[str, bytes]:
         """The content type and the bytes of a body. Arrays of one layout share their head."""
@@ -406,22 +397,21 @@ class AsyncClient:
             awaited.tick.awaited.discard(awaited)
 
 
-def _options(
-    priority: int | None = None,
-    lane: str | None = None,
-    cost: int | None = None,
-    fields: Mapping[str, bytes | str] | None = None,
-) -> dict[str, Any] | None:
-    if priority is None and lane is None and cost is None and not fields:
-        return None
-    named = {"priority": priority, "lane": lane, "cost": cost}
-    options = {**(fields or {}), **{name: value for name, value in named.items() if value is not None}}
-    for name, value in options.items():
-        if name in _OWN_FIELDS or not isinstance(value, bytes | str | int | float):
+def _own_fields(options: RequestOptions) -> dict[str, Any]:
+    """The fields that only this request has."""
+    unknown = options.keys() - RequestOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+    own: dict[str, Any] = dict(options.get("fields") or {})
+    for name in ("priority", "lane", "cost"):
+        if options.get(name) is not None:
+            own[name] = options.get(name)
+    for name, value in own.items():
+        if name in _CLIENTS_FIELDS or not isinstance(value, bytes | str | int | float):
             raise InvalidArgumentError(
                 f"{name!r:.60}: cannot be sent as a field with the value {value!r:.60}"
             )
-    return options
+    return own
 
 
 async def _each(bodies: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
-from carpool.aio import DEFAULT_TIMEOUT_S, IN_FLIGHT, AsyncClient, Reply
+from carpool.aio import DEFAULT_TIMEOUT_S, IN_FLIGHT, AsyncClient, Reply, RequestOptions
 from carpool.errors import UnavailableError
 
 __all__ = ["AsyncClient", "Client", "Reply"]
@@ -54,15 +54,15 @@ class Client:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
         self._begin(self._client.connect()).result()
 
-    def infer(self, model: str, body: Any, **options: Any) -> Any:
+    def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """The model's result for `body`; options and errors as AsyncClient.infer's."""
         return self._wait(self.submit(model, body, **options))
 
-    def request(self, model: str, body: Any, **options: Any) -> Reply:
+    def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, and how the request was served."""
         return self._wait(self._begin(self._client.request(model, body, **options)))
 
-    def submit(self, model: str, body: Any, **options: Any) -> Future[Any]:
+    def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """`infer` as a future, begun at once. Cancelling the future withdraws the request."""
         return self._begin(self._client.infer(model, body, **options))
 
@@ -73,7 +73,7 @@ class Client:
         *,
         in_flight: int = IN_FLIGHT,
         return_exceptions: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[Any]:
         """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
 

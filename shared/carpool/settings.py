@@ -9,7 +9,9 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from inspect import cleandoc
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
@@ -20,6 +22,10 @@ from carpool.keys import DEFAULT_PREFIX
 def _redis_url(url: str) -> str:
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise ValueError("must begin with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        raise ValueError(f"{error}; right would be one as in redis://127.0.0.1:6379/0") from None
     return url
 
 
@@ -31,6 +37,7 @@ def _prefix(prefix: str) -> str:
 
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class CarpoolSettings(BaseSettings):
@@ -56,7 +63,7 @@ class ProducerSettings(CarpoolSettings):
 class CommonSettings(ProducerSettings):
     """What every service needs."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least to log")
+    log_level: LogLevel = Field("info", description="the least to log")
 
 
 class BatcherSettings(CommonSettings):
@@ -93,7 +100,12 @@ def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Setti
 def _source(kind: type[BaseSettings], prog: str) -> Any:
     from pydantic_settings import CliSettingsSource  # noqa: PLC0415 (only commands pay for it)
 
-    parser = _Parser(prog=prog, description=kind.__doc__, formatter_class=_HelpFormatter, allow_abbrev=False)
+    parser = _Parser(
+        prog=prog,
+        description=cleandoc(kind.__doc__ or ""),
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
     return CliSettingsSource(kind, root_parser=parser)
 
 
@@ -101,7 +113,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Says nothing of a default that is nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return (action.help or "").removesuffix(" (default: null)").removesuffix(" (default: )")
+        words = action.help or ""
+        for nothing in ("null", "", "False"):
+            words = words.removesuffix(f" (default: {nothing})")
+        return words
 
 
 class _Parser(argparse.ArgumentParser):
