@@ -2,7 +2,7 @@
 
 Order of starting: Redis, then the others, who find each other there. Order of stopping: the workers finish
 what they have in hand, the batcher gives its leases back, Redis leaves last, because both need it to.
-Everything is started from the main thread and ends with this process, however that ends (`carpool.lifecycle`).
+All is started from the main thread and ends with this process, however that ends (`carpool.lifecycle`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to run. `models` are named as for a worker; `logs` is a directory, or None for standard error."""
+    """What is to run. `models` are named as for a worker. `logs` is a directory; None: standard error."""
 
     models: Sequence[str]
     redis_url: str | None = None
@@ -108,11 +108,11 @@ class Service:
         self.name = name
         self._argv = argv
         self._environment = environment
-        self._log = logs / f"{name}.log" if logs else None
+        self.log = logs / f"{name.replace(' ', '-')}.log" if logs else None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self._log.open("ab") if self._log else contextlib.nullcontext(sys.stderr) as output:
+        with self.log.open("ab") if self.log else contextlib.nullcontext(sys.stderr) as output:
             self._process = subprocess.Popen(
                 command_that_dies_with_parent([sys.executable, "-m", *self._argv]),
                 env=dict(self._environment),
@@ -161,7 +161,7 @@ class WorkerService(Service):
         self.model = model_name(spec)[0]
         flags = {"--replicas": plan.replicas, "--device": plan.device, "--drain-s": plan.drain_s}
         argv = ["carpool_worker", spec, *(str(part) for flag in flags.items() for part in flag)]
-        super().__init__(f"worker-{self.model}", argv, environment, plan.logs)
+        super().__init__(f"worker of {self.model}", argv, environment, plan.logs)
         self.serving = False
         self.serves_since_s = 0.0
         self.registration: Mapping[str, str] = {}
@@ -270,10 +270,10 @@ class Supervisor:
         return begun
 
     def _give_up_if_one_did(self) -> None:
-        """A service that ends with a status has said why, and would say it again. One that was killed may not."""
+        """Who ends with a status has said why, and would say it again; who was killed has not."""
         for service in (self._batcher, *self.workers):
-            if service is not None and (service.exit_status or -1) >= 0:
-                raise StartError(f"{service.name} ended with {service.how_it_ended()} before it served")
+            if service is not None and (service.exit_status or 0) > 0:
+                raise StartError(f"the {service.name} ended with {service.how_it_ended()} before it served")
 
     def _who_began_to_serve(self) -> list[WorkerService]:
         now_s = time.monotonic()

@@ -1,0 +1,94 @@
+"""`carpool infer MODEL BODY`: one request from a shell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from carpool.aio import AsyncClient
+from carpool.bodies import encode_body
+from carpool.errors import CarpoolError, InvalidArgumentError, UnavailableError
+from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
+from carpool.settings import ProducerSettings, read_settings
+
+
+class InferSettings(ProducerSettings):
+    """Send one request, and print its result as JSON.
+
+    BODY is JSON, or text that is not JSON and is sent as a JSON string; @FILE sends what is in a file, and -
+    what comes from standard input. A body that begins with a dash goes after --.
+    """
+
+    # `null` is a body, not the absence of one; what stands for that instead cannot be typed.
+    model_config = SettingsConfigDict(cli_parse_none_str="\0")
+
+    model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
+    body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
+    timeout: float = Field(30.0, gt=0, le=86_400, description="seconds to wait; it travels with the request")
+    priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="higher first")
+    lane: str = Field("", description="only requests of one lane share a batch")
+    raw: bool = Field(False, description="send the body as it is, as bytes, and print the result's bytes")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the result. 1, and one line on standard error, if there is none."""
+    settings = read_settings(InferSettings, argv, "carpool infer")
+    try:
+        result = asyncio.run(_infer(settings, _body(settings)))
+    except UnavailableError as error:
+        return _failed(
+            f"{error}\n    start a stack with `carpool up {settings.model}`, or name another Redis with "
+            "--redis-url (CARPOOL_REDIS_URL)"
+        )
+    except (CarpoolError, OSError) as error:
+        return _failed(str(error))
+    sys.stdout.buffer.write(result if settings.raw else result + b"\n")
+    sys.stdout.buffer.flush()
+    return 0
+
+
+def _failed(why: str) -> int:
+    print(f"carpool infer: {why}", file=sys.stderr)
+    return 1
+
+
+def _body(settings: InferSettings) -> Any:
+    """The body as a value, or as bytes if it is raw. Raises OSError, InvalidArgumentError."""
+    data = _given(settings.body)
+    if settings.raw:
+        return data
+    try:
+        return json.loads(data)
+    except UnicodeDecodeError:
+        raise InvalidArgumentError("body: not text; --raw sends bytes") from None
+    except ValueError:
+        return data.decode()
+
+
+def _given(body: str) -> bytes:
+    if body == "-":
+        return sys.stdin.buffer.read()
+    if body.startswith("@"):
+        return Path(body[1:]).read_bytes()
+    return body.encode()
+
+
+async def _infer(settings: InferSettings, body: Any) -> bytes:
+    """The result as bytes of the type that the request was in."""
+    content_type: Final = RAW if settings.raw else JSON
+    async with AsyncClient(settings.redis_url, prefix=settings.prefix, timeout=settings.timeout) as client:
+        result = await client.infer(
+            settings.model,
+            body,
+            priority=settings.priority,
+            lane=settings.lane or None,
+            content_type=content_type,
+        )
+    return encode_body(content_type, result)

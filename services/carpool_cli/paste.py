@@ -1,0 +1,69 @@
+"""Lines to paste: one request to a stack that runs, from a shell, from redis-cli and from Python."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from carpool.keys import DEFAULT_PREFIX, Keys
+
+_DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")
+# What a ready-made model can be asked, as JSON. Of anyone else's model we know nothing.
+_BODIES: Final = {"square": "7", "docsearch": '"how do I read a zip file"'}
+_SOME_BODY: Final = '"hello"'
+
+
+def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX) -> list[tuple[str, str]]:
+    """For whom a line is, and the line. None holds a password: where there is one, the environment has it."""
+    body, keys, cli = _BODIES.get(model, _SOME_BODY), Keys(model, prefix), _redis_cli(url)
+    own = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
+    at = "" if _is_default(url) or _password(url) else f" --redis-url {shlex.quote(url)}"
+    client = [] if _is_default(url) or _password(url) else [json.dumps(url)]
+    client += [] if prefix == DEFAULT_PREFIX else [f"prefix={json.dumps(prefix)}"]
+    python = f'from carpool import Client; print(Client({", ".join(client)}).infer("{model}", {body}))'
+    sent = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body)}"
+    return [
+        ("shell", f"{command('carpool')} infer {model} {shlex.quote(body)}{at}{own}"),
+        ("redis-cli", f'{cli} BLPOP "{keys.result("$(" + sent + ")")}" 5'),
+        ("Python", f"{command('python')} -c {shlex.quote(python)}"),
+    ]
+
+
+def needs_environment(url: str) -> bool:
+    """Whether the lines need CARPOOL_REDIS_URL in the environment."""
+    return _password(url)
+
+
+def command(name: str) -> str:
+    """How to call the `carpool` or `python` that runs this, from where we are."""
+    ours = Path(sys.executable).with_name(name)
+    if not ours.exists():
+        return name
+    found = shutil.which(name)
+    if found and Path(found) == ours:
+        return name
+    return shlex.quote(str(ours.relative_to(Path.cwd()) if ours.is_relative_to(Path.cwd()) else ours))
+
+
+def _redis_cli(url: str) -> str:
+    parts = urlsplit(url)
+    if _password(url):
+        return 'redis-cli -u "$CARPOOL_REDIS_URL"'
+    if parts.scheme == "unix":
+        return f"redis-cli -s {shlex.quote(parts.path)}"
+    if parts.scheme == "redis" and parts.hostname == "127.0.0.1" and parts.path in ("", "/", "/0"):
+        return "redis-cli" if parts.port in (None, 6379) else f"redis-cli -p {parts.port}"
+    return f"redis-cli -u {shlex.quote(url)}"
+
+
+def _is_default(url: str) -> bool:
+    return url in _DEFAULT_URLS
+
+
+def _password(url: str) -> bool:
+    return bool(urlsplit(url).password)

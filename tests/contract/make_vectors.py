@@ -1,0 +1,781 @@
+"""Writes the golden vectors in `vectors/`: .venv/bin/python tests/contract/make_vectors.py
+
+Nothing here calls Carpool. Bytes are put together with msgpack, struct and json, and what they must mean is
+written down by hand, so that a change of Carpool's mind shows as a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+VECTORS: Final = Path(__file__).parent / "vectors"
+
+JSON: Final = "application/json"
+MSGPACK: Final = "application/msgpack"
+RAW: Final = "application/octet-stream"
+
+ENTRY_ID: Final = "1700000000123-4"
+ARRIVAL_MS: Final = 1700000000123
+
+Case = dict[str, Any]
+Bytes = Any  # as the vectors write bytes: see `as_vector`
+
+
+def as_vector(data: bytes) -> Bytes:
+    """Bytes as the vectors write them: text where they are plain text, else {"hex": ...}."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = ""
+    return text if text.isprintable() and text.encode() == data else as_hex(data)
+
+
+def as_hex(data: bytes) -> Bytes:
+    return {"hex": data.hex()}
+
+
+def times(data: bytes, count: int) -> Bytes:
+    return {"hex": data.hex(), "times": count}
+
+
+def pack(value: Any) -> bytes:
+    return bytes(msgpack.packb(value))
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+# --- requests ----------------------------------------------------------------------------------------------
+
+
+def fields_of(flat: tuple[Any, ...]) -> list[list[Bytes]]:
+    """Field, value, field, value -> pairs, each as the vectors write bytes."""
+    parts = [
+        part if isinstance(part, dict | list) else as_vector(part if type(part) is bytes else part.encode())
+        for part in flat
+    ]
+    return [list(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def entry(name: str, *flat: Any, settings: Case | None = None, becomes: list[Case]) -> Case:
+    """One entry of a request stream, and what it becomes."""
+    case = {"name": name, "id": ENTRY_ID, "fields": fields_of(flat), "becomes": becomes}
+    return case | ({"settings": settings} if settings else {})
+
+
+def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) -> Case:
+    """A request that was understood. What is not named here has its default."""
+    understood = {
+        "correlation_id": correlation_id,
+        "body": body,
+        "content_type": JSON,
+        "reply_to": None,
+        "arrival_ms": ARRIVAL_MS,
+        "deadline_ms": None,
+        "priority": 4,
+        "lane": "",
+        "cost": 1,
+        "fields": {},
+    }
+    assert others.keys() <= understood.keys()
+    return {"request": understood | others}
+
+
+def refusal(field: str, correlation_id: str = ENTRY_ID, **others: Any) -> Case:
+    """An answer to what was not understood. `content_type` tells what kind of envelope it is."""
+    answer = {
+        "status": "INVALID_ARGUMENT",
+        "field": field,
+        "correlation_id": correlation_id,
+        "reply_to": None,
+        "content_type": JSON,
+    }
+    assert others.keys() <= answer.keys()
+    return {"refusal": answer | others}
+
+
+def understood_requests() -> list[Case]:
+    return [
+        entry("the least there can be", "body", "7", becomes=[request()]),
+        entry(
+            "every property",
+            *("correlation_id", "order:17", "reply_to", "shop-1", "content_type", MSGPACK, "priority", "9"),
+            *("expiration", "250", "lane", "größe-2", "cost", "12", "body", b"\x93\x01\x02\x03"),
+            becomes=[
+                request(
+                    "order:17",
+                    {"hex": "93010203"},
+                    reply_to="shop-1",
+                    content_type=MSGPACK,
+                    priority=9,
+                    deadline_ms=ARRIVAL_MS + 250,
+                    lane="größe-2",
+                    cost=12,
+                )
+            ],
+        ),
+        entry(
+            "fields that Carpool does not know travel with the request",
+            *("body", "7", "tenant", "blue", "seal", b"\x00\xff", "traceparent", "00-0af7-b7ad-01"),
+            becomes=[
+                request(fields={"tenant": "blue", "seal": {"hex": "00ff"}, "traceparent": "00-0af7-b7ad-01"})
+            ],
+        ),
+        entry(
+            "a body of any bytes",
+            *("content_type", RAW, "body", b"\x00\xff\xfe"),
+            becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
+        ),
+        entry("a body of no bytes", "body", "", becomes=[request(body="")]),
+        entry(
+            "a field that comes twice: the last one counts",
+            *("body", "6", "priority", "1", "body", "7", "priority", "2"),
+            becomes=[request(priority=2)],
+        ),
+        entry("the lowest priority", "body", "7", "priority", "0", becomes=[request(priority=0)]),
+        entry("a request that costs nothing", "body", "7", "cost", "0", becomes=[request(cost=0)]),
+        entry("the highest cost", "body", "7", "cost", str(2**40), becomes=[request(cost=2**40)]),
+        entry(
+            "the longest correlation ID, of every character allowed",
+            *("body", "7", "correlation_id", "aZ09._:-" * 16),
+            becomes=[request("aZ09._:-" * 16)],
+        ),
+        entry(
+            "the longest lane is counted in characters",
+            *("body", "7", "lane", "ö" * 128),
+            becomes=[request(lane="ö" * 128)],
+        ),
+    ]
+
+
+def expirations() -> list[Case]:
+    def case(name: str, deadline_ms: int | None, *flat: str, **settings: int) -> Case:
+        return entry(name, "body", "7", *flat, settings=settings, becomes=[request(deadline_ms=deadline_ms)])
+
+    return [
+        case("no expiration", None),
+        case("the shortest expiration", ARRIVAL_MS + 1, "expiration", "1"),
+        case("the model's default", ARRIVAL_MS + 500, default_expiration_ms=500),
+        case(
+            "the request's own before the default",
+            ARRIVAL_MS + 900,
+            *("expiration", "900"),
+            default_expiration_ms=500,
+        ),
+        case(
+            "never longer than the model allows",
+            ARRIVAL_MS + 1000,
+            *("expiration", str(2**53)),
+            max_expiration_ms=1000,
+        ),
+    ]
+
+
+def refused_requests() -> list[Case]:
+    def case(name: str, field: str, *flat: Any, settings: Case | None = None, **answer: Any) -> Case:
+        return entry(name, *flat, settings=settings, becomes=[refusal(field, **answer)])
+
+    no_numbers: dict[str, list[str | bytes]] = {
+        "priority": ["10", "-1", "", "4.0", "+4", " 4", "4\n", "1_0", "high", "४", b"\xff"],
+        "cost": ["-1", str(2**40 + 1), "9" * 30, "NaN"],
+        "expiration": ["0", "-5", str(2**53 + 1), "1e3", "soon"],
+    }
+    numbers = [
+        case(f"{field} {value!r}", field, "body", "7", field, value)
+        for field, values in no_numbers.items()
+        for value in values
+    ]
+    names = [
+        case(f"{field} {what}", field, "body", "7", field, value)
+        for field in ("correlation_id", "reply_to")
+        for what, value in {
+            "is empty": "",
+            "is too long": "a" * 129,
+            "has a space": "a b",
+            "has a slash": "a/b",
+            "has a letter beyond ASCII": "ä",
+            "ends with a line feed": "a\n",
+            "is not UTF-8": b"\xff",
+        }.items()
+    ]
+    return [
+        case("no body", "body", "priority", "1"),
+        case("a body over the model's limit", "body", "body", "123456789", settings={"max_body_bytes": 8}),
+        case("an unknown content type", "content_type", "body", "7", "content_type", "text/plain"),
+        case("a content type with a parameter", "content_type", "body", "7", "content_type", JSON + ";q=1"),
+        case("a content type that is not UTF-8", "content_type", "body", "7", "content_type", b"\xff"),
+        case("a lane that is too long", "lane", "body", "7", "lane", "ö" * 129),
+        case("a lane that is not UTF-8", "lane", "body", "7", "lane", b"\xff"),
+        *numbers,
+        *names,
+        case(
+            "the answer goes where the request says, if that can be read",
+            "priority",
+            *(
+                "body",
+                "7",
+                "priority",
+                "x",
+                "correlation_id",
+                "c1",
+                "reply_to",
+                "r1",
+                "content_type",
+                MSGPACK,
+            ),
+            correlation_id="c1",
+            reply_to="r1",
+            content_type=MSGPACK,
+        ),
+        case(
+            "an envelope in msgpack, for what says it is bytes",
+            "body",
+            *("content_type", RAW, "correlation_id", "c1"),
+            correlation_id="c1",
+            content_type=RAW,
+        ),
+        *(
+            case(f"{field} is not served", field, "body", "7", field, "1", status="UNIMPLEMENTED")
+            for field in ("sequence_id", "sequence_start", "sequence_end")
+        ),
+        *_limits_of_unknown_fields(),
+    ]
+
+
+def _limits_of_unknown_fields() -> list[Case]:
+    def numbered(count: int) -> list[str]:
+        return [part for number in range(count) for part in (f"f{number}", "")]
+
+    return [
+        entry(
+            "as many unknown fields as there may be",
+            *("body", "7", *numbered(64)),
+            becomes=[request(fields={f"f{number}": "" for number in range(64)})],
+        ),
+        entry("one unknown field too many", "body", "7", *numbered(65), becomes=[refusal("fields")]),
+        entry(
+            "unknown fields as long as they may be, names included",
+            *("body", "7", "x", times(b"\0", 65535)),
+            becomes=[request(fields={"x": times(b"\0", 65535)})],
+        ),
+        entry(
+            "unknown fields that are one byte too long",
+            *("body", "7", "x", times(b"\0", 65536)),
+            becomes=[refusal("fields")],
+        ),
+    ]
+
+
+def withdrawals() -> list[Case]:
+    return [
+        entry("one request is taken back", "withdraw", "a-1", becomes=[{"withdrawal": ["a-1"]}]),
+        entry("several are", "withdraw", "b a-1 c:2", becomes=[{"withdrawal": ["a-1", "b", "c:2"]}]),
+        entry("a word about nobody", "withdraw", "", becomes=[{"withdrawal": []}]),
+        entry(
+            "names beyond ASCII are nobody's",
+            *("withdraw", b"a \xff b"),
+            becomes=[{"withdrawal": ["a", "b", "\N{REPLACEMENT CHARACTER}"]}],
+        ),
+    ]
+
+
+# --- several requests in one entry -------------------------------------------------------------------------
+
+
+def packed_requests() -> list[Case]:
+    def one(correlation_id: str, **others: Any) -> Case:
+        return {"correlation_id": correlation_id, "body": b"7", **others}
+
+    def case(name: str, becomes: list[Case], *maps: Any, beside: tuple[str, ...] = ()) -> Case:
+        return entry(name, "requests", pack(list(maps)), *beside, becomes=becomes)
+
+    later = str(ARRIVAL_MS + 1)
+    return [
+        case("two of them", [request("a"), request("b")], one("a"), one("b")),
+        case("one of them", [request("a")], one("a")),
+        case("a body as text", [request("a", "ä7")], {"correlation_id": "a", "body": "ä7"}),
+        case(
+            "fields beside them hold for each that does not say otherwise",
+            [
+                request(
+                    "a", reply_to="r", priority=7, deadline_ms=ARRIVAL_MS + 50, fields={"tenant": "blue"}
+                ),
+                request("b", reply_to="s", priority=1, deadline_ms=ARRIVAL_MS + 50, fields={"tenant": "red"}),
+            ],
+            *(one("a"), one("b", priority=1, reply_to="s", tenant="red")),
+            beside=("reply_to", "r", "priority", "7", "expiration", "50", "tenant", "blue"),
+        ),
+        case(
+            "numbers as numbers or as text",
+            [request("a", priority=9, cost=3), request("b", priority=9, cost=3)],
+            *(one("a", priority=9, cost=3), one("b", priority="9", cost="3")),
+        ),
+        case(
+            "unknown fields may be bytes, text or numbers",
+            [request("a", fields={"bin": {"hex": "00ff"}, "text": "ä", "int": "-7", "float": "1.5"})],
+            one("a", bin=b"\x00\xff", text="ä", int=-7, float=1.5),
+        ),
+        case(
+            "an arrival that was kept",
+            [request("a", arrival_ms=ARRIVAL_MS - 400, deadline_ms=ARRIVAL_MS - 350)],
+            one("a", expiration=50),
+            beside=("arrival", str(ARRIVAL_MS - 400)),
+        ),
+        case("no arrival is later than the entry's own", [request("a")], one("a"), beside=("arrival", later)),
+        case("an arrival that is no number", [request("a")], one("a"), beside=("arrival", "noon")),
+        case("an arrival below 0", [request("a")], one("a"), beside=("arrival", "-1")),
+    ]
+
+
+def refused_in_packed() -> list[Case]:
+    """One request of an entry cannot be understood; the others are."""
+
+    def case(name: str, refused: Case, bad: Any, *beside: str, **of_all: Any) -> Case:
+        good = request("good", **of_all)
+        maps = [bad, {"correlation_id": "good", "body": b"7"}]
+        return entry(name, "requests", pack(maps), *beside, becomes=[refused, good])
+
+    def wrong(field: str, value: Any) -> Case:
+        refused = refusal(field, "bad" if field != "correlation_id" else ENTRY_ID)
+        return case(
+            f"{field} is {value!r}", refused, {"correlation_id": "bad", "body": b"7"} | {field: value}
+        )
+
+    return [
+        case("no correlation ID", refusal("correlation_id"), {"body": b"7"}),
+        case("no body", refusal("body", "bad"), {"correlation_id": "bad"}),
+        case("a number in the place of a map", refusal("requests"), 7),
+        case("an extension in the place of a map", refusal("requests"), msgpack.ExtType(5, b"")),
+        *(wrong("body", value) for value in (None, 7, [7])),
+        *(wrong("correlation_id", value) for value in (7, None, "a b", "")),
+        *(wrong("priority", value) for value in (10, -1, 4.0, True, None, [4])),
+        *(wrong("cost", value) for value in (2**63, -1)),
+        *(wrong("tenant", value) for value in (None, True, [1], {"a": 1})),
+        case(
+            "its answer goes where the entry says",
+            refusal("lane", "bad", reply_to="r", content_type=MSGPACK),
+            *({"correlation_id": "bad", "body": b"7", "lane": 1}, "reply_to", "r", "content_type", MSGPACK),
+            reply_to="r",
+            content_type=MSGPACK,
+        ),
+    ]
+
+
+def refused_packs() -> list[Case]:
+    """Nothing in the entry can be told apart: one answer for all of it, at the entry's ID."""
+
+    def case(name: str, packed: Any) -> Case:
+        return entry(name, "requests", packed, becomes=[refusal("requests")])
+
+    one = {"correlation_id": "a", "body": b"7"}
+    many = pack({"correlation_id": "a", "body": b""})
+    return [
+        case("no bytes", b""),
+        case("not msgpack", b"\xc1"),
+        case("a map", pack(one)),
+        case("nothing at all", pack(None)),
+        case("an array of none", pack([])),
+        case("it ends too early", pack([one])[:-1]),
+        case("something follows it", pack([one]) + b"\0"),
+        case("a name that is not text", pack([one | {7: b""}])),
+        case("a text that is not UTF-8", b"\x91\x81\xa4body\xa1\xff"),
+        case("nested beyond all measure", times(b"\x91", 5000)),
+        case("one request too many", [{"hex": "dc1001"}, times(many, 4097)]),
+        case("an array that claims to be longer than its bytes", b"\xdd\xff\xff\xff\xff"),
+        case("a text that claims to be longer than its bytes", b"\x91\x81\xa4body\xdb\xff\xff\xff\xff"),
+    ]
+
+
+# --- results -----------------------------------------------------------------------------------------------
+
+
+def outcome(correlation_id: str, content_type: str, body: bytes, **served: int) -> Case:
+    """A result as a service knows it: the envelope's fields, its body as bytes of its content type."""
+    return {
+        "correlation_id": correlation_id,
+        "status": "OK",
+        "content_type": content_type,
+        "body": as_vector(body),
+        **({"batch_size": 3, "queue_us": 1500, "compute_us": 70000} | served),
+    }
+
+
+def failure(correlation_id: str, content_type: str, status: str, detail: str, **served: int) -> Case:
+    return {
+        "correlation_id": correlation_id,
+        "status": status,
+        "content_type": content_type,
+        "detail": detail,
+        **({"batch_size": 0, "queue_us": 0, "compute_us": 0} | served),
+    }
+
+
+def envelope(result: Case, body: bytes | None, detail: str) -> Case:
+    """The fields of an envelope, in the order in which Carpool writes them."""
+    middle: Case = {"detail": detail}
+    if result["status"] == "OK":
+        middle = {"content_type": result["content_type"], "body": body}
+    head = {name: result[name] for name in ("correlation_id", "status")}
+    tail = {name: result[name] for name in ("batch_size", "queue_us", "compute_us")}
+    return head | middle | {"final": True} | tail
+
+
+def results() -> list[Case]:
+    def json_case(name: str, result: Case, body: Any = None, detail: str = "") -> Case:
+        return {"name": name, "result": result, "envelope": compact(envelope(result, body, detail))}
+
+    def msgpack_case(name: str, result: Case, body: bytes | None = None, detail: str = "") -> Case:
+        return {"name": name, "result": result, "envelope": as_vector(pack(envelope(result, body, detail)))}
+
+    expired, twice = "expired: still waiting 5 ms after its arrival", "Ü" * 2000
+    floats = pack([1.5, None])
+    return [
+        json_case("a number in JSON", outcome("a", JSON, b"49"), 49),
+        json_case("a value in JSON", outcome("a", JSON, '{"ö":[1,null]}'.encode()), {"ö": [1, None]}),
+        json_case(
+            "a body that looks like the envelope's",
+            outcome("a", JSON, b'{"body":null,"final":false}'),
+            {"body": None, "final": False},
+        ),
+        json_case("null in JSON", outcome("a", JSON, b"null")),
+        msgpack_case("msgpack", outcome("a", MSGPACK, floats, queue_us=2**33), floats),
+        msgpack_case("bytes", outcome("a", RAW, b"\x00\xff"), b"\x00\xff"),
+        msgpack_case("no bytes", outcome("a", RAW, b""), b""),
+        json_case("an error in JSON", failure("a", JSON, "DEADLINE_EXCEEDED", expired), detail=expired),
+        msgpack_case("an error in msgpack", failure("a", MSGPACK, "INTERNAL", "ß"), detail="ß"),
+        msgpack_case("an error where bytes were sent", failure("a", RAW, "ABORTED", "no"), detail="no"),
+        json_case("a detail is cut", failure("a", JSON, "INTERNAL", twice), detail="Ü" * 1000),
+    ]
+
+
+def replies() -> list[Case]:
+    """Entries of a reply stream: whatever their content types, one msgpack array of maps."""
+    several = [
+        (outcome("a", JSON, b"49"), b"49", ""),
+        (outcome("b", RAW, b"\xff"), b"\xff", ""),
+        (failure("c", JSON, "CANCELLED", "withdrawn by its producer"), None, "withdrawn by its producer"),
+    ]
+    return [
+        {
+            "name": name,
+            "results": [result for result, _, _ in some],
+            "entry": as_vector(pack([envelope(*one) for one in some])),
+        }
+        for name, some in (("one result", several[:1]), ("several results", several))
+    ]
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+
+def batches() -> list[Case]:
+    """What batcher and worker say to each other."""
+    first = ["1-0", "a", JSON, None, 1000, None, b"7", None]
+    second = ["2-0", "b", RAW, "r", 2000, 9000, b"\xff", {"tenant": b"blue"}]
+    third = ["2-0", "c", MSGPACK, "r", 2000, 9000, b"\x07", None]
+    names = ("entry_id", "correlation_id", "content_type", "reply_to", "arrival_us", "deadline_us", "body")
+
+    def riding(one: list[Any]) -> Case:
+        fields = {name: as_vector(value) for name, value in (one[7] or {}).items()}
+        return dict(zip(names, [*one[:6], as_vector(one[6])], strict=True)) | {"fields": fields}
+
+    def case(name: str, ride: list[list[Any]], *others: str) -> Case:
+        flat = ("requests", pack([first, second, third]), "size", "3", "reason", "full", *others)
+        return {
+            "name": name,
+            "fields": fields_of((*flat, "dispatched_us", "5000")),
+            "becomes": {
+                "reason": "full",
+                "dispatched_us": 5000,
+                "lane": "small" if "lane" in others else "",
+                "requests": [riding(one) for one in ride],
+            },
+        }
+
+    return [
+        case("everybody rides", [first, second, third]),
+        case("a lane", [first, second, third], "lane", "small"),
+        case("an entry that was gone does not ride", [first], "gone", "2-0"),
+        case("neither do several", [], "gone", "2-0 1-0"),
+    ]
+
+
+# --- tensors -----------------------------------------------------------------------------------------------
+
+CODES: Final = {
+    "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h",
+    "INT32": "i", "INT64": "q", "FP16": "e", "FP32": "f", "FP64": "d",
+}  # fmt: skip
+
+
+def data_of(datatype: str, values: list[Any]) -> bytes:
+    """Little-endian bytes. BF16 is the upper half of an FP32, whose lower half must be 0 here."""
+    if datatype != "BF16":
+        return struct.pack(f"<{len(values)}{CODES[datatype]}", *values)
+    words = [struct.pack("<f", value) for value in values]
+    assert all(word[:2] == b"\0\0" for word in words)
+    return b"".join(word[2:] for word in words)
+
+
+def tensor(name: str, datatype: str, shape: list[int], values: list[Any], in_json: bool = True) -> Case:
+    """One tensor in both content types."""
+    data = data_of(datatype, values)
+    packed = pack({"datatype": datatype, "shape": shape, "data": data})
+    return {
+        "name": name,
+        "datatype": datatype,
+        "shape": shape,
+        "data": as_hex(data),
+        "msgpack": as_hex(packed),
+        "json": compact({"datatype": datatype, "shape": shape, "data": values}) if in_json else None,
+    }
+
+
+def tensors() -> list[Case]:
+    floats = {
+        "FP16": [0.5, -2.0, 65504.0, 2.0**-24, -0.0],
+        "BF16": [0.5, -2.0, 3.3895313892515355e38, 2.0**-133, -0.0],
+        "FP32": [0.5, -2.0, 3.4028234663852886e38, 2.0**-149, -0.0, 0.10000000149011612],
+        "FP64": [0.5, -2.0, 1.7976931348623157e308, 5e-324, -0.0, 0.1],
+    }
+    bounds = {
+        **{f"UINT{bits}": [0, 1, 2**bits - 1] for bits in (8, 16, 32, 64)},
+        **{f"INT{bits}": [-(2 ** (bits - 1)), -1, 2 ** (bits - 1) - 1] for bits in (8, 16, 32, 64)},
+    }
+    listed = {"BOOL": [True, False, True], **bounds, **floats}
+    special = [float("inf"), float("-inf"), float("nan")]
+    return [
+        *(tensor(f"{datatype}", datatype, [len(some)], some) for datatype, some in listed.items()),
+        *(tensor(f"{datatype} beyond numbers", datatype, [3], special, in_json=False) for datatype in floats),
+        *(tensor(f"{datatype}, a scalar", datatype, [], some[:1]) for datatype, some in listed.items()),
+        *(tensor(f"{datatype}, nothing", datatype, [0], []) for datatype in listed),
+        tensor("two rows of three", "INT16", [2, 3], [1, 2, 3, 4, 5, 6]),
+        tensor("rows of nothing", "FP32", [2, 0, 3], []),
+        tensor("as many dimensions as there may be", "UINT8", [1] * 32, [7]),
+        tensor("data of 255 bytes", "UINT8", [255], [0] * 255),
+        tensor("data of 256 bytes", "UINT8", [256], [0] * 256),
+        _large_tensor(),
+    ]
+
+
+def _large_tensor() -> Case:
+    zeros = times(b"\0", 65536)
+    head = pack({"datatype": "UINT8", "shape": [65536], "data": b""})[:-2] + b"\xc6\0\1\0\0"
+    return {
+        "name": "data of 65536 bytes",
+        "datatype": "UINT8",
+        "shape": [65536],
+        "data": zeros,
+        "msgpack": [as_vector(head), zeros],
+        "json": None,
+    }
+
+
+def nested_tensors() -> list[Case]:
+    """JSON whose `data` follows the shape: the same tensor as the flat one."""
+    rows = {"datatype": "INT16", "shape": [2, 3], "data": [[1, 2, 3], [4, 5, 6]]}
+    empty = {"datatype": "FP32", "shape": [2, 0], "data": [[], []]}
+    return [
+        {"name": "rows", "json": compact(rows), "data": as_hex(data_of("INT16", [1, 2, 3, 4, 5, 6]))},
+        {"name": "empty rows", "json": compact(empty), "data": as_hex(b"")},
+    ]
+
+
+def strings() -> list[Case]:
+    """BYTES: a flat list of texts in both content types."""
+    cases = {"texts": ([2], ["ä", ""]), "rows of texts": ([2, 1], ["a", "b"]), "no texts": ([0], [])}
+    return [
+        {
+            "name": name,
+            "msgpack": as_hex(pack({"datatype": "BYTES", "shape": shape, "data": texts})),
+            "json": compact({"datatype": "BYTES", "shape": shape, "data": texts}),
+            "texts": texts,
+        }
+        for name, (shape, texts) in cases.items()
+    ]
+
+
+def bf16_roundings() -> list[Case]:
+    """FP32 to BF16, to the nearest, and from the middle to the even one: worked out with exact fractions."""
+
+    def value(bits: int) -> Fraction:
+        return Fraction(struct.unpack(">f", struct.pack(">I", bits))[0])
+
+    def nearest(bits: int) -> int:
+        below, above = bits >> 16, (bits >> 16) + 1
+        to_below = abs(value(bits) - value(below << 16))
+        to_above = abs(value(above << 16) - value(bits))
+        if to_below == to_above:
+            return below if below % 2 == 0 else above
+        return below if to_below < to_above else above
+
+    between = [0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x3F81FFFF, 0x00000001, 0x00008000]
+    cases = {bits: nearest(bits) for sign in (0, 1 << 31) for bits in (sign | one for one in between)}
+    infinite = {0x7F800000: 0x7F80, 0xFF800000: 0xFF80, 0x7F7FFFFF: 0x7F80, 0xFF7FFFFF: 0xFF80}
+    return [{"fp32": f"{bits:08x}", "bf16": f"{half:04x}"} for bits, half in {**cases, **infinite}.items()]
+
+
+# --- bodies ------------------------------------------------------------------------------------------------
+
+
+def bodies() -> list[Case]:
+    """Values, as both content types write them."""
+    values = [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2**53,
+        1.5,
+        "",
+        "ä\n\0",
+        [],
+        {},
+        [1, [2, {"a": [None]}]],
+        {"": {"ö": 1}},
+    ]
+    return [
+        {"value": value, "json": compact(value), "msgpack": as_hex(pack(value))}
+        for value in values
+    ]  # fmt: skip
+
+
+def refused_bodies() -> list[Case]:
+    def in_json(name: str, body: Any, field: str = "body") -> Case:
+        body = body if isinstance(body, dict | list) else as_vector(body)
+        return {"name": f"JSON: {name}", "content_type": JSON, "body": body, "field": field}
+
+    def in_msgpack(name: str, body: Any, field: str = "body") -> Case:
+        body = body if isinstance(body, dict | list) else as_vector(body)
+        return {"name": f"msgpack: {name}", "content_type": MSGPACK, "body": body, "field": field}
+
+    extension = msgpack.ExtType(5, b"x")
+    stamp = b"\xd6\xff\0\0\0\1"
+    return [
+        in_json("no bytes", b""),
+        in_json("not JSON", b"seven"),
+        in_json("it ends too early", b"[1"),
+        in_json("something follows it", b"1 2"),
+        in_json("NaN is no number of JSON's", b"[NaN]"),
+        in_json("nor is Infinity", b"-Infinity"),
+        in_json("not UTF-8", b'"\xff"'),
+        in_json("UTF-16", "[1]".encode("utf-16")),
+        in_json("a byte order mark", b"\xef\xbb\xbf1"),
+        in_json("nested one too deep", b"[" * 65 + b"]" * 65),
+        in_json("nested beyond all measure", times(b"[", 100_000)),
+        in_json("too many items", [as_vector(b"[0"), times(b",0", 1_000_000), as_vector(b"]")]),
+        in_json("a number of too many digits", times(b"9", 5000)),
+        in_msgpack("no bytes", b""),
+        in_msgpack("not msgpack", b"\xc1"),
+        in_msgpack("it ends too early", b"\x92\x01"),
+        in_msgpack("something follows it", b"\x01\x02"),
+        in_msgpack("a text that is not UTF-8", b"\xa1\xff"),
+        in_msgpack("nested one too deep", b"\x91" * 65 + b"\x01"),
+        in_msgpack("nested beyond all measure", times(b"\x91", 100_000)),
+        in_msgpack("too many arrays", [{"hex": "dd000186a0"}, times(b"\x90", 100_000)]),
+        in_msgpack("longer than its bytes", b"\xdd\xff\xff\xff\xff"),
+        in_msgpack("a name that is a number", pack({7: 1})),
+        in_msgpack("an extension", pack(extension)),
+        in_msgpack("an extension in a list", pack([1, extension]), "body[1]"),
+        in_msgpack("an extension in a map", pack({"a": extension}), "body.a"),
+        in_msgpack("a timestamp in a list", b"\x91" + stamp, "body[0]"),
+    ]
+
+
+def refused_tensors() -> list[Case]:
+    def case(name: str, field: str, datatype: Any, shape: Any, data: Any, where: str = "body") -> Case:
+        value: Any = {"datatype": datatype, "shape": shape, "data": data}
+        if where != "body":
+            value = {"rows": [1, value]}
+        content_type = MSGPACK if type(data) is bytes else JSON
+        body = pack(value) if type(data) is bytes else compact(value).encode()
+        return {
+            "name": name, "content_type": content_type, "body": as_vector(body), "field": f"{where}.{field}"
+        }  # fmt: skip
+
+    four = b"\0" * 4
+    outside = {"UINT8": [256], "INT8": [-129], "UINT64": [2**64], "INT64": [2**63], "INT16": [-(2**70)]}
+    too_large = {"FP16": [65520], "FP32": [1e39], "BF16": [-1e39], "FP64": [10**400]}
+    return [
+        case("an unknown datatype", "datatype", "FP8", [1], b"\0"),
+        case("a datatype in small letters", "datatype", "fp32", [1], four),
+        case("a datatype that is no text", "datatype", 32, [1], four),
+        case("a shape that is no list", "shape", "FP32", 1, four),
+        case("a size below 0", "shape", "FP32", [-1], four),
+        case("a size that is no whole number", "shape", "FP32", [1.0], four),
+        case("a size that is true", "shape", "FP32", [True], four),
+        case("33 dimensions", "shape", "FP32", [1] * 33, four),
+        case("nothing, of a size that no machine has", "shape", "FP32", [0, 2**62], b""),
+        case("too little data", "data", "FP32", [2], four),
+        case("too much data", "data", "FP32", [], four + four),
+        case("a shape larger than all memory", "data", "FP64", [2**64 - 1] * 32, four),
+        case("data that is text", "data", "FP32", [1], "AAAA"),
+        case("too few numbers", "data", "FP32", [2], [1]),
+        case("numbers nested to another shape", "data", "FP32", [2, 3], [[1, 2], [3, 4], [5, 6]]),
+        case("rows of unequal length", "data", "FP32", [3], [[1, 2], [3]]),
+        case("a number beside a row", "data", "FP32", [2], [1, [2]]),
+        *(
+            case(f"outside {kind}", "data", kind, [1], some)
+            for kind, some in {**outside, **too_large}.items()
+        ),
+        case("a fraction among whole numbers", "data", "INT32", [2], [1, 1.5]),
+        case("true among numbers", "data", "FP32", [2], [1.5, True]),
+        case("numbers for BOOL", "data", "BOOL", [2], [0, 1]),
+        case("texts for numbers", "data", "FP32", [1], ["1"]),
+        case("null among numbers", "data", "FP32", [2], [1, None]),
+        case("a number for BYTES", "data", "BYTES", [1], [1]),
+        case("BYTES as bytes", "data", "BYTES", [1], b"a"),
+        case("BYTES, too few", "data", "BYTES", [2], ["a"]),
+        case("a tensor within a value", "shape", "FP32", [-1], [1], where="body.rows[1]"),
+    ]
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def files() -> dict[str, dict[str, list[Case]]]:
+    """Every file's lists of cases."""
+    return {
+        "requests.json": {
+            "cases": [*understood_requests(), *expirations(), *refused_requests(), *withdrawals()]
+        },
+        "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
+        "results.json": {"envelopes": results(), "replies": replies()},
+        "batches.json": {"batches": batches()},
+        "tensors.json": {
+            "tensors": tensors(),
+            "nested": nested_tensors(),
+            "strings": strings(),
+            "bf16_roundings": bf16_roundings(),
+            "refused": refused_tensors(),
+        },
+        "bodies.json": {"values": bodies(), "refused": refused_bodies()},
+    }
+
+
+def as_text(lists: dict[str, list[Case]]) -> str:
+    """A file's text: JSON, a line for each case."""
+    named = (
+        f"{json.dumps(name)}: [\n"
+        + ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
+        + "\n]"
+        for name, cases in lists.items()
+    )
+    return "{" + ",\n".join(named) + "}\n"
+
+
+def main() -> None:
+    for name, lists in files().items():
+        (VECTORS / name).write_text(as_text(lists), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

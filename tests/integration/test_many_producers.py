@@ -1,0 +1,128 @@
+"""Ten thousand requests from fifty producers at once: each gets its own result, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import pytest
+from redis import Redis
+
+from carpool import AsyncClient
+from carpool.keys import Keys
+from conftest import SERVERS, name_of
+from support.checker import Checker
+from support.load import collect, decoded, entries
+from support.models.hashing import Hashing
+from support.stack import Stack, envelope
+from support.waiting import wait_until
+
+MODEL: Final = "Hashing"
+PRODUCERS: Final = 25  # of each kind
+REQUESTS: Final = 200  # of each producer
+ENTRIES_PER_TURN: Final = 20
+
+
+@pytest.fixture(params=SERVERS, ids=name_of)
+def stack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stack]:
+    with Stack(tmp_path, binary=request.param) as one:
+        one.batcher()
+        workers = [one.worker("hashing.py:Hashing", ready=False) for _ in range(2)]
+        for worker in workers:
+            worker.wait_for("worker ready")
+        one.wait_for_model(MODEL, workers=2)
+        yield one
+
+
+async def with_the_client(url: str, checker: Checker, name: str) -> None:
+    """A producer in Python: everything through one AsyncClient, 50 in flight."""
+    limit = asyncio.Semaphore(50)
+
+    async def ask(number: int) -> None:
+        correlation_id, payload = f"{name}-{number}", f"payload {number}"
+        async with limit:
+            checker.attempt(correlation_id, payload)
+            value = await client.infer(MODEL, payload, correlation_id=correlation_id)
+            checker.accept(correlation_id)
+            checker.envelope(
+                correlation_id,
+                {"correlation_id": correlation_id, "status": "OK", "body": value, "final": True},
+            )
+
+    async with AsyncClient(url, timeout=60) as client:
+        await asyncio.gather(*map(ask, range(REQUESTS)))
+
+
+def with_redis_alone(url: str, checker: Checker, name: str) -> None:
+    """A producer in any language: XADD, then BLPOP, or reading its reply stream, a turn at a time."""
+    keys = Keys(MODEL)
+    sent = 0
+    with Redis.from_url(url, protocol=2) as redis:
+        source = entries(name)
+        while sent < REQUESTS:
+            turn = list(islice(source, ENTRIES_PER_TURN))
+            pipeline = redis.pipeline(transaction=False)
+            for fields, payloads in turn:
+                for correlation_id, payload in payloads.items():
+                    checker.attempt(correlation_id, payload)
+                pipeline.xadd(keys.requests, fields)
+            pipeline.execute()
+            for fields, payloads in turn:
+                sent += len(payloads)
+                for correlation_id in payloads:
+                    checker.accept(correlation_id)
+                    if "reply_to" not in fields:
+                        found = redis.blpop([keys.result(correlation_id)], 60)
+                        assert found is not None, f"no result for {correlation_id}"
+                        checker.envelope(correlation_id, decoded(envelope(found[1])))
+
+
+async def test_fifty_producers_ten_thousand_requests(stack: Stack) -> None:
+    checker = Checker()
+    with ThreadPoolExecutor(PRODUCERS) as threads:
+        loop = asyncio.get_running_loop()
+        plain = [
+            loop.run_in_executor(threads, with_redis_alone, stack.url, checker, f"plain-{number}")
+            for number in range(PRODUCERS)
+        ]
+        clients = [with_the_client(stack.url, checker, f"client-{number}") for number in range(PRODUCERS)]
+        await asyncio.gather(*plain, *clients)
+    stack.wait_until_idle(MODEL)
+    collect(stack, MODEL, checker, "plain-*")  # reply streams; and second results, if there are any
+
+    report = checker.report()
+    assert report.faultless, report
+    assert report.attempted >= 2 * PRODUCERS * REQUESTS
+    assert report.ok == report.accepted == report.attempted
+
+    # Every batch within the limit, and every request executed once.
+    wait_until(
+        lambda: sum(batch["size"] for batch in stack.events("batch")) >= report.ok,
+        description="the workers' logs tell of every request",
+    )
+    batches = stack.events("batch")
+    assert sum(batch["size"] for batch in batches) == report.ok
+    assert max(batch["size"] for batch in batches) <= Hashing.max_batch_size
+    assert {batch["epoch"] for batch in batches} == {1}
+    assert len({batch["worker"] for batch in batches}) == 2
+    assert report.ok / len(batches) > 4, "fifty producers share batches"
+
+    # At rest: nothing waits, is in flight or pending, and what stays is what PROTOCOL.md lists.
+    assert stack.redis.xlen("carpool:{Hashing}:requests") == 0
+    assert stack.redis.xlen("carpool:{Hashing}:batches") == 0
+    assert stack.pending(MODEL) == 0
+    assert stack.keys_without_ttl() == {
+        "carpool:models",
+        "carpool:{Hashing}:model",
+        "carpool:{Hashing}:workers",
+        "carpool:{Hashing}:requests",
+        "carpool:{Hashing}:batches",
+        "carpool:{Hashing}:settled",
+    }
+    for service in stack.services:
+        assert service.alive
+        assert not [event for event in service.events() if event["level"] not in ("info", "debug")]

@@ -1,0 +1,141 @@
+"""What may happen to Redis under load, on every server: nothing that was accepted is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from carpool import AsyncClient
+from carpool.keys import Keys
+from support.checker import Checker
+from support.load import Load, settled
+from support.models.hashing import digest
+from support.stack import Stack, fixed_keys
+from support.waiting import wait_until
+
+MODEL = "Hashing"
+LEASE = ("--lease-ms", "600")
+
+
+@pytest.fixture
+def stack(stack_on: Stack) -> Stack:
+    """A batcher and a worker, on every server in turn."""
+    stack_on.batcher()
+    stack_on.worker("hashing.py:Hashing", *LEASE)
+    stack_on.wait_for_model(MODEL)
+    return stack_on
+
+
+def kill_connections(stack: Stack) -> int:
+    """CLIENT KILL of every connection but the one that says it; how many there were."""
+    killed: int = stack.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    return killed
+
+
+def assert_at_rest(stack: Stack) -> None:
+    assert stack.pending(MODEL) == 0
+    assert stack.keys_without_ttl() <= fixed_keys(MODEL)
+    assert all(service.alive for service in stack.services)
+
+
+def test_every_connection_is_cut_again_and_again(stack: Stack) -> None:
+    checker = Checker()
+    with Load(stack, MODEL, checker) as load:
+        for _ in range(5):
+            assert kill_connections(stack) >= 4
+            load.wait_for_more(60)
+
+    report = settled(stack, MODEL, checker)
+
+    assert report.faultless, report
+    assert report.error == 0
+    assert_at_rest(stack)
+
+
+async def test_a_client_whose_connections_are_cut_gets_every_result(stack: Stack) -> None:
+    cuts = 0
+
+    def cut() -> None:
+        nonlocal cuts
+        wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches), description="requests are under way")
+        kill_connections(stack)
+        cuts += 1
+
+    async with AsyncClient(stack.url, timeout=20) as client:
+        await client.infer(MODEL, "first")
+        for turn in range(4):
+            calls = [
+                asyncio.ensure_future(client.request(MODEL, f"{turn}/{number}")) for number in range(400)
+            ]
+            await asyncio.to_thread(cut)
+            replies = await asyncio.gather(*calls)
+            for number, reply in enumerate(replies):
+                assert reply.value == digest(reply.correlation_id, f"{turn}/{number}")
+    assert cuts == 4
+
+
+def test_scripts_are_flushed_under_load(stack: Stack) -> None:
+    checker = Checker()
+    with Load(stack, MODEL, checker) as load:
+        for _ in range(10):
+            stack.redis.script_flush()
+            load.wait_for_more(30)
+
+    report = settled(stack, MODEL, checker)
+
+    assert report.faultless, report
+    assert report.error == 0
+    assert not stack.events("trying again"), "an unknown script is sent again at once"
+    assert_at_rest(stack)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_redis_restarts_from_its_append_only_file(stack: Stack, end: signal.Signals) -> None:
+    """Given Redis under load, when it is shut down or killed, and comes back, expect no loss.
+
+    Against SIGKILL it is told to write before it answers; what `everysec` may lose is in the promise.
+    """
+    stack.redis.config_set("appendfsync", "always" if end == signal.SIGKILL else "everysec")
+    checker = Checker()
+    with Load(stack, MODEL, checker) as load:
+        load.wait_for_more(100)
+        os.kill(stack.server.pid, end)
+        wait_until(lambda: not stack.server.alive, description="Redis is gone")
+        stack.server.restart()
+        restarted_s = time.monotonic()
+        load.wait_for_more(50)
+        asker = stack.send(MODEL, body='"are you there?"')
+        stack.result(MODEL, asker)
+        print(f"a new request was served {time.monotonic() - restarted_s:.2f} s after the restart")
+
+    report = settled(stack, MODEL, checker)
+
+    assert report.faultless, report
+    assert (report.ok > 200, report.error) == (True, 0)
+    assert_at_rest(stack)
+
+
+def test_redis_is_emptied_and_the_stack_serves_again(stack: Stack) -> None:
+    """Given load, when somebody empties Redis, expect that only what was in it then is lost."""
+    checker = Checker()
+    with Load(stack, MODEL, checker) as load:
+        load.wait_for_more(100)
+        stack.redis.flushall()
+        emptied_s = time.monotonic()
+        load.wait_for_more(50)  # the producer knows by now of all that was accepted before
+        before = set(checker.unsettled())
+        load.wait_for_more(100)
+        asker = stack.send(MODEL, body='"are you there?"')
+        stack.result(MODEL, asker)
+        print(f"a new request was served {time.monotonic() - emptied_s:.2f} s after FLUSHALL")
+
+    report = settled(stack, MODEL, checker)
+
+    assert before.issuperset(report.lost), set(report.lost) - before
+    assert not (report.duplicated or report.misrouted or report.unexpected), report
+    assert report.ok > 100
+    assert_at_rest(stack)

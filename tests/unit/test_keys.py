@@ -1,0 +1,83 @@
+"""Names: which are allowed, and that every key of a model has its hash tag."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, models_key
+
+KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher")
+
+fast = settings(deadline=None)
+
+
+def all_of(keys: Keys) -> list[str]:
+    """Every key that Carpool has for a model."""
+    own = [getattr(keys, name) for name in KEYS]
+    return [*own, keys.result("c"), keys.replies("r"), keys.progress("1-0")]
+
+
+def test_keys_are_named_as_the_contract_says() -> None:
+    assert all_of(Keys("square")) == [
+        "carpool:{square}:requests",
+        "carpool:{square}:batches",
+        "carpool:{square}:settled",
+        "carpool:{square}:dead",
+        "carpool:{square}:model",
+        "carpool:{square}:workers",
+        "carpool:{square}:batcher",
+        "carpool:{square}:result:c",
+        "carpool:{square}:replies:r",
+        "carpool:{square}:progress:1-0",
+    ]
+    assert models_key() == "carpool:models"
+
+
+def test_another_prefix_shares_no_key() -> None:
+    ours, others = all_of(Keys("m")), all_of(Keys("m", prefix="staging"))
+    assert not {*ours, models_key()} & {*others, models_key("staging")}
+    assert all(key.startswith("staging:{m}:") for key in others)
+
+
+@fast
+@given(st.from_regex(MODEL_NAME, fullmatch=True))
+def test_all_keys_of_a_model_are_of_one_slot(model: str) -> None:
+    # Redis hashes what stands between the first brace and the next closing one, unless that is nothing.
+    tags = {re.sub(r"[^{]*\{([^}]+)\}.*", r"\1", key) for key in all_of(Keys(model))}
+    assert tags == {model}
+
+
+@fast
+@given(*[st.from_regex(MODEL_NAME, fullmatch=True)] * 2)
+def test_two_models_share_no_key(one: str, other: str) -> None:
+    shared = set(all_of(Keys(one))) & set(all_of(Keys(other)))
+    assert bool(shared) == (one == other)
+
+
+@pytest.mark.parametrize("model", ["m", "M", "0", "a.b_c-d", "a" * 128])
+def test_a_model_may_be_called(model: str) -> None:
+    assert Keys(model).model == model
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["", ".a", "-a", "_a", "a b", "a:b", "a/b", "a{b", "a}b", "ä", "a\n", "\na", "a" * 129, "a*", "٣"],
+)
+def test_a_model_may_not_be_called(model: str) -> None:
+    with pytest.raises(ValueError, match="model name") as caught:
+        Keys(model)
+    assert repr(model) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a", ".", "1700000000000-0", "a:b.c_d-e", "-", "a" * 128])
+def test_a_correlation_id_may_be(name: str) -> None:
+    assert CORRELATION_ID.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "{a}", "ä", "a\n", "a" * 129, "a,b", "٣"])
+def test_a_correlation_id_may_not_be(name: str) -> None:
+    assert not CORRELATION_ID.fullmatch(name)
