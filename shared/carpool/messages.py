@@ -131,7 +131,7 @@ class Settled(NamedTuple):
 class ModelSettings:
     """How a model wants its requests batched. Declared by the model, registered by its workers.
 
-    Every field is an int or None; a value that makes no sense raises ValueError naming the field.
+    Numbers, or None where that means no limit; a value that makes no sense raises ValueError naming the field.
     """
 
     max_batch_size: int = 32
@@ -172,6 +172,6 @@ def _number(name: str, value: object) -> int | float:
         raise ValueError(f"{name}: {value!r} must be a number")
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{name}: {value!r} must be a number") from None
     return int(number) if number.is_integer() else number
