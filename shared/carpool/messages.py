@@ -131,7 +131,7 @@ class Settled(NamedTuple):
 class ModelSettings:
     """How a model wants its requests batched. Declared by the model, registered by its workers.
 
-    Numbers, or None where that means no limit; a value that makes no sense raises ValueError naming the field.
+    Numbers, or None where that means no limit; one that makes no sense raises ValueError naming the field.
     """
 
     max_batch_size: int = 32
