@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.aio import AsyncClient
 from carpool.bodies import encode_body
-from carpool.errors import CarpoolError, InvalidArgumentError, UnavailableError
+from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import ProducerSettings, read_settings
 
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
             f"{error}\n    start a stack with `carpool up {settings.model}`, or name another Redis with "
             "--redis-url (CARPOOL_REDIS_URL)"
         )
+    except DeadlineExceededError as error:
+        return _failed(f"{error}\n    `carpool models` shows what waits, and whether a worker is there")
     except (CarpoolError, OSError) as error:
         return _failed(str(error))
     sys.stdout.buffer.write(result if settings.raw else result + b"\n")
@@ -68,6 +71,8 @@ def _body(settings: InferSettings) -> Any:
         return json.loads(data)
     except UnicodeDecodeError:
         raise InvalidArgumentError("body: not text; --raw sends bytes") from None
+    except RecursionError:
+        raise InvalidArgumentError("body: nested too deep") from None
     except ValueError:
         return data.decode()
 
@@ -77,7 +82,7 @@ def _given(body: str) -> bytes:
         return sys.stdin.buffer.read()
     if body.startswith("@"):
         return Path(body[1:]).read_bytes()
-    return body.encode()
+    return os.fsencode(body)
 
 
 async def _infer(settings: InferSettings, body: Any) -> bytes:

@@ -18,9 +18,13 @@ _BODIES: Final = {"square": "7", "docsearch": '"how do I read a zip file"'}
 _SOME_BODY: Final = '"hello"'
 
 
-def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX) -> list[tuple[str, str]]:
-    """For whom a line is, and the line. None holds a password: where there is one, the environment has it."""
+def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX) -> list[str]:
+    """A line for `carpool infer`, one for redis-cli and one for Python.
+
+    None holds a password: where there is one, it is taken from the environment.
+    """
     body, keys, cli = _BODIES.get(model, _SOME_BODY), Keys(model, prefix), _redis_cli(url)
+    text = body.strip('"')  # what is not JSON is sent as a string
     own = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     at = "" if _is_default(url) or _password(url) else f" --redis-url {shlex.quote(url)}"
     client = [] if _is_default(url) or _password(url) else [json.dumps(url)]
@@ -28,9 +32,9 @@ def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX) -> list[tuple[str,
     python = f'from carpool import Client; print(Client({", ".join(client)}).infer("{model}", {body}))'
     sent = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body)}"
     return [
-        ("shell", f"{command('carpool')} infer {model} {shlex.quote(body)}{at}{own}"),
-        ("redis-cli", f'{cli} BLPOP "{keys.result("$(" + sent + ")")}" 5'),
-        ("Python", f"{command('python')} -c {shlex.quote(python)}"),
+        f"{command('carpool')} infer {model} {shlex.quote(text)}{at}{own}",
+        f'{cli} BLPOP "{keys.result(f"$({sent})")}" 5',
+        f"{command('python')} -c {shlex.quote(python)}",
     ]
 
 

@@ -176,16 +176,15 @@ class WorkerService(Service):
 class Keeper:
     """Starts a child again whenever it has ended: soon at first, later if it keeps on ending."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, now_s: float) -> None:
         self.child = child
         self._pause_s = PAUSE_S
-        self._started_s = time.monotonic()
+        self._started_s = now_s
         self._due_s: float | None = None
         self._log = structlog.get_logger()
 
-    def run_once(self) -> None:
+    def run_once(self, now_s: float) -> None:
         """Look after the child: it runs, or it died and a start is due now or later."""
-        now_s = time.monotonic()
         if self._due_s is None:
             how = self.child.how_it_ended()
             if how is not None:
@@ -240,7 +239,7 @@ class Supervisor:
         if self.redis is not None:
             self.redis.start()
             self.url = self.redis.server.url
-            self._keepers.append(Keeper(self.redis))
+            self._keepers.append(Keeper(self.redis, time.monotonic()))
         self._link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0)
         self._link.call("PING")
         environment = {
@@ -253,7 +252,7 @@ class Supervisor:
         self.workers = [WorkerService(spec, plan, environment) for spec in plan.models]
         for service in (self._batcher, *self.workers):
             service.start()
-            self._keepers.append(Keeper(service))
+            self._keepers.append(Keeper(service, time.monotonic()))
 
     def run_once(self) -> list[WorkerService]:
         """Start again what died. Returns the workers that began to serve since the last call.
@@ -263,7 +262,7 @@ class Supervisor:
         if not self._came_up:
             self._give_up_if_one_did()
         for keeper in self._keepers:
-            keeper.run_once()
+            keeper.run_once(time.monotonic())
         begun = self._who_began_to_serve()
         if self.serving:
             self._came_up = True

@@ -86,14 +86,14 @@ class UpSettings(CarpoolSettings):
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT, then stop in order. 1 if the stack does not come up."""
     settings = read_settings(UpSettings, argv, "carpool up")
-    configure_logs(settings.log_level, "supervisor")
-    stop = stop_on_signals()
-    screen = Screen()
     try:
         supervisor = Supervisor(settings.plan())
     except ValueError as error:
         print(f"carpool up: {error}", file=sys.stderr)
         return 2
+    configure_logs(settings.log_level, "supervisor")
+    stop = stop_on_signals()
+    screen = Screen()
     failure = None
     try:
         supervisor.start()
@@ -153,7 +153,7 @@ def _tell_how_to_call(supervisor: Supervisor, settings: UpSettings, screen: Scre
     if paste.needs_environment(supervisor.url):
         screen.say("  (where CARPOOL_REDIS_URL is set to that, with the password)\n")
     for worker in supervisor.workers:
-        for _, line in paste.lines(supervisor.url, worker.model, settings.prefix):
+        for line in paste.lines(supervisor.url, worker.model, settings.prefix):
             screen.say(f"  {line}")
         screen.say()
     screen.say("Ctrl-C stops.")

@@ -229,7 +229,7 @@ def _sort_out(positions: Sequence[int], outputs: Sequence[Any], failures: dict[i
 def failure_of(error: BaseException, status: str) -> Failure:
     """A status and a sentence for the producer: never the exception's class, never a traceback."""
     if isinstance(error, CarpoolError):
-        return str(error.status), _text(error.detail)
+        return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may have left it out
     said = _text(error)
     if isinstance(error, WrongOutputError):
         return status, said

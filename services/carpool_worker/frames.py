@@ -140,6 +140,8 @@ def _pack_other(value: Any) -> Any:
         except Exception as error:  # one that requires a gradient, for another
             raise TypeError(f"a {type(value).__name__} cannot be sent: {error}") from None
         return _pack_other(array)
+    if isinstance(value, int):
+        raise OverflowError("a number in it is beyond 64 bits")
     raise TypeError(f"a {type(value).__name__} cannot be sent as a result")
 
 

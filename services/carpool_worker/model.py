@@ -18,7 +18,7 @@ requests)` also gets a RequestInfo for each item.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,6 +56,8 @@ def adapt(model: Any, device: str) -> LoadedModel:
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise ValueError(f"the model {model!r:.80} is neither a function nor a class with a method 'predict'")
+    if inspect.iscoroutinefunction(predict):
+        raise ValueError("the model's 'predict' is a coroutine function: it must be a plain one")
     load = getattr(model, "load", None)
     if load is not None:
         load(device)
@@ -93,9 +95,12 @@ def _wants_requests(predict: Callable[..., Any]) -> bool:
 
 
 def _specs(model: Any, name: str) -> tuple[TensorSpec, ...]:
-    specs = tuple(getattr(model, name, None) or ())
+    declared = getattr(model, name, None)
+    if declared is None:
+        return ()
+    specs = tuple(declared) if isinstance(declared, Iterable) else (None,)
     if not all(isinstance(spec, TensorSpec) for spec in specs):
-        raise ValueError(f"the model's {name!r} must be a list of TensorSpec, not {specs!r:.120}")
+        raise ValueError(f"the model's {name!r} must be a list of TensorSpec, not {declared!r:.120}")
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError(f"the model's {name!r} name a tensor twice")
     return specs

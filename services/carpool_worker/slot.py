@@ -124,14 +124,14 @@ class Slot:
                     job.sent = not job.singly and frame is job.frames[-1]
             header, payload = self.process.receive()
         except ProcessGoneError:
+            if self._closing:
+                raise  # we hung up, not the process: nobody died of this batch
             self._replace(f"on a batch of {len(job.batch.requests)}", batch=job.batch.id)
             split(frame, job, self.codec, self._clock.now_us())
             return
         try:
             self.codec.take_outcome(job, frame, header, payload)
-        except (
-            Exception
-        ) as error:  # a map that has a list for a key, for one: the outcome will not come twice
+        except Exception as error:  # a case nobody thought of: the outcome will not come twice
             self._log.exception("outcome not understood", worker=self.consumer, batch=job.batch.id)
             fail(job, frame, f"the model's results cannot be read: {error}")
         del job.frames[0]

@@ -125,7 +125,8 @@ class Checker:
     def _is_anothers(self, name: str, request: _Request, envelope: Mapping[str, Any]) -> bool:
         if envelope["correlation_id"] != name:
             return True
-        return envelope["status"] == "OK" and envelope["body"] != self._expected(name, request.payload)
+        right = envelope["status"] != "OK" or envelope["body"] == self._expected(name, request.payload)
+        return not right
 
 
 def _terminal(request: _Request) -> list[Mapping[str, Any]]:

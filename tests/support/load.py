@@ -38,7 +38,9 @@ class Load:
         self._keys = Keys(model)
         self._checker = checker
         self._name = name
-        self._redis = Redis.from_url(stack.url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=5)
+        self._redis: Any = Redis.from_url(
+            stack.url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=5
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name)
         self.accepted = 0

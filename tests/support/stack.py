@@ -128,7 +128,8 @@ class Stack:
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
         self.server = EmbeddedRedis(binary=binary, append_only=append_only)
-        self.redis = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
+        # Any: redis-py's types leave open what comes back, and most of what may be put in.
+        self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
         self.services: list[Service] = []
         self._served: dict[str, Service] = {}
         Stack.running.append(self)

@@ -21,15 +21,22 @@ class Hashing:
     """A batch takes a millisecond and a bit, as a small network's does."""
 
     max_batch_size = 32
+    seconds = 0.001
 
     def predict(self, batch: list[str | bytes], requests: Sequence[RequestInfo]) -> list[str | bytes]:
-        time.sleep(0.001)
+        time.sleep(self.seconds)
         return [
             digest(about.correlation_id, payload).encode()
             if isinstance(payload, bytes)
             else digest(about.correlation_id, payload)
             for about, payload in zip(requests, batch, strict=True)
         ]
+
+
+class Busy(Hashing):
+    """Slow enough to have a batch in hand at nearly all times, where requests keep coming."""
+
+    seconds = 0.02
 
 
 class Shuffled(Hashing):

@@ -1,0 +1,176 @@
+"""What a user writes becomes a model, or is refused with a sentence that says what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from carpool.messages import ModelSettings
+from carpool.tensors import TensorSpec
+from carpool_worker.model import RequestInfo, adapt
+
+X = TensorSpec("x", "FP32", (3,))
+
+
+def double(batch: list[int]) -> list[int]:
+    return [2 * x for x in batch]
+
+
+class Everything:
+    """Every hook and some settings; `said` is what happened to it."""
+
+    max_batch_size = 7
+    max_queue_delay_ms = 2.5
+    inputs = (X,)
+    outputs = (TensorSpec("label", "BYTES", ()), TensorSpec("score", "FP32", (-1,)))
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def load(self, device: str) -> None:
+        self.said.append(f"load on {device}")
+
+    def validate(self, body: Any) -> None:
+        self.said.append(f"validate {body}")
+
+    def preprocess(self, bodies: list[Any]) -> list[Any]:
+        return [f"{body}?" for body in bodies]
+
+    def predict(self, batch: list[Any], requests: list[RequestInfo]) -> list[Any]:
+        return [f"{x}{about.correlation_id}" for x, about in zip(batch, requests, strict=True)]
+
+    def postprocess(self, outputs: list[Any]) -> list[Any]:
+        return [f"{x}!" for x in outputs]
+
+    def unload(self) -> None:
+        self.said.append("unload")
+
+
+def test_a_function_is_a_model() -> None:
+    model = adapt(double, "cpu")
+    assert model.run([1, 2], ()) == [2, 4]
+    assert (model.validate, model.unload, model.wants_requests) == (None, None, False)
+    assert (model.inputs, model.outputs) == ((), ())
+    assert model.settings == ModelSettings()
+
+
+def test_a_class_is_a_model_with_all_its_hooks() -> None:
+    a, b = RequestInfo("a", "", {}), RequestInfo("b", "", {})
+    for given in (Everything, Everything()):
+        model = adapt(given, "cuda:1")
+        assert model.wants_requests
+        assert model.run([1, 2], [a, b]) == ["1?a!", "2?b!"]
+        assert model.validate is not None and model.unload is not None
+        model.validate(5)
+        model.unload()
+        assert model.validate.__self__.said == ["load on cuda:1", "validate 5", "unload"]  # type: ignore[attr-defined]
+        assert model.inputs == Everything.inputs and model.outputs == Everything.outputs
+        assert model.settings == ModelSettings(max_batch_size=7, max_queue_delay_ms=2.5)
+
+
+def test_an_object_that_can_be_called_is_a_model() -> None:
+    class Callable:
+        max_batch_size = 3
+
+        def __call__(self, batch: list[int]) -> list[int]:
+            return batch
+
+    assert adapt(Callable(), "cpu").run([1], ()) == [1]
+    assert adapt(Callable, "cpu").settings.max_batch_size == 3
+
+
+def test_a_function_may_carry_settings() -> None:
+    def function(batch: list[int]) -> list[int]:
+        return batch
+
+    function.max_batch_cost = 100  # type: ignore[attr-defined]
+    assert adapt(function, "cpu").settings.max_batch_cost == 100
+
+
+def test_one_without_a_signature_is_taken() -> None:
+    assert adapt(max, "cpu").run([[1, 2], [0, 3]], ()) == [1, 2]
+
+
+def test_declarations_are_known_once_the_model_is_loaded() -> None:
+    class Late:
+        max_batch_size = 1
+        inputs: tuple[TensorSpec, ...] = ()
+
+        def load(self, _device: str) -> None:
+            self.max_batch_size = 64
+            self.inputs = (X,)
+
+        def predict(self, batch: Any) -> Any:
+            return batch
+
+    model = adapt(Late, "cpu")
+    assert model.settings.max_batch_size == 64
+    assert model.inputs == (X,)
+
+
+@pytest.mark.parametrize("name", ["inputs", "outputs"])
+@pytest.mark.parametrize("declared", [X, "x", [("x", "FP32", (3,))], {"x": X}, 3, [X, None], len])
+def test_what_is_no_list_of_tensors_is_refused_by_name(name: str, declared: Any) -> None:
+    model = type("Model", (), {"predict": double, name: declared})
+    with pytest.raises(ValueError, match=f"the model's '{name}' must be a list of TensorSpec, not "):
+        adapt(model, "cpu")
+
+
+@pytest.mark.parametrize("name", ["inputs", "outputs"])
+def test_a_tensor_named_twice_is_refused(name: str) -> None:
+    model = type("Model", (), {"predict": double, name: [X, TensorSpec("x", "INT8", ())]})
+    with pytest.raises(ValueError, match=f"the model's '{name}' name a tensor twice"):
+        adapt(model, "cpu")
+
+
+@pytest.mark.parametrize("declared", [None, [], ()])
+def test_nothing_declared(declared: Any) -> None:
+    assert adapt(type("Model", (), {"predict": len, "inputs": declared}), "cpu").inputs == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_batch_size", 0),
+        ("max_batch_size", 2.5),
+        ("max_batch_size", "many"),
+        ("max_batch_size", True),
+        ("max_batch_size", [8]),
+        ("max_batch_cost", -1),
+        ("max_queue_delay_ms", -0.5),
+        ("max_queue_delay_ms", float("nan")),
+        ("default_expiration_ms", 0),
+        ("result_ttl_ms", float("inf")),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: .*must be a"):
+        adapt(type("Model", (), {"predict": double, name: value}), "cpu")
+
+
+@pytest.mark.parametrize("given", [3, "a model", None, object()])
+def test_what_cannot_predict_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="neither a function nor a class with a method 'predict'"):
+        adapt(given, "cpu")
+
+
+def test_a_coroutine_is_refused() -> None:
+    class Model:
+        async def predict(self, batch: list[int]) -> list[int]:
+            return batch
+
+    with pytest.raises(ValueError, match="'predict' is a coroutine function"):
+        adapt(Model, "cpu")
+
+
+def test_what_load_raises_is_not_hidden() -> None:
+    class Model:
+        def load(self, device: str) -> None:
+            raise FileNotFoundError(f"no weights for {device}")
+
+        def predict(self, batch: list[int]) -> list[int]:
+            return batch
+
+    with pytest.raises(FileNotFoundError, match="no weights for cpu"):
+        adapt(Model, "cpu")
