@@ -25,6 +25,7 @@ class Heartbeat:
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
+        self._missing: set[str] = set()  # batches that were not ours any more at the last beat
         self._stopping = threading.Event()
         self._log = structlog.get_logger()
 
@@ -36,14 +37,16 @@ class Heartbeat:
     def beat(self) -> None:
         """Renew everything now."""
         self._store.look_at_clock()
+        missing: set[str] = set()
         for slot in self._slots:
             registered, lost = self._store.renew(slot.consumer, self._lease_ms, slot.held())
             if not registered:
                 self._register(self._store)
-            for batch_id in lost & {held for held, _ in slot.held()}:
-                self._log.warning(
-                    "batch lost", model=self._store.keys.model, batch=batch_id, worker=slot.consumer
-                )
+            missing |= lost
+        # One that is missing may have been committed a moment ago. One that still is, a beat later, was lost.
+        for batch_id in missing & self._missing:
+            self._log.warning("batch lost", model=self._store.keys.model, batch=batch_id)
+        self._missing = missing
 
     def stop(self) -> None:
         """Wake up from the wait between two beats."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from redis import Redis
@@ -61,7 +61,8 @@ def with_redis_alone(url: str, checker: Checker, name: str) -> None:
     """A producer in any language: XADD, then BLPOP, or reading its reply stream, a turn at a time."""
     keys = Keys(MODEL)
     sent = 0
-    with Redis.from_url(url, protocol=2) as redis:
+    redis: Any = Redis.from_url(url, protocol=2)
+    with redis:
         source = entries(name)
         while sent < REQUESTS:
             turn = list(islice(source, ENTRIES_PER_TURN))

@@ -80,7 +80,9 @@ def test_json_and_raw_bytes_give_the_same_answer(client: Client, stack: Stack, m
     tensor: dict[str, Any] = stack.result(model, entry_id)["body"]
 
     for row in (np.frombuffer(raw, np.float32), np.array(tensor["data"], np.float32)):
-        assert oracle.label_of(row) == (expected, pytest.approx(score, abs=oracle.SCORE_TOLERANCE))
+        found, found_score = oracle.label_of(row)
+        assert found == expected
+        assert found_score == pytest.approx(score, abs=oracle.SCORE_TOLERANCE)
 
 
 def test_a_tensor_of_the_wrong_shape_fails_alone(client: Client, model: str) -> None:

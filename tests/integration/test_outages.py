@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import pytest
 
 from carpool import AsyncClient
-from carpool.keys import Keys
 from support.checker import Checker
 from support.load import Load, settled
-from support.models.hashing import digest
 from support.stack import Stack, fixed_keys
 from support.waiting import wait_until
 
 MODEL = "Hashing"
+ECHO = "Echo"
 LEASE = ("--lease-ms", "600")
 
 
@@ -57,25 +57,31 @@ def test_every_connection_is_cut_again_and_again(stack: Stack) -> None:
 
 
 async def test_a_client_whose_connections_are_cut_gets_every_result(stack: Stack) -> None:
-    cuts = 0
+    """Given a client with 64 requests in flight, when it is cut off again and again, every result comes."""
+    results: list[str] = []
+    stop = threading.Event()
 
-    def cut() -> None:
-        nonlocal cuts
-        wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches), description="requests are under way")
-        kill_connections(stack)
-        cuts += 1
+    def cut() -> int:
+        cuts = 0
+        while not stop.is_set():
+            seen = len(results)
+            wait_until(lambda: len(results) > seen + 40 or stop.is_set(), description="more results came")  # noqa: B023
+            kill_connections(stack)
+            cuts += 1
+        return cuts
 
+    bodies = [f"body {number}" for number in range(3000)]
+    stack.worker("plain.py:Echo", *LEASE)
     async with AsyncClient(stack.url, timeout=20) as client:
-        await client.infer(MODEL, "first")
-        for turn in range(4):
-            calls = [
-                asyncio.ensure_future(client.request(MODEL, f"{turn}/{number}")) for number in range(400)
-            ]
-            await asyncio.to_thread(cut)
-            replies = await asyncio.gather(*calls)
-            for number, reply in enumerate(replies):
-                assert reply.value == digest(reply.correlation_id, f"{turn}/{number}")
-    assert cuts == 4
+        cutting = asyncio.ensure_future(asyncio.to_thread(cut))
+        try:
+            async for result in client.map(ECHO, bodies, in_flight=64):
+                results.append(result)
+        finally:
+            stop.set()
+        cuts = await cutting
+    assert results == bodies
+    assert cuts > 10
 
 
 def test_scripts_are_flushed_under_load(stack: Stack) -> None:

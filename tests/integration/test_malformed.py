@@ -1,0 +1,351 @@
+"""Whatever is in the request stream is answered, good requests beside it are served, and nothing dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from carpool.keys import CORRELATION_ID, Keys
+from support.stack import Stack, envelope, fixed_keys
+from support.waiting import wait_until
+
+EXAMPLES: Final = 100  # of about ten entries, for each model
+STATUSES: Final = {
+    "OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL",
+}  # fmt: skip
+ANSWER_S: Final = 10.0
+
+
+class Named(NamedTuple):
+    """Stands for a valid name of our own, so that each is used once; `kind` keeps them apart."""
+
+    kind: str
+
+
+class Repeated(NamedTuple):
+    """Stands for something large."""
+
+    piece: Any
+    times: int
+
+
+class Encoded(NamedTuple):
+    """Stands for a body's bytes."""
+
+    content_type: str
+    value: Any
+
+
+OWN_ID: Final = Named("id")
+OWN_REPLIES: Final = Named("replies")
+NUMBERS: Final = itertools.count()
+
+
+# --- What producers might send
+
+odd_bytes = st.one_of(
+    st.binary(max_size=40),
+    st.text(max_size=20).map(str.encode),
+    st.sampled_from(
+        [
+            b"", b"\xff\xfe", b"\x00", b"1e999", b"NaN", b"-Infinity", b'"\\ud800"', b'"\xc3\x28"', b"\xc1",
+            b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x81\x91\x01\x02",
+            b"\xd6\xff\x00\x00\x00\x00", b"\xc7\x04\x05abcd", Repeated(b"x", 9_000_000), Repeated(b"1", 400),
+            Repeated(b"[", 5000), Repeated(b'{"a":', 3000), Repeated(b"\x91", 3000), Repeated(b"\x81", 3000),
+        ]
+    ),
+)  # fmt: skip
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+sizes = st.one_of(st.integers(-2, 130), st.sampled_from([0, 2**31, 2**62, 2**64, 10**30]), values)
+tensors = st.fixed_dictionaries(
+    {
+        "datatype": st.sampled_from(["FP32", "BF16", "FP16", "INT8", "UINT64", "BOOL", "BYTES", "fp32"])
+        | values,
+        "shape": st.lists(sizes, max_size=4) | st.just([128]) | st.just([0] * 40) | values,
+        "data": st.one_of(
+            st.just(Repeated([0.5], 128)),
+            st.just(Repeated(["x" * 500], 500)),
+            st.lists(values, max_size=5),
+            st.lists(st.integers(-(2**70), 2**70), max_size=5),
+            values,
+        ),
+    }
+)
+binary_tensors = st.fixed_dictionaries(
+    {
+        "datatype": st.sampled_from(["FP32", "BF16", "INT64", "BYTES", "BOOL"]) | values,
+        "shape": st.lists(st.integers(0, 2**63), max_size=3) | st.just([128]) | values,
+        "data": st.binary(max_size=16) | st.just(Repeated(b"\0", 512)) | st.just(b"") | values,
+    }
+)
+bodies = st.one_of(
+    odd_bytes,
+    st.one_of(values, tensors, st.lists(tensors, max_size=2)).map(lambda value: Encoded("json", value)),
+    st.one_of(values, binary_tensors, st.dictionaries(st.text(max_size=4), binary_tensors, max_size=2)).map(
+        lambda value: Encoded("msgpack", value)
+    ),
+)
+integers = st.one_of(
+    st.integers(-2, 12).map(lambda number: b"%d" % number),
+    st.sampled_from(
+        [b"", b" 5", b"1_0", b"0x5", b"1e3", b"9" * 30, b"\xff", "٣".encode(), b"-0", b"5.0", b"2000"]
+    ),
+)
+names = st.one_of(
+    st.just(b"x" * 129), st.just(b""), st.just(b"no spaces"), st.just(b"\xff\xff"), st.just("ä".encode()),
+    st.just(b"new\nline"), st.just(b"{brace}"),
+)  # fmt: skip
+properties: dict[str, st.SearchStrategy[Any]] = {
+    "content_type": st.sampled_from(
+        [
+            b"application/json",
+            b"application/msgpack",
+            b"application/octet-stream",
+            b"text/plain",
+            b"",
+            b"\xff",
+        ]
+    ),
+    "expiration": integers,
+    "priority": integers,
+    "lane": st.sampled_from([b"", b"a", b"x" * 129, b"\xff", "ü".encode() * 60, b"a\x00b"]),
+    "cost": integers,
+    "arrival": st.sampled_from([b"", b"0", b"-5", b"99999999999999999", b"9" * 15, b"soon", b"\xff"]),
+    "sequence_id": st.just(b"s"),
+    "traceparent": st.binary(max_size=20),
+    "tenant": st.just(Repeated(b"x", 70_000)) | st.binary(max_size=5),
+}
+# Where only the body is odd, it gets as far as a worker.
+one_body = st.fixed_dictionaries(
+    {"body": bodies},
+    optional={
+        "content_type": st.sampled_from(
+            [b"application/json", b"application/msgpack", b"application/octet-stream"]
+        ),
+        "correlation_id": st.just(OWN_ID),
+        "reply_to": st.just(OWN_REPLIES),
+    },
+)
+one_request = st.fixed_dictionaries(
+    {},
+    optional={
+        "body": bodies,
+        "correlation_id": st.just(OWN_ID) | names,
+        "reply_to": st.just(OWN_REPLIES) | names,
+        **properties,
+    },
+)
+# In a packed entry a field may be of any type that msgpack has.
+packed_request = st.one_of(
+    st.fixed_dictionaries(
+        {"correlation_id": st.one_of(st.just(OWN_ID), names, values)},
+        optional={"body": bodies | values, **{name: one | values for name, one in properties.items()}},
+    ),
+    st.fixed_dictionaries({"correlation_id": st.just(OWN_ID), "body": bodies}),
+    st.fixed_dictionaries({"correlation_id": st.just(OWN_ID), "body": values}),
+    values,
+    st.dictionaries(st.text(max_size=5), values, max_size=3),
+)
+packed_bodies = st.fixed_dictionaries(
+    {"requests": st.lists(packed_request, max_size=8)},
+    optional={"content_type": st.just(b"application/msgpack"), "reply_to": st.just(OWN_REPLIES)},
+)
+packed_entry = st.fixed_dictionaries(
+    {"requests": st.lists(packed_request, max_size=5) | odd_bytes | st.just(Repeated([{}], 5000)) | values},
+    optional={"correlation_id": st.just(OWN_ID) | names, "body": bodies, **properties},
+)
+
+
+# --- Sending it, and what must come back
+
+
+class Expected(NamedTuple):
+    """Where an answer must be: on this list, or on this reply stream under this correlation ID."""
+
+    correlation_id: str
+    reply_to: str | None
+
+
+def own(name: Named) -> str:
+    return f"own-{name.kind}-{next(NUMBERS)}"
+
+
+def made(value: Any) -> Any:
+    """A value without what stands for others in it."""
+    if isinstance(value, Named):
+        return own(value)
+    if isinstance(value, Repeated):
+        return value.piece * value.times
+    if isinstance(value, Encoded):
+        return (
+            json.dumps(made(value.value)).encode()
+            if value.content_type == "json"
+            else packed(made(value.value))
+        )
+    if isinstance(value, dict):
+        return {key: made(item) for key, item in value.items()}
+    return [made(item) for item in value] if isinstance(value, list) else value
+
+
+def packed(value: Any) -> bytes:
+    """msgpack of what it can hold, else JSON, which is not msgpack."""
+    try:
+        return bytes(msgpack.packb(value))
+    except (OverflowError, UnicodeEncodeError):
+        return json.dumps(value, default=str).encode()
+
+
+def send(stack: Stack, model: str, raw: dict[str, Any]) -> list[Expected]:
+    """XADD an entry as it was made up; where its answers must be."""
+    fields: dict[str, Any] = made(raw) or {"nothing": b"at all"}
+    requests = fields.get("requests")
+    if "requests" in fields and not isinstance(requests, bytes):
+        fields["requests"] = packed(requests)
+    entry_id = stack.send(model, **fields)
+    reply_to = fields["reply_to"] if isinstance(fields.get("reply_to"), str) else None
+    shared = fields["correlation_id"] if isinstance(fields.get("correlation_id"), str) else entry_id
+    if not isinstance(requests, list) or not readable(fields["requests"]):
+        return [Expected(shared, reply_to)]
+    return [Expected(id_of(one, shared, entry_id), reply_to) for one in requests]
+
+
+def readable(packed: bytes) -> bool:
+    """Whether a packed entry holds an array of a size that is allowed."""
+    try:
+        return 0 < len(msgpack.unpackb(packed)) <= 4096
+    except Exception:
+        return False
+
+
+def id_of(one: Any, shared: str, entry_id: str) -> str:
+    """Where one of several is answered: at its ID if that is valid, as a few are that Hypothesis makes up."""
+    if not isinstance(one, dict) or "correlation_id" not in one:
+        return shared
+    name = one["correlation_id"]
+    return name if isinstance(name, str) and CORRELATION_ID.fullmatch(name) else entry_id
+
+
+def answers(stack: Stack, model: str, expected: list[Expected]) -> list[dict[str, Any]]:
+    """Wait for every answer: as many envelopes at each place as are expected there."""
+    keys = Keys(model)
+    found: list[dict[str, Any]] = []
+    for one in expected:
+        if one.reply_to is None:
+            data = stack.redis.blpop([keys.result(one.correlation_id)], ANSWER_S)
+            assert data is not None, f"no answer at {one.correlation_id}"
+            found.append(envelope(data[1]))
+            assert found[-1]["correlation_id"] == one.correlation_id
+    for name in {one.reply_to for one in expected if one.reply_to}:
+        found += replies(stack, model, name, [one.correlation_id for one in expected if one.reply_to == name])
+    return found
+
+
+def replies(stack: Stack, model: str, name: str, ids: list[str]) -> list[dict[str, Any]]:
+    """Wait until these requests, and no others, are answered on a reply stream."""
+    wait_until(
+        lambda: len(stack.replies(model, name)) >= len(ids), description=f"{len(ids)} answers are on {name}"
+    )
+    found = stack.replies(model, name)
+    assert Counter(one["correlation_id"] for one in found) == Counter(ids)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack")) as one:
+        one.serve("plain.py:Echo", "plain.py:Noop")
+        yield one
+
+
+def good(stack: Stack, model: str) -> list[Expected]:
+    """Two requests with which nothing is wrong."""
+    names = [own(OWN_ID) for _ in range(2)]
+    body = json.dumps([0.5] * 128)
+    stack.send(model, correlation_id=names[0], body=body)
+    stack.send_packed(model, [{"correlation_id": names[1], "body": body.encode()}])
+    return [Expected(name, None) for name in names]
+
+
+@pytest.mark.parametrize("model", ["Echo", "Noop"])
+def test_everything_malformed_is_answered_and_everything_good_is_served(stack: Stack, model: str) -> None:
+    statuses: Counter[str] = Counter()
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would wait for each lost answer
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(one_body | one_request | packed_bodies | packed_entry, min_size=6, max_size=14))
+    def send_all(entries: list[dict[str, Any]]) -> None:
+        expected: list[Expected] = []
+        served: list[Expected] = []
+        for number, raw in enumerate(entries):
+            expected += send(stack, model, raw)
+            if number % 5 == 0:
+                served += good(stack, model)
+        for one in answers(stack, model, expected):
+            assert one["status"] in STATUSES, one
+            assert one["final"] is True
+            assert one["status"] == "OK" or one["detail"], one
+            statuses[one["status"]] += 1
+        for one in answers(stack, model, served):
+            assert one["status"] == "OK", one
+            statuses["good"] += 1
+
+    send_all()
+
+    print(f"{model}: {dict(statuses)}")
+    assert statuses["INVALID_ARGUMENT"] > 700
+    assert statuses["good"] > 300
+    refused = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("refused"))
+    executed = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("batch"))
+    assert min(refused, executed) > 100, "batcher and worker both had their share"
+    stack.wait_until_idle(model)
+    assert stack.keys_without_ttl() <= fixed_keys("Echo") | fixed_keys("Noop")
+    for service in stack.services:
+        assert service.alive
+        assert [event for event in service.events() if event["level"] != "info"] == []
+
+
+def test_reply_keys_of_another_type_are_their_producers_own_loss(stack: Stack) -> None:
+    """Given producers who put other things where their results belong, expect the others to be served."""
+    model, keys = "Echo", Keys("Echo")
+    stack.redis.set(keys.result("spoilt"), "a string", px=60_000)
+    stack.redis.set(keys.replies("spoilt"), "a string", px=60_000)
+
+    stack.send_packed(
+        model,
+        [
+            {"correlation_id": "spoilt", "body": b"1"},
+            {"correlation_id": "nobody", "body": b"2", "reply_to": "spoilt"},
+            {"correlation_id": "fine", "body": b"3"},
+            {"correlation_id": "spoilt", "body": b"{"},
+        ],
+    )
+
+    assert stack.result(model, "fine")["body"] == 3
+    stack.wait_until_idle(model)
+    assert stack.redis.get(keys.result("spoilt")) == b"a string"
+
+
+def test_what_a_producer_sends_is_in_no_log(stack: Stack) -> None:
+    text = "told-to-nobody-else"
+    for body in (json.dumps(text), text, "[" + text):
+        entry_id = stack.send("Echo", body=body, tenant=text)
+        stack.result("Echo", entry_id)
+    stack.wait_until_idle("Echo")
+    for service in stack.services:
+        assert text not in service.log.read_text()
