@@ -56,7 +56,7 @@ lock: ## Resolve the dependencies anew and pin them by hash
 	@printf 'hatchling\neditables\n' | env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS \
 	  build/lock/bin/uv pip compile pyproject.toml - --output-file $(LOCK) --no-config --quiet --upgrade \
 	  --all-extras --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras \
-	  --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+	  --no-annotate --custom-compile-command 'make lock'
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
 
 clean: ## Remove .venv and what the tools left behind

@@ -26,6 +26,7 @@ class Heartbeat:
         self._lease_ms = lease_ms
         self._register = register
         self._missing: set[str] = set()  # batches that were not ours any more at the last beat
+        self._draining = False
         self._stopping = threading.Event()
         self._log = structlog.get_logger()
 
@@ -39,14 +40,19 @@ class Heartbeat:
         self._store.look_at_clock()
         missing: set[str] = set()
         for slot in self._slots:
-            registered, lost = self._store.renew(slot.consumer, self._lease_ms, slot.held())
-            if not registered:
+            lease_ms = 0 if self._draining else self._lease_ms
+            registered, lost = self._store.renew(slot.consumer, lease_ms, slot.held())
+            if not registered and not self._draining:
                 self._register(self._store)
             missing |= lost
         # One that is missing may have been committed a moment ago. One that still is, a beat later, was lost.
         for batch_id in missing & self._missing:
             self._log.warning("batch lost", model=self._store.keys.model, batch=batch_id)
         self._missing = missing
+
+    def drain(self) -> None:
+        """From now on renew what is in hand, and no longer say that there is room for more."""
+        self._draining = True
 
     def stop(self) -> None:
         """Wake up from the wait between two beats."""

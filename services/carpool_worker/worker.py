@@ -135,6 +135,8 @@ class Worker:
         until_s = time.monotonic() + within_s
         for loop in self._intakes:
             loop.stop()
+        for _ in self._hearts:  # it beats if it ever began to
+            self._heartbeat.drain()
         self._leave()
         for loop in self._intakes:
             loop.join(max(0.1, until_s - time.monotonic()))

@@ -291,6 +291,7 @@ class Store:
     def renew(self, consumer: str, lease_ms: int, held: Iterable[tuple[str, int]]) -> tuple[bool, set[str]]:
         """Extend the lease of a model process and of the batches (ID, epoch) it holds.
 
+        `lease_ms` 0: the process takes no more batches, only those it holds are renewed.
         Returns whether the model is still registered, and the IDs of batches that were lost.
         """
         args: list[Argument] = [consumer, lease_ms]

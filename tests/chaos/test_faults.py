@@ -42,11 +42,18 @@ def recovery_s(stack: Stack, model: str = BUSY) -> float:
     return time.monotonic() - started_s
 
 
-def assert_delivered(stack: Stack, report: Report, model: str = BUSY) -> None:
-    """Everything accepted has its own result, once; and nothing is left behind."""
+def assert_delivered(stack: Stack, report: Report, given_up_max: int = 0) -> None:
+    """Everything accepted has its own result, once; and nothing is left behind.
+
+    Who kills workers at random may kill two in a row while they execute the same request alone: then that one
+    is taken for poison, and given up with a dead letter.
+    """
+    given_up = report.statuses.get("ABORTED", 0)
     assert report.faultless, report
-    assert report.ok == report.accepted, report
-    assert stack.pending(model) == 0
+    assert report.ok + given_up == report.accepted, report
+    assert given_up <= given_up_max
+    assert stack.redis.xlen(Keys(BUSY).dead) == given_up
+    assert stack.pending(BUSY) == 0
     assert stack.keys_without_ttl() <= set().union(*map(fixed_keys, stack.models()))
 
 
@@ -73,13 +80,13 @@ def test_workers_are_killed_again_and_again(stack: Stack) -> None:
     stack.wait_for_model(BUSY)
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
-        for _ in range(5):
+        for _ in range(4):
             load.wait_for_more(random.randint(1, 60))
             victim.kill()
             victim = worker(stack)
         print(f"recovered {recovery_s(stack):.2f} s after the last worker was replaced")
 
-    assert_delivered(stack, settled(stack, BUSY, checker))
+    assert_delivered(stack, settled(stack, BUSY, checker), given_up_max=3)
     assert stack.events("batch reclaimed"), "no worker was killed in mid-batch: this test showed nothing"
 
 
@@ -122,7 +129,7 @@ def test_batchers_and_workers_are_killed(stack: Stack) -> None:
             workers.append(worker(stack))
             print(f"recovered {recovery_s(stack):.2f} s after both were replaced")
 
-    assert_delivered(stack, settled(stack, BUSY, checker))
+    assert_delivered(stack, settled(stack, BUSY, checker), given_up_max=1)
 
 
 # --- SIGSTOP

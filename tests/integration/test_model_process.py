@@ -375,14 +375,25 @@ def test_room_is_for_one_batch_beside_the_one_that_is_executed(bench: Bench) -> 
     assert bench.slot.wait_for_room(0) and bench.slot.wait_until_empty(0)
 
 
-def test_whoever_waits_for_room_is_told_when_there_is_some(bench: Bench) -> None:
+def test_whoever_waits_for_room_is_told_when_there_is_some(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = threading.Event()
+    wait = bench.slot._changed.wait
+
+    def announce(timeout_s: float | None) -> bool:
+        waits.set()  # the lock is held: nobody can tell us anything before we wait
+        return wait(timeout_s)
+
+    monkeypatch.setattr(bench.slot._changed, "wait", announce)
     first, second = bench.take("a"), bench.take("b")
     found: list[bool] = []
-    waiting = threading.Thread(target=lambda: found.append(bench.slot.wait_for_room(10.0)))
-    waiting.start()
+    intake = threading.Thread(target=lambda: found.append(bench.slot.wait_for_room(60.0)), daemon=True)
+    intake.start()
+    assert waits.wait(10.0)
     bench.finish(first)
     bench.finish(second)
-    waiting.join(10.0)
+    intake.join(10.0)
     assert found == [True]
 
 

@@ -70,7 +70,7 @@ async def test_a_client_whose_connections_are_cut_gets_every_result(stack: Stack
             cuts += 1
         return cuts
 
-    bodies = [f"body {number}" for number in range(3000)]
+    bodies = [f"body {number}" for number in range(1500)]
     stack.worker("plain.py:Echo", *LEASE)
     async with AsyncClient(stack.url, timeout=20) as client:
         cutting = asyncio.ensure_future(asyncio.to_thread(cut))
