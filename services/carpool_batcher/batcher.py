@@ -154,7 +154,7 @@ class ModelBatcher:
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
-            entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings)
+            entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us)
             entries[entry.id] = entry
             for one in decoded:
                 if type(one) is Request:

@@ -13,6 +13,7 @@ from carpool_worker.job import Job
 from carpool_worker.slot import Slot
 
 WAIT_S: Final = 0.5
+COMMIT_BYTES: Final = 256 * 1024 * 1024
 
 
 class Committer:
@@ -42,9 +43,12 @@ class Committer:
         self._report(job)
 
     def _commit(self, job: Job) -> None:
+        self._write_ahead(job)
         requests = job.batch.requests
         results = {
-            position: (requests[position].reply_to, result) for position, result in job.results.items()
+            position: (requests[position].reply_to, result)
+            for position, result in job.results.items()
+            if position not in job.noted
         }
         try:
             self._store.commit(
@@ -55,16 +59,30 @@ class Committer:
                 raise
             raise FencedError(job.batch.id) from error  # somebody emptied Redis: there is nothing to settle
 
+    def _write_ahead(self, job: Job) -> None:
+        """Results too large for one commit, which is one command of at most 1 GB, go before it."""
+        some: list[int] = []
+        size_bytes = 0
+        total_bytes = sum(len(result.body or b"") for result in job.results.values())
+        if total_bytes <= COMMIT_BYTES:
+            return
+        for position in job.results.keys() - job.noted:
+            some.append(position)
+            size_bytes += len(job.results[position].body or b"")
+            if size_bytes > COMMIT_BYTES // 2:
+                self._answer(job, some, None)
+                some, size_bytes = [], 0
+        self._answer(job, some, None)
+
     def _note(self, job: Job, starting: int) -> None:
         """A request is about to be executed alone: make durable what is done, and that this one starts."""
+        self._answer(job, list(job.results.keys() - job.noted), starting)
+
+    def _answer(self, job: Job, positions: list[int], starting: int | None) -> None:
         requests = job.batch.requests
-        answers = [
-            Answer(position, requests[position].reply_to, result)
-            for position, result in job.results.items()
-            if position not in job.noted
-        ]
+        answers = [Answer(at, requests[at].reply_to, job.results[at]) for at in positions]
         self._store.answer(self._slot.consumer, job.batch, answers, starting, self._result_ttl_ms)
-        job.noted.update(answer.position for answer in answers)
+        job.noted.update(positions)
 
     def _report(self, job: Job) -> None:
         """The one line that tells a batch's story. Never its payloads."""

@@ -40,9 +40,11 @@ class Heartbeat:
         self._store.look_at_clock()
         missing: set[str] = set()
         for slot in self._slots:
-            lease_ms = 0 if self._draining else self._lease_ms
-            registered, lost = self._store.renew(slot.consumer, lease_ms, slot.held())
-            if not registered and not self._draining:
+            if self._draining and not slot.held():
+                self._store.leave(slot.consumer)
+                continue
+            registered, lost = self._store.renew(slot.consumer, self._lease_ms, slot.held())
+            if not registered:
                 self._register(self._store)
             missing |= lost
         # One that is missing may have been committed a moment ago. One that still is, a beat later, was lost.
@@ -51,7 +53,8 @@ class Heartbeat:
         self._missing = missing
 
     def drain(self) -> None:
-        """From now on renew what is in hand, and no longer say that there is room for more."""
+        """From now on a slot leaves once it holds nothing, and not before: a batch that is in flight takes up
+        the room of a process, and if its own were not counted, another's would stay empty."""
         self._draining = True
 
     def stop(self) -> None:

@@ -30,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to act on: it drains first
     sock = socket.socket(fileno=int(descriptor))
+    # The socket is this process's alone. What a model forks must not answer in its place, nor keep the worker
+    # from hearing that it died.
+    sock.set_inheritable(False)
+    os.register_at_fork(after_in_child=sock.close)
     os.dup2(2, 1)  # what a model prints belongs with the logs
     try:
         model = adapt(find_model(where), device)
@@ -71,7 +75,7 @@ def _serve(reader: frames.FrameReader, sock: socket.socket, model: LoadedModel) 
     outcome = execute(model, items, requests)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     head, data = _encode(model, outcome, len(items))
-    head |= {"compute_us": compute_us, "count": header["count"], "first": header["first"]}
+    head |= {"compute_us": compute_us, **{name: header.get(name) for name in ("number", "count", "first")}}
     frames.send_frame(sock, head, data)
 
 
@@ -82,11 +86,11 @@ def _encode(model: LoadedModel, outcome: Outcome, count: int) -> tuple[frames.He
         try:
             parts, data = frames.stack(results, {spec.name: spec.datatype for spec in model.outputs})
             return {"failures": failures, "parts": parts}, data
-        except ValueError as error:
+        except Exception as error:  # whatever a model's arrays do when they are looked at
             return {"failures": dict.fromkeys(range(count), (INTERNAL, str(error)))}, frames.pack_values([])
     try:
         return {"failures": failures}, frames.pack_values(results)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:
         return _encode_singly(outcome, count)
 
 
@@ -97,7 +101,7 @@ def _encode_singly(outcome: Outcome, count: int) -> tuple[frames.Header, bytes]:
         try:
             frames.pack_values(result)
             good.append(result)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:
             failures[position] = (INTERNAL, f"the model's result cannot be sent: {error}")
     return {"failures": failures}, frames.pack_values(good)
 

@@ -65,4 +65,6 @@ class Intake:
             size=len(batch.requests),
             answered=len(answered),
         )
-        return Job(batch, answered, dict(started))
+        # A worker may die for reasons of its own: the first time that it did so while a request was executed
+        # alone says nothing against that request.
+        return Job(batch, answered, {position: times - 1 for position, times in started.items() if times > 1})

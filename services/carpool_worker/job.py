@@ -28,6 +28,7 @@ from carpool.messages import MSGPACK, RAW, Batch, BatchedRequest, DeadLetter, Re
 from carpool.tensors import HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
 from carpool_worker import frames
 
+MAX_RESULT_BYTES: Final = 64 * 1024 * 1024
 FATAL_ATTEMPTS: Final = 2  # a request that ended its process this often is given up
 
 
@@ -188,8 +189,10 @@ class Codec:
             )
         else:
             encoded = _encode_stacked([requests[position] for position in good], parts, payload)
-        for position, body in zip(good, encoded, strict=True):
-            request = requests[position]
+        for position, encoded_body in zip(good, encoded, strict=True):
+            request, body = requests[position], encoded_body
+            if isinstance(body, bytes) and len(body) > MAX_RESULT_BYTES:
+                body = InternalError(f"the result takes {len(body)} bytes; at most {MAX_RESULT_BYTES}")
             if isinstance(body, CarpoolError):
                 job.results[position] = _failed(job, request, body.status, body.detail)
             else:

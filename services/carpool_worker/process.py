@@ -34,6 +34,7 @@ class ModelProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: frames.FrameReader | None = None
+        self._sent = self._heard = 0  # frames and outcomes: they are in order, and numbered to be sure of it
 
     def start(self) -> dict[str, Any]:
         """Start the process and load the model, however long that takes.
@@ -54,11 +55,12 @@ class ModelProcess:
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
         self._sock, self._reader = ours, frames.FrameReader(ours)
+        self._sent = self._heard = 0
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait until the model is loaded. Raises ModelLoadError."""
         try:
-            header, _ = self.receive()
+            header, _ = self._receive()
         except frames.ProcessGoneError:
             raise ModelLoadError(f"its process ended with {self.why_gone()} while loading", "") from None
         if "failed" in header:
@@ -80,10 +82,22 @@ class ModelProcess:
         """Send a frame. Raises ProcessGoneError."""
         if self._sock is None:
             raise frames.ProcessGoneError("not started")
-        frames.send_frame(self._sock, header, payload)
+        self._sent += 1
+        frames.send_frame(self._sock, {**header, "number": self._sent}, payload)
 
     def receive(self) -> tuple[frames.Header, bytearray]:
-        """The next outcome. Raises ProcessGoneError."""
+        """The outcome of the oldest frame that has none.
+
+        Raises ProcessGoneError, also if another's comes: nobody could know whose the next ones are.
+        """
+        header, payload = self._receive()
+        self._heard += 1
+        if header.get("number") != self._heard:
+            self.close(wait_s=0)
+            raise frames.ProcessGoneError(f"outcome {header.get('number')} came for frame {self._heard}")
+        return header, payload
+
+    def _receive(self) -> tuple[frames.Header, bytearray]:
         if self._reader is None:
             raise frames.ProcessGoneError("not started")
         return self._reader.receive()

@@ -137,7 +137,7 @@ class Worker:
             loop.stop()
         for _ in self._hearts:  # it beats if it ever began to
             self._heartbeat.drain()
-        self._leave()
+        self._leave([slot for slot in self._slots if not slot.held()])
         for loop in self._intakes:
             loop.join(max(0.1, until_s - time.monotonic()))
         emptied = [slot.wait_until_empty(max(0.1, until_s - time.monotonic())) for slot in self._slots]
@@ -152,12 +152,12 @@ class Worker:
             loop.stop()
             self._heartbeat.stop()
             loop.join(1.0)
-        self._leave()  # once more: what was in hand then kept the consumer
+        self._leave(self._slots)
         self._log.info("worker left", worker=self._name, clean=clean)
         return clean
 
-    def _leave(self) -> None:
-        for slot in self._slots:
+    def _leave(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
             with contextlib.suppress(UnavailableError):  # then the lease runs out by itself
                 self._store.leave(slot.consumer)
 

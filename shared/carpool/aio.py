@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 from collections import deque
@@ -36,6 +37,7 @@ DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
 TICK_S: Final = 0.01
+LONGEST_S: Final = 366 * 24 * 3600
 _LAYOUTS: Final = 1000
 # Fields that this client sets itself: a request with others' would be answered where nobody looks.
 _CLIENTS_FIELDS: Final = frozenset(
@@ -106,7 +108,7 @@ class AsyncClient:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
-        self._timeout_s = timeout
+        self._timeout_s = _seconds(timeout)
         self._name = f"py-{secrets.token_hex(8)}"
         self._numbers = count()
         self._channels: dict[str, Channel] = {}
@@ -243,7 +245,7 @@ class AsyncClient:
             raise NotFoundError(f"no worker has registered a model {model!r}; registered: {known}")
         channel = self._channels.get(model)
         if channel is None:
-            limit = max(1, min(int(size), MAX_ENTRY_REQUESTS))
+            limit = max(1, min(int(size), MAX_ENTRY_REQUESTS)) if size.isdigit() else 1
             channel = self._channels[model] = Channel(keys, keys.replies(self._name).encode(), limit)
             self._pipeline.follow(channel)
         return channel
@@ -277,6 +279,7 @@ class AsyncClient:
         raw = {"correlation_id": correlation_id, "body": data}
         if options:
             raw |= _own_fields(options)
+            timeout_s = _seconds(timeout_s)
         expiration_ms = None if timeout_s is None else max(1, int(timeout_s * 1000))
         awaited = _Awaited(channel, self._loop.create_future(), raw, content_type, expiration_ms)
         if timeout_s is not None:
@@ -395,6 +398,15 @@ class AsyncClient:
         del self._awaited[awaited.raw["correlation_id"]]
         if awaited.tick is not None:
             awaited.tick.awaited.discard(awaited)
+
+
+def _seconds(timeout_s: float | None) -> float | None:
+    """A timeout that makes sense. Infinity is None; one that has passed already expires at once."""
+    if timeout_s is None or timeout_s == math.inf:
+        return None
+    if isinstance(timeout_s, int | float) and -LONGEST_S <= timeout_s <= LONGEST_S:  # no NaN is
+        return max(0.0, timeout_s)
+    raise InvalidArgumentError(f"timeout: {timeout_s!r:.60} must be seconds, at most {LONGEST_S}, or None")
 
 
 def _own_fields(options: RequestOptions) -> dict[str, Any]:

@@ -42,7 +42,11 @@ class Client:
         self._closed = False
 
     def __enter__(self) -> Self:
-        self.connect()
+        try:
+            self.connect()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -101,7 +105,7 @@ class Client:
         """Hang up. What has no result yet fails with UnavailableError."""
         if not self._closed:
             self._closed = True
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -113,6 +117,15 @@ class Client:
             coroutine.close()
             raise UnavailableError("this client is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _close(self) -> None:
+        """Whoever still waits is told, before the loop stops under them."""
+        await self._client.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait(others, timeout=1.0) if others else None
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     @staticmethod
     def _wait(future: Future[T]) -> T:

@@ -27,6 +27,7 @@ from carpool.wire import decode_results
 
 MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
+MAX_WITHDRAWN: Final = 5000  # in one entry, of which at most 1 MiB is read
 BLOCK_MS: Final = 2000
 SILENCE_S: Final = 10.0
 TRIM_ENTRIES: Final = 32
@@ -104,6 +105,10 @@ class Pipeline:
             self._writer.close()
             self._reader.close()
             await asyncio.sleep(0)  # the transports close in the next turn
+        asked = [about for about in self._unanswered if isinstance(about, asyncio.Future)]
+        for about in [*asked, *(about for _, about in self._commands)]:
+            if about is not None and not about.done():
+                about.set_exception(UnavailableError("the client was closed before Redis answered"))
 
     def follow(self, channel: Channel) -> None:
         """Read this channel's results from now on."""
@@ -239,10 +244,13 @@ class Pipeline:
                 commands.append(("XTRIM", channel.replies, "MINID", first_kept))
                 self._unanswered.append(None)
                 channel.untrimmed = 0
-            if channel.withdrawn:
-                commands.append(("XADD", channel.keys.requests, "*", "withdraw", " ".join(channel.withdrawn)))
+            while channel.withdrawn:
+                names, channel.withdrawn = (
+                    channel.withdrawn[:MAX_WITHDRAWN],
+                    channel.withdrawn[MAX_WITHDRAWN:],
+                )
+                commands.append(("XADD", channel.keys.requests, "*", "withdraw", " ".join(names)))
                 self._unanswered.append(None)
-                channel.withdrawn = []
         return commands
 
     def _entry(

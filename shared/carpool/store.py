@@ -18,6 +18,7 @@ from carpool.messages import Batch, DeadLetter, Entry, Refusal, Request, Result,
 
 SETTLED_LENGTH: Final = 10_000
 DEAD_LENGTH: Final = 10_000
+ENTRY_BYTES: Final = 16 * 1024 * 1024
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 
 _DISPATCH: Final = Script("dispatch")
@@ -132,7 +133,7 @@ class Store:
             for member, lease_end_ms in zip(workers[::2], workers[1::2], strict=True)
             if float(lease_end_ms) > now_ms
         ]
-        flat = [text.decode() for text in registration]
+        flat = [text.decode("utf-8", "replace") for text in registration]
         return Census(waiting, in_flight, alive, dict(zip(flat[::2], flat[1::2], strict=True)))
 
     def last_settled_id(self) -> str:
@@ -291,7 +292,6 @@ class Store:
     def renew(self, consumer: str, lease_ms: int, held: Iterable[tuple[str, int]]) -> tuple[bool, set[str]]:
         """Extend the lease of a model process and of the batches (ID, epoch) it holds.
 
-        `lease_ms` 0: the process takes no more batches, only those it holds are renewed.
         Returns whether the model is still registered, and the IDs of batches that were lost.
         """
         args: list[Argument] = [consumer, lease_ms]
@@ -399,7 +399,9 @@ class Store:
                 else:
                     of_stream.append(result)
         for reply_to, of_stream in by_stream.items():
-            args += [keyring.index(self.keys.replies(reply_to)), "stream", wire.encode_results(of_stream)]
+            key = keyring.index(self.keys.replies(reply_to))
+            for some in _of_moderate_size(of_stream):
+                args += [key, "stream", wire.encode_results(some)]
         return args
 
 
@@ -478,6 +480,20 @@ def _leave(
         entry.requests = staying.get(entry, [])
         if entry.requests:
             entry.id = (new_ids[entry] or b"").decode()
+
+
+def _of_moderate_size(results: list[Result]) -> Iterable[list[Result]]:
+    """Results for entries of about ENTRY_BYTES: Redis takes no more than 512 MiB in one string."""
+    some: list[Result] = []
+    size_bytes = 0
+    for result in results:
+        if some and size_bytes > ENTRY_BYTES:
+            yield some
+            some, size_bytes = [], 0
+        some.append(result)
+        size_bytes += len(result.body or b"")
+    if some:
+        yield some
 
 
 def _refused(refusal: Refusal) -> tuple[str | None, Result]:

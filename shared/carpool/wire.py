@@ -6,6 +6,7 @@ Nothing here raises on a producer's input but InvalidArgumentError, and its deta
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -81,14 +82,16 @@ def arrival_of(entry_id: str) -> int:
 
 
 def decode_entry(
-    entry_id: bytes, flat: Sequence[bytes], settings: ModelSettings
+    entry_id: bytes, flat: Sequence[bytes], settings: ModelSettings, now_us: int = sys.maxsize
 ) -> tuple[Entry, list[Decoded]]:
     """An entry of the request stream, as Redis returns it, into its requests, withdrawals and refusals.
 
     `flat` is field, value, field, value. What cannot be understood becomes a Refusal; this never raises.
     """
     name = entry_id.decode()
-    entry = Entry(name, arrival_of(name))
+    # An ID that a producer chose may lie in the future, and those that Redis makes after it too: nobody
+    # arrived later than now.
+    entry = Entry(name, min(arrival_of(name), now_us))
     raw = {
         _NAMES.get(key) or key.decode("utf-8", "replace"): value
         for key, value in zip(flat[::2], flat[1::2], strict=True)

@@ -1,4 +1,4 @@
-"""A worker that was told to stop: it keeps what it has in hand, and is no room for more."""
+"""A worker that was told to stop: it finishes what it has in hand, and is no room for anything else."""
 
 from __future__ import annotations
 
@@ -11,33 +11,62 @@ from carpool.keys import Keys
 from support.stack import Stack
 from support.waiting import wait_until
 
+LEASE: tuple[str, str] = ("--lease-ms", "600")
 
-def test_a_draining_worker_renews_what_it_holds_and_takes_no_more(stack: Stack, tmp_path: Path) -> None:
+
+def test_a_batch_in_hand_of_a_draining_worker_keeps_no_other_idle(stack: Stack, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     stack.batcher()
-    draining = stack.worker("plain.py:Echo", "--lease-ms", "600")
+    draining = stack.worker("plain.py:Echo", *LEASE)
+    held = hold(stack, gate)
+    draining.signal(signal.SIGTERM)
+    staying = stack.worker("plain.py:Echo", *LEASE)
+
+    for number in range(3):
+        late = stack.send("Echo", body=str(number))
+        assert stack.result("Echo", late)["body"] == number
+        wait_for_beat(stack)
+
+    gate.touch()
+    assert stack.result("Echo", held)["status"] == "OK"
+    assert draining.process.wait(15) == 0
+    assert staying.alive
+
+
+def test_a_process_of_a_draining_worker_leaves_once_it_holds_nothing(stack: Stack, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    stack.batcher()
+    draining = stack.worker("plain.py:Echo", *LEASE, "--replicas", "2")
+    stack.wait_for_model("Echo", workers=2)
+    held = hold(stack, gate)
+    draining.signal(signal.SIGTERM)
+
+    wait_until(lambda: len(stack.live_workers("Echo")) == 1, description="the one that holds nothing left")
+    for _ in range(3):
+        wait_for_beat(stack)
+        assert len(stack.live_workers("Echo")) == 1
+
+    gate.touch()
+    assert stack.result("Echo", held)["status"] == "OK"
+    assert draining.process.wait(15) == 0
+    assert stack.live_workers("Echo") == []
+
+
+def hold(stack: Stack, gate: Path) -> str:
+    """Send a request whose batch is in hand until the gate opens; its correlation ID."""
     stack.wait_for_model("Echo")
     held = stack.send("Echo", body=json.dumps({"gate": str(gate)}))
-    wait_until(lambda: _idle_ms(stack), description="its worker has the batch in hand")
-
-    draining.signal(signal.SIGTERM)
-    wait_until(lambda: not stack.live_workers("Echo"), description="it says that it takes no more")
-    for _ in range(2):
-        wait_until(lambda: _idle_ms(stack) > 100, description="a beat is due")
-        wait_until(lambda: _idle_ms(stack) < 100, description="it renews the batch")
-        assert not stack.live_workers("Echo"), "and says again that it takes no more"
-
-    late = stack.send("Echo", body="1")
-    another = stack.worker("plain.py:Echo")
-    assert stack.result("Echo", late)["body"] == 1, "the one that stays has it, however busy the other is"
-    gate.touch()
-    result = stack.result("Echo", held)
-    assert (result["status"], result["body"]) == ("OK", {"gate": str(gate)})
-    assert draining.process.wait(15) == 0
-    assert another.alive
+    wait_until(lambda: stack.pending("Echo") == 1, description="its batch is in hand")
+    return held
 
 
-def _idle_ms(stack: Stack) -> int:
-    """How long ago the one batch in flight was delivered or renewed; 0 if there is none."""
-    found: list[dict[str, Any]] = stack.redis.xpending_range(Keys("Echo").batches, "workers", "-", "+", 1)
-    return int(found[0]["time_since_delivered"]) if found else 0
+def wait_for_beat(stack: Stack) -> None:
+    """Wait until the batch in hand has been renewed."""
+    wait_until(lambda: idle_ms(stack) > 100, description="a beat is due")
+    wait_until(lambda: idle_ms(stack) < 100, description="the batch is renewed")
+
+
+def idle_ms(stack: Stack) -> int:
+    """How long ago the batch in hand was delivered or renewed."""
+    oldest: list[dict[str, Any]] = stack.redis.xpending_range(Keys("Echo").batches, "workers", "-", "+", 1)
+    return int(oldest[0]["time_since_delivered"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from carpool import AsyncClient
+from carpool.errors import ResourceExhaustedError
 from support.checker import Checker
 from support.load import Load, settled
 from support.stack import Stack, fixed_keys
@@ -145,3 +149,31 @@ def test_redis_is_emptied_and_the_stack_serves_again(stack: Stack) -> None:
     assert not (report.duplicated or report.misrouted or report.unexpected), report
     assert report.ok > 100
     assert_at_rest(stack)
+
+
+async def test_a_full_redis_is_emptied(stack: Stack, tmp_path: Path) -> None:
+    """Given requests in flight and waiting, when memory is full, all are answered, and no more accepted."""
+    gate = tmp_path / "gate"
+    stack.worker("plain.py:Single", *LEASE)
+    stack.wait_for_model("Single")
+    plug = stack.send("Single", body=json.dumps({"gate": str(gate)}), expiration=500)
+    names = [stack.send("Single", body=str(number)) for number in range(20)]
+    late = stack.send("Single", body="0", expiration=500)
+
+    async with AsyncClient(stack.url) as client:
+        await client.models()
+        stack.redis.config_set("maxmemory", 1)
+        with pytest.raises(ResourceExhaustedError, match="out of memory"):
+            await client.infer(MODEL, "more")
+        with pytest.raises(OutOfMemoryError):
+            stack.send(MODEL, body='"more"')
+        for name in (plug, late):  # one in flight, one that waits
+            assert stack.result("Single", name)["status"] == "DEADLINE_EXCEEDED"
+        gate.touch()
+        assert [stack.result("Single", name)["body"] for name in names] == list(range(20))
+
+        stack.redis.config_set("maxmemory", 0)
+        assert await client.infer("Single", "again") == "again"
+    for sign in ("trying again", "batcher starts over", "batch reclaimed", "lease lost"):
+        assert not stack.events(sign)
+    stack.wait_until_idle("Single")

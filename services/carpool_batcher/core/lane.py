@@ -40,10 +40,11 @@ class Lane:
                 level.move_to_end(one)
         else:
             level[request] = None
+        head = self._head
         if not self.count:
             self._head = request.priority, request.arrival_us
-        elif self._head is not None:
-            self._head = max(self._head[0], request.priority), min(self._head[1], request.arrival_us)
+        elif head is not None and (request.priority > head[0] or request.arrival_us < head[1]):
+            self._head = max(head[0], request.priority), min(head[1], request.arrival_us)
         self.count += 1
         self.cost += request.cost
         self.bytes += bytes_of(request)

@@ -16,6 +16,7 @@ else
   if not owner or owner[2] ~= ARGV[1] or owner[4] ~= tonumber(ARGV[3]) then return 'FENCED' end
 end
 
+redis.call('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
 local count = 0
 for r = 1, tonumber(ARGV[7]) do
   local at = 4 + 4 * r

@@ -33,12 +33,14 @@ for _, field in ipairs(redis.call('HKEYS', KEYS[3])) do
 end
 if #answered > 0 then return answered end
 
+-- From here nothing may fail, or what was done before would stay: keys that somebody made of another type go
+-- without.
 redis.call('XACK', KEYS[1], 'workers', ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[3])
 local settled = {}
 for i = 1, tonumber(take()) do settled[i] = take() end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(settled))
+redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(settled))
 for _ = 1, tonumber(take()) do
   local key, kind, payload = KEYS[tonumber(take())], take(), take()
   deliver(key, kind, payload, tonumber(ARGV[4]))
@@ -46,6 +48,6 @@ end
 for _ = 1, tonumber(take()) do
   local letter = {}
   for i = 1, tonumber(take()) do letter[i] = take() end
-  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(letter))
+  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(letter))
 end
 return 'OK'

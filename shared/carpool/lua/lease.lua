@@ -9,5 +9,6 @@ if ARGV[2] == '0' then
   redis.call('DEL', KEYS[1])
   return 0
 end
+redis.call('DEL', KEYS[1]) -- first what Redis allows when memory is full: see deliver
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1

@@ -3,17 +3,14 @@
 -- raise the delivery count, which is the epoch.
 --
 -- KEYS  1 workers   2 batches   3 the model's registration
--- ARGV  1 consumer  2 lease (ms), 0: it takes no more, its batches alone are renewed
---       3.. batch ID and epoch of each batch held
+-- ARGV  1 consumer  2 lease (ms)  3.. batch ID and epoch of each batch held
 -- Returns 1 if the model is registered (0: someone emptied Redis), then the IDs of batches that were lost
 -- O(batches held).
-local lease_ms = tonumber(ARGV[2])
-if lease_ms > 0 then
-  local time = redis.call('TIME')
-  local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-  redis.call('ZADD', KEYS[1], now_ms + lease_ms, ARGV[1])
-  redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. string.format('%.0f', now_ms - 10 * lease_ms))
-end
+local time = redis.call('TIME')
+local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+-- First what Redis allows when memory is full: see deliver.
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. string.format('%.0f', now_ms - 10 * tonumber(ARGV[2])))
+redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1])
 
 local reply = { redis.call('EXISTS', KEYS[3]) }
 for i = 3, #ARGV, 2 do
