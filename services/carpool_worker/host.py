@@ -87,7 +87,9 @@ def _encode(model: LoadedModel, outcome: Outcome, count: int) -> tuple[frames.He
             parts, data = frames.stack(results, {spec.name: spec.datatype for spec in model.outputs})
             return {"failures": failures, "parts": parts}, data
         except Exception as error:  # whatever a model's arrays do when they are looked at
-            return {"failures": dict.fromkeys(range(count), (INTERNAL, str(error)))}, frames.pack_values([])
+            return {
+                "failures": dict.fromkeys(range(count), (INTERNAL, str(error))) | failures
+            }, frames.pack_values([])
     try:
         return {"failures": failures}, frames.pack_values(results)
     except Exception:

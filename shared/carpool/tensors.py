@@ -75,7 +75,10 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        try:
+            object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        except TypeError:
+            raise ValueError(f"tensor {self.name!r}: shape {self.shape!r} must be a list of sizes") from None
         if self.datatype not in DATATYPES:
             raise ValueError(
                 f"tensor {self.name!r}: datatype {self.datatype!r} is none of {', '.join(sorted(DATATYPES))}"

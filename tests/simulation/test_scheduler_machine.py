@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import hypothesis.strategies as st
+from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -403,4 +404,9 @@ def size_of(request: Request) -> int:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler.settings = hypothesis_settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # it says more of the machine than of the test
+)

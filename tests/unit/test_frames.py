@@ -243,11 +243,13 @@ numbers = arrays(
 
 
 @given(values)
+@settings(deadline=None)
 def test_values_come_back_as_they_went(value: Any) -> None:
     assert frames.unpack_values(frames.pack_values(value)) == value
 
 
 @given(numbers)
+@settings(deadline=None)
 def test_arrays_come_back_as_they_went(array: Any) -> None:
     got = frames.unpack_values(frames.pack_values([array, {"x": array}]))
     for one in (got[0], got[1]["x"]):
