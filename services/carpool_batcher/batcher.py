@@ -38,6 +38,7 @@ READ_ENTRIES: Final = 256
 READ_BYTES: Final = 32 * 1024 * 1024
 BLOCK_MS: Final = 1000
 UNSEEN_AFTER_US: Final = 1_000_000
+CLOCK_SLACK_US: Final = 10_000  # how far ahead of this clock an arrival may be: it is a little behind Redis's
 
 
 class Active(NamedTuple):
@@ -154,7 +155,7 @@ class ModelBatcher:
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
-            entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us)
+            entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_SLACK_US)
             entries[entry.id] = entry
             for one in decoded:
                 if type(one) is Request:

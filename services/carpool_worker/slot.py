@@ -44,7 +44,7 @@ class Slot:
         self._oldest: Job | None = None
         self._pipe = threading.Lock()  # who sends, and what was sent; held while a full pipe makes us wait
         self._busy_since_s = 0.0
-        self._typical_s = 0.0
+        self._typical_s: float | None = None  # how long a batch takes; not known before the first
         self._closing = False
         self._log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class Slot:
     def _wanted_at_s(self) -> float:
         if not self._jobs:
             return 0.0
-        if len(self._jobs) >= JOBS_IN_HAND:
+        if len(self._jobs) >= JOBS_IN_HAND or self._typical_s is None:
             return float("inf")
         return self._busy_since_s + 0.8 * self._typical_s - LEAD_S
 
@@ -153,7 +153,8 @@ class Slot:
         with self._changed:
             self._jobs.remove(job)
             now_s = time.monotonic()
-            self._typical_s += 0.2 * (job.compute_us / 1e6 - self._typical_s)
+            took_s = job.compute_us / 1e6
+            self._typical_s = took_s if self._typical_s is None else 0.8 * self._typical_s + 0.2 * took_s
             self._busy_since_s = now_s
             self._changed.notify_all()
 

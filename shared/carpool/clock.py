@@ -12,10 +12,11 @@ class RedisClock:
     def __init__(self) -> None:
         self._offset_us = 0
 
-    def set(self, reply: Sequence[bytes], asked_ns: int, heard_ns: int) -> None:
-        """Take over a reply to TIME, asked and heard at these monotonic times; half the trip lies between."""
+    def set(self, reply: Sequence[bytes], heard_ns: int) -> None:
+        """Take over a reply to TIME, heard at this monotonic time. It was true a trip before: this clock is
+        behind Redis's by that much and never ahead, so that nothing expires early."""
         redis_us = int(reply[0]) * 1_000_000 + int(reply[1])
-        self._offset_us = redis_us - (asked_ns + heard_ns) // 2000
+        self._offset_us = redis_us - heard_ns // 1000
 
     def now_us(self) -> int:
         """Microseconds since the epoch on Redis's clock."""

@@ -115,7 +115,6 @@ class Store:
 
     def census(self) -> Census:
         """Look at the model, and at the clock."""
-        asked_ns = time.monotonic_ns()
         keys = self.keys
         time_reply, waiting, in_flight, workers, registration = _no_errors(
             self._link.call_many(
@@ -126,7 +125,7 @@ class Store:
                 ("HGETALL", keys.registration),
             )
         )
-        self.clock.set(time_reply, asked_ns, time.monotonic_ns())
+        self.clock.set(time_reply, time.monotonic_ns())
         now_ms = self.clock.now_us() // 1000
         alive = [
             member.decode()
@@ -303,8 +302,7 @@ class Store:
 
     def look_at_clock(self) -> None:
         """Set the clock by Redis's."""
-        asked_ns = time.monotonic_ns()
-        self.clock.set(self._link.call("TIME"), asked_ns, time.monotonic_ns())
+        self.clock.set(self._link.call("TIME"), time.monotonic_ns())
 
     def answer(
         self,

@@ -45,8 +45,8 @@ def recovery_s(stack: Stack, model: str = BUSY) -> float:
 def assert_delivered(stack: Stack, report: Report, given_up_max: int = 0) -> None:
     """Everything accepted has its own result, once; and nothing is left behind.
 
-    Who kills workers at random may kill two in a row while they execute the same request alone: then that one
-    is taken for poison, and given up with a dead letter.
+    Who kills workers at random may kill three while they execute the same request alone: then that one is
+    taken for poison, and given up with a dead letter.
     """
     given_up = report.statuses.get("ABORTED", 0)
     assert report.faultless, report
@@ -86,7 +86,7 @@ def test_workers_are_killed_again_and_again(stack: Stack) -> None:
             victim = worker(stack)
         print(f"recovered {recovery_s(stack):.2f} s after the last worker was replaced")
 
-    assert_delivered(stack, settled(stack, BUSY, checker), given_up_max=3)
+    assert_delivered(stack, settled(stack, BUSY, checker), given_up_max=1)
     assert stack.events("batch reclaimed"), "no worker was killed in mid-batch: this test showed nothing"
 
 
@@ -129,7 +129,7 @@ def test_batchers_and_workers_are_killed(stack: Stack) -> None:
             workers.append(worker(stack))
             print(f"recovered {recovery_s(stack):.2f} s after both were replaced")
 
-    assert_delivered(stack, settled(stack, BUSY, checker), given_up_max=1)
+    assert_delivered(stack, settled(stack, BUSY, checker))
 
 
 # --- SIGSTOP
@@ -274,13 +274,16 @@ def test_a_request_that_kills_its_model_process_is_given_up_alone(stack: Stack) 
 
 
 def test_a_request_that_kills_its_whole_worker_is_given_up_alone(stack: Stack) -> None:
-    """Given somebody who restarts the worker, it dies three times: once on the batch, twice on the one."""
+    """Given somebody who restarts the worker, it dies four times: once on the batch, three times on the one.
+
+    (The first time alone may have been chance; `attempts` counts those that were not.)
+    """
     stack.batcher()
     workers = [stack.worker("faulty.py:Faulty", *LEASE)]
     stack.wait_for_model("Faulty")
 
     names = send_with_poison(stack, "kill worker")
-    for _ in range(3):
+    for _ in range(4):
         wait_until(lambda: not workers[-1].alive, description="the worker dies of the poison")
         workers.append(stack.worker("faulty.py:Faulty", *LEASE))
 

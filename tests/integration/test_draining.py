@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.keys import Keys
-from support.stack import Stack
+from support.stack import Service, Stack
 from support.waiting import wait_until
 
 LEASE: tuple[str, str] = ("--lease-ms", "600")
@@ -20,6 +20,7 @@ def test_a_batch_in_hand_of_a_draining_worker_keeps_no_other_idle(stack: Stack, 
     draining = stack.worker("plain.py:Echo", *LEASE)
     held = hold(stack, gate)
     draining.signal(signal.SIGTERM)
+    wait_until(lambda: not asks_for_more(stack, draining), description="its last fetch has ended")
     staying = stack.worker("plain.py:Echo", *LEASE)
 
     for number in range(3):
@@ -58,6 +59,14 @@ def hold(stack: Stack, gate: Path) -> str:
     held = stack.send("Echo", body=json.dumps({"gate": str(gate)}))
     wait_until(lambda: stack.pending("Echo") == 1, description="its batch is in hand")
     return held
+
+
+def asks_for_more(stack: Stack, worker: Service) -> bool:
+    """Whether one of its intakes waits for a batch, in Redis."""
+    return any(
+        f"-{worker.pid}-" in client["name"] and client["name"].endswith(":intake") and "b" in client["flags"]
+        for client in stack.redis.client_list()
+    )
 
 
 def wait_for_beat(stack: Stack) -> None:
