@@ -27,7 +27,7 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
-from carpool.link import Argument, Link
+from carpool.link import Argument, CommandError, Link
 from carpool.messages import ModelSettings
 from carpool.store import Store
 from carpool_worker.committer import Committer
@@ -95,8 +95,8 @@ class Worker:
             try:
                 self._store.register(self._registration)
                 self._heartbeat.beat()
-            except UnavailableError as error:
-                self._log.warning("waiting for Redis", reason=error.detail)
+            except (UnavailableError, CommandError) as error:  # away, or full, or not for us yet
+                self._log.warning("waiting for Redis", reason=str(error))
                 stop.wait(1.0)
             else:
                 return True
