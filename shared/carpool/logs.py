@@ -22,6 +22,7 @@ def configure_logs(level: str, service: str) -> None:
             name_service,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if readable else "iso", utc=not readable),
+            *([] if readable else [structlog.processors.format_exc_info]),  # the console shows it by itself
             structlog.dev.ConsoleRenderer(pad_event_to=24)
             if readable
             else structlog.processors.JSONRenderer(),
