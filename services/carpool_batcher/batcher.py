@@ -8,6 +8,7 @@ not hang on the lease: a dispatch takes effect at most once, whoever sends it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from threading import Event
 from typing import Final, NamedTuple
@@ -31,6 +32,7 @@ from carpool.messages import (
 )
 from carpool.store import Answer, Census, Departure, RawEntry, Store, Tail
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
+from carpool_batcher.meter import Meter
 
 LEASE_MS: Final = 2000
 CENSUS_EVERY_US: Final = 250_000
@@ -52,10 +54,11 @@ class Active(NamedTuple):
 class ModelBatcher:
     """Serves one model, or stands by while another batcher does. `run_once` is one turn of the loop."""
 
-    def __init__(self, url: str, keys: Keys, name: str) -> None:
+    def __init__(self, url: str, keys: Keys, name: str, meter: Meter) -> None:
         self._url = url
         self._keys = keys
         self._name = name
+        self._meter = meter
         self._clock = RedisClock()
         self._store = Store(Link(url, name=f"{name}:moves"), keys, self._clock)
         self._active: Active | None = None
@@ -115,6 +118,7 @@ class ModelBatcher:
             self._active.tail.close()
             self._active = None
         self._store.close()
+        self._meter.stood_by()
         self._census_at_us = 0
 
     # --- one turn ------------------------------------------------------------------------------------------
@@ -201,11 +205,11 @@ class ModelBatcher:
         touched = {one.entry: one.entry.id for one in refusals} | {entry: entry.id for entry in emptied}
         vanished = self._store.refuse(refusals, emptied, ttl_ms)
         _rename(active, touched, vanished)
-        counts: dict[str, int] = {}
-        for one in refusals:
-            counts[one.status] = counts.get(one.status, 0) + 1
-        if counts:
-            self._log.info("refused", **counts)
+        gone = set(vanished)
+        answered = [one for one in refusals if one.entry not in gone]
+        if answered:
+            self._meter.refused(answered)
+            self._log.info("refused", **Counter(one.status for one in answered))
 
     def _dispatch(self, active: Active, dispatches: Sequence[Dispatch]) -> None:
         scheduler = active.scheduler
@@ -215,16 +219,19 @@ class ModelBatcher:
         now_us = self._clock.now_us()
         for one in departed:
             scheduler.departed(one.batch_id, one.requests, now_us)
+        self._meter.dispatched(dispatches, departed, scheduler, now_us)
 
     def _expire(self, scheduler: Scheduler, in_flight: Sequence[Expire]) -> None:
         by_batch: dict[str, list[Answer]] = {}
+        answered = 0
         for batch_id, position, request in in_flight:
             detail = "expired: its batch was dispatched, but not done by its deadline"
             result = Result(request.correlation_id, DEADLINE_EXCEEDED, request.content_type, detail=detail)
             by_batch.setdefault(batch_id, []).append(Answer(position, request.reply_to, result))
         for batch_id, answers in by_batch.items():
-            self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
-        self._log.info("expired in flight", requests=len(in_flight), batches=len(by_batch))
+            answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
+        self._meter.expired_in_flight(answered)
+        self._log.info("expired in flight", requests=answered, batches=len(by_batch))
 
     # --- looking around ------------------------------------------------------------------------------------
 
@@ -232,6 +239,8 @@ class ModelBatcher:
         """Now and then: the clock, the workers, the settings, and what vanished without a word."""
         census = self._store.census()
         scheduler = active.scheduler
+        if self._census_at_us:
+            self._meter.renewed(self._clock.now_us() - self._census_at_us)
         scheduler.workers = len(census.workers)
         settings = self._settings(census, scheduler.settings)
         if settings != scheduler.settings:
@@ -240,6 +249,7 @@ class ModelBatcher:
         now_us = self._clock.now_us()
         self._census_at_us = now_us + CENSUS_EVERY_US
         self._find_unseen(active, census, now_us)
+        self._meter.looked(scheduler, now_us)
 
     def _settings(self, census: Census, otherwise: ModelSettings) -> ModelSettings:
         """What is registered; a registration that makes no sense changes nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import Final
 
 import structlog
@@ -12,27 +13,43 @@ from carpool.lifecycle import Loop
 from carpool.link import Link
 from carpool.store import Directory
 from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher.meter import BatcherMetrics, Meter
 
 DISCOVER_EVERY_S: Final = 0.5
+STUCK_S: Final = 30.0  # no turn takes so long: Redis's timeout is 5 s, and a model's loop blocks for 1 s
 
 
 class BatcherService:
     """Runs a loop for each model. `run_once` looks for new models; nothing else needs to be configured."""
 
-    def __init__(self, url: str, prefix: str, name: str) -> None:
+    def __init__(self, url: str, prefix: str, name: str, metrics: BatcherMetrics) -> None:
         self._url = url
         self._prefix = prefix
         self._name = name
+        self._metrics = metrics
         self._directory = Directory(Link(url, name=f"{name}:directory"), prefix)
-        self._loops: dict[str, tuple[ModelBatcher, Loop]] = {}
+        self._discovery = Loop("discovery", self._look, self._cannot_look)
+        self._batchers: dict[str, ModelBatcher] = {}
+        self._loops: dict[str, Loop] = {}
         self._not_models: set[str] = set()
+        self._looked = False
+        self._stopping = Event()
         self._log = structlog.get_logger()
+
+    def start(self) -> None:
+        """Look for models from now on."""
+        self._discovery.start()
 
     def run_once(self) -> None:
         """Start serving the models that are new."""
         for model in self._directory.models():
             if model not in self._loops and model not in self._not_models:
                 self._start(model)
+        self._looked = True
+
+    def _look(self) -> None:
+        self.run_once()
+        self._stopping.wait(DISCOVER_EVERY_S)
 
     def _start(self, model: str) -> None:
         try:
@@ -41,25 +58,60 @@ class BatcherService:
             self._not_models.add(model)
             self._log.error("not a model", reason=str(error))
             return
-        batcher = ModelBatcher(self._url, keys, self._name)
-        loop = Loop(f"batcher {model}", batcher.run_once, self._report(model))
-        self._loops[model] = (batcher, loop)
+        batcher = ModelBatcher(self._url, keys, self._name, Meter(self._metrics, model))
+        loop = Loop(f"batcher {model}", batcher.run_once, self._starts_over(model))
+        self._batchers[model], self._loops[model] = batcher, loop
         loop.start()
 
-    def _report(self, model: str) -> Callable[[Exception], None]:
+    def _cannot_look(self, error: Exception) -> None:
+        self._metrics.error(error)
+        self._log.warning("cannot look for models", reason=str(error), kind=type(error).__name__)
+
+    def _starts_over(self, model: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
+            self._metrics.error(error)
             self._log.warning(
                 "batcher starts over", model=model, reason=str(error), kind=type(error).__name__
             )
 
         return report
 
+    # --- how it is -----------------------------------------------------------------------------------------
+
+    def unhealthy(self) -> list[str]:
+        """What only a restart would mend: a loop that ended, or hangs."""
+        return [
+            f"{loop.name}: {f'hangs for {loop.silent_s:.0f} s' if loop.alive else 'ended'}"
+            for loop in self._all_loops()
+            if not loop.alive or loop.silent_s > STUCK_S
+        ]
+
+    def unready(self) -> list[str]:
+        """Why nothing is batched now. A batcher that stands by is ready to take over, and one of whose models
+        some fail serves the others."""
+        if self._stopping.is_set():
+            return ["stopping"]
+        loops = list(self._loops.values()) or [self._discovery]
+        failing = [f"{loop.name}: {loop.failing}" for loop in loops if loop.failing]
+        if len(failing) == len(loops):
+            return failing
+        return [] if self._looked else ["starting"]
+
+    def _all_loops(self) -> list[Loop]:
+        return [self._discovery, *list(self._loops.values())]
+
+    # --- the end -------------------------------------------------------------------------------------------
+
     def stop(self) -> None:
         """Stop all loops, and give the leases back."""
-        for batcher, loop in self._loops.values():
+        self._stopping.set()
+        self._discovery.stop()
+        self._discovery.join(5.0)
+        for loop in self._loops.values():
             loop.stop()
+        for batcher in self._batchers.values():
             batcher.stop()
-        for batcher, loop in self._loops.values():
+        for model, loop in self._loops.items():
             if loop.join(5.0):
-                batcher.close()
+                self._batchers[model].close()
         self._directory.close()

@@ -14,7 +14,9 @@ _COMMANDS: Final = {
     "up": "carpool_cli.up",
     "infer": "carpool_cli.infer",
     "models": "carpool_cli.models",
+    "health": "carpool_cli.health",
     "demo": "carpool_cli.demo",
+    "acl": "carpool_cli.acl",
     "worker": "carpool_worker.__main__",
     "batcher": "carpool_batcher.__main__",
 }
@@ -30,6 +32,8 @@ Carpool: requests that come one by one share the ride to the accelerator.
 
   carpool worker MODEL         a worker alone, anywhere that reaches Redis
   carpool batcher              a batcher alone, for every model
+  carpool health               whether the service with this --http-port is ready; for health checks
+  carpool acl                  passwords and Redis's ACL file: each role may do what it does, and no more
   carpool version              which Carpool this is
   carpool help COMMAND         its flags; each is also CARPOOL_* in the environment or in .env
 

@@ -45,7 +45,8 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to run. `models` are named as for a worker. `logs` is a directory; None: standard error."""
+    """What is to run. `models` are named as for a worker. `http_port` is the batcher's, the workers have the
+    ports after it. `logs` is a directory; None: standard error."""
 
     models: Sequence[str]
     redis_url: str | None = None
@@ -56,6 +57,7 @@ class Plan:
     device: str = "auto"
     drain_s: float = 30.0
     log_level: str = "info"
+    http_port: int | None = None
     logs: Path | None = None
 
 
@@ -242,17 +244,27 @@ class Supervisor:
             self._keepers.append(Keeper(self.redis, time.monotonic()))
         self._link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0)
         self._link.call("PING")
+        self._batcher = Service("batcher", ["carpool_batcher"], self._environment(0), plan.logs)
+        self.workers = [
+            WorkerService(spec, plan, self._environment(at)) for at, spec in enumerate(plan.models, 1)
+        ]
+        for service in (self._batcher, *self.workers):
+            service.start()
+            self._keepers.append(Keeper(service, time.monotonic()))
+
+    def _environment(self, at: int) -> dict[str, str]:
+        """What the service in place `at` is told: the batcher is in place 0, the workers follow."""
+        plan = self._plan
         environment = {
             **os.environ,
             "CARPOOL_REDIS_URL": self.url,
             "CARPOOL_PREFIX": plan.prefix,
             "CARPOOL_LOG_LEVEL": plan.log_level,
         }
-        self._batcher = Service("batcher", ["carpool_batcher"], environment, plan.logs)
-        self.workers = [WorkerService(spec, plan, environment) for spec in plan.models]
-        for service in (self._batcher, *self.workers):
-            service.start()
-            self._keepers.append(Keeper(service, time.monotonic()))
+        environment.pop("CARPOOL_HTTP_PORT", None)  # two cannot have one
+        if plan.http_port is not None:
+            environment["CARPOOL_HTTP_PORT"] = str(plan.http_port + at)
+        return environment
 
     def run_once(self) -> list[WorkerService]:
         """Start again what died. Returns the workers that began to serve since the last call.

@@ -54,6 +54,12 @@ class UpSettings(CarpoolSettings):
     replicas: int = Field(1, ge=1, le=256, description="model processes, of each model")
     device: str = Field("auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the processes in turn")
     drain_s: float = Field(30.0, ge=0, description="how long a stop waits for what is in hand")
+    http_port: int | None = Field(
+        None,
+        ge=1,
+        le=65000,
+        description="where the batcher serves /metrics, /healthz, /readyz; workers do on the ports after it",
+    )
     prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
     log_level: LogLevel = Field("info", description="the least to log")
 
@@ -80,6 +86,7 @@ class UpSettings(CarpoolSettings):
             device=self.device,
             drain_s=self.drain_s,
             log_level=self.log_level,
+            http_port=self.http_port,
         )
 
 

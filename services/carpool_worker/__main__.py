@@ -10,8 +10,10 @@ import structlog
 from carpool.keys import Keys
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
+from carpool.metrics import serve_status
 from carpool.settings import WorkerSettings, read_settings
 from carpool_worker.loader import model_name
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process import ModelLoadError, devices
 from carpool_worker.worker import Worker
 
@@ -25,15 +27,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         name, where = model_name(settings.model)
         keys = Keys(name, settings.prefix)
-        worker = Worker(
-            settings.redis_url, keys, where, devices(settings.device, settings.replicas), settings.lease_ms
-        )
+        metrics = WorkerMetrics(name)
+        wanted = devices(settings.device, settings.replicas)
+        worker = Worker(settings.redis_url, keys, where, wanted, settings.lease_ms, metrics)
+        serve_status(settings, metrics, worker)
         worker.start(stop)
     except ModelLoadError as error:
         print(error.trace, file=sys.stderr)
         log.error("model cannot be loaded", model=settings.model, reason=str(error))
         return 1
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         log.error("worker cannot start", model=settings.model, reason=str(error))
         return 1
     collect_garbage_rarely()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Final
 
@@ -10,6 +11,7 @@ import structlog
 from carpool.link import CommandError
 from carpool.store import Answer, FencedError, Store
 from carpool_worker.job import Job
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.slot import Slot
 
 WAIT_S: Final = 0.5
@@ -19,8 +21,9 @@ COMMIT_BYTES: Final = 256 * 1024 * 1024
 class Committer:
     """`run_once` finishes and commits at most one batch. What it could not commit it tries again."""
 
-    def __init__(self, slot: Slot, store: Store, result_ttl_ms: int) -> None:
+    def __init__(self, slot: Slot, store: Store, result_ttl_ms: int, metrics: WorkerMetrics) -> None:
         self._slot = slot
+        self._metrics = metrics
         self._store = store
         self._result_ttl_ms = result_ttl_ms
         self._log = structlog.get_logger()
@@ -31,8 +34,11 @@ class Committer:
             job = self._slot.finish_next(self._note, WAIT_S)
             if job is None:
                 return
-            self._commit(job)
+            began_ns = time.monotonic_ns()
+            for position in self._commit(job):  # answered by a batcher, when their deadline passed
+                del job.results[position]
         except FencedError as fenced:
+            self._metrics.fenced()
             lost = next(job for job in self._slot.jobs() if job.batch.id == str(fenced))
             self._log.warning(
                 "commit fenced", model=self._store.keys.model, batch=lost.batch.id, epoch=lost.batch.epoch
@@ -40,9 +46,12 @@ class Committer:
             self._slot.drop(lost)
             return
         self._slot.drop(job)
+        output_us = (time.monotonic_ns() - began_ns) // 1000
+        self._metrics.committed(job, output_us, self._store.clock.now_us())
         self._report(job)
 
-    def _commit(self, job: Job) -> None:
+    def _commit(self, job: Job) -> set[int]:
+        """Settle the job. Returns the positions that were answered by others meanwhile."""
         self._write_ahead(job)
         requests = job.batch.requests
         results = {
@@ -51,7 +60,7 @@ class Committer:
             if position not in job.noted
         }
         try:
-            self._store.commit(
+            return self._store.commit(
                 self._slot.consumer, job.batch, results, job.dead, job.compute_us, self._result_ttl_ms
             )
         except CommandError as error:

@@ -7,11 +7,13 @@ or sleeps in C for an hour is renewed all the same, and nobody needs to guess ho
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
 
 from carpool.store import Store
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.slot import Slot
 
 
@@ -19,9 +21,16 @@ class Heartbeat:
     """`run_once` renews every slot's lease, then waits for a third of it."""
 
     def __init__(
-        self, slots: Sequence[Slot], store: Store, lease_ms: int, register: Callable[[Store], None]
+        self,
+        slots: Sequence[Slot],
+        store: Store,
+        lease_ms: int,
+        register: Callable[[Store], None],
+        metrics: WorkerMetrics,
     ) -> None:
         self._slots = slots
+        self._metrics = metrics
+        self._beaten_us: int | None = None  # by this host's monotonic clock
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
@@ -51,6 +60,15 @@ class Heartbeat:
         for batch_id in missing & self._missing:
             self._log.warning("batch lost", model=self._store.keys.model, batch=batch_id)
         self._missing = missing
+        self._measure()
+
+    def _measure(self) -> None:
+        """How late this beat was: what is left of the lease is the margin before others take our batches."""
+        now_us = time.monotonic_ns() // 1000
+        if self._beaten_us is not None:
+            self._metrics.beat(now_us - self._beaten_us - self._lease_ms * 1000 // 3)
+        self._beaten_us = now_us
+        self._metrics.in_hand.set(sum(len(slot.held()) for slot in self._slots))
 
     def drain(self) -> None:
         """From now on a slot leaves once it holds nothing, and not before: a batch that is in flight takes up

@@ -11,6 +11,7 @@ import structlog
 from carpool.link import CommandError
 from carpool.store import Store
 from carpool_worker.job import Job
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.slot import Slot
 
 BLOCK_MS: Final = 500
@@ -19,8 +20,16 @@ BLOCK_MS: Final = 500
 class Intake:
     """`run_once` brings at most one batch into the slot."""
 
-    def __init__(self, slot: Slot, store: Store, lease_ms: int, register: Callable[[Store], None]) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        store: Store,
+        lease_ms: int,
+        register: Callable[[Store], None],
+        metrics: WorkerMetrics,
+    ) -> None:
         self._slot = slot
+        self._metrics = metrics
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
@@ -40,7 +49,9 @@ class Intake:
             return
         if job is not None:
             assert self._slot.codec is not None
+            began_ns = time.monotonic_ns()
             self._slot.codec.prepare(job, self._store.clock.now_us())
+            job.input_us = (time.monotonic_ns() - began_ns) // 1000
             self._slot.take(job)
 
     def _fetched(self) -> Job | None:
@@ -57,6 +68,7 @@ class Intake:
             self._reclaim_at_s = now_s + self._lease_ms / 4000
             return None
         batch, answered, started = reclaimed
+        self._metrics.redelivered()
         self._log.warning(
             "batch reclaimed",
             model=self._store.keys.model,

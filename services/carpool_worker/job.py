@@ -52,7 +52,9 @@ class Job:
     results: dict[int, Result] = field(default_factory=dict)
     noted: set[int] = field(default_factory=set)  # positions whose result was written ahead of the commit
     dead: list[DeadLetter] = field(default_factory=list)
-    compute_us: int = 0
+    input_us: int = 0  # how long decoding took
+    compute_us: int = 0  # the model's work, over all executions
+    executions: int = 0
 
     @property
     def singly(self) -> bool:
@@ -174,6 +176,7 @@ class Codec:
         if header["count"] != len(frame.positions) or header["first"] != frame.positions[0]:
             raise RuntimeError("an outcome came for another frame")  # never: frames and outcomes are in order
         job.compute_us += header["compute_us"]
+        job.executions += 1
         requests = job.batch.requests
         failures = header["failures"]
         for at, (status, detail) in failures.items():

@@ -20,6 +20,7 @@ import structlog
 from carpool.clock import RedisClock
 from carpool_worker.frames import ProcessGoneError
 from carpool_worker.job import Codec, Frame, Job, fail, split
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process import ModelProcess
 
 JOBS_IN_HAND: Final = 2
@@ -33,8 +34,11 @@ Note = Callable[[Job, int], None]
 class Slot:
     """See the module. `consumer` is the slot's name in the group of workers."""
 
-    def __init__(self, consumer: str, process: ModelProcess, clock: RedisClock) -> None:
+    def __init__(
+        self, consumer: str, process: ModelProcess, clock: RedisClock, metrics: WorkerMetrics
+    ) -> None:
         self.consumer = consumer
+        self._metrics = metrics
         self.process = process
         self.codec: Codec | None = None  # known once the model is loaded
         self._clock = clock
@@ -139,6 +143,7 @@ class Slot:
     def _replace(self, when: str, **about: str) -> None:
         """The process died: start another. What was sent to the old one is to be sent again."""
         how = self.process.why_gone()
+        self._metrics.process_died()
         self._log.error("model process died", worker=self.consumer, how=how, when=when, **about)
         with self._pipe:
             for job in self.jobs():

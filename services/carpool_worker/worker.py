@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -34,22 +34,34 @@ from carpool_worker.committer import Committer
 from carpool_worker.heartbeat import Heartbeat
 from carpool_worker.intake import Intake
 from carpool_worker.job import Codec
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process import ModelLoadError, ModelProcess
 from carpool_worker.slot import Slot
+
+STUCK_S: Final = 30.0  # no beat takes so long: Redis's timeout is 5 s
 
 
 class Worker:
     """Serves one model with a process on each of `devices`."""
 
-    def __init__(self, url: str, keys: Keys, where: str, devices: Sequence[str], lease_ms: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        keys: Keys,
+        where: str,
+        devices: Sequence[str],
+        lease_ms: int,
+        metrics: WorkerMetrics,
+    ) -> None:
         self._url = url
+        self._metrics = metrics
         self._keys = keys
         self._lease_ms = lease_ms
         self._clock = RedisClock()
         name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self._name = name
         self._slots = [
-            Slot(f"{name}/{replica}", ModelProcess(where, device), self._clock)
+            Slot(f"{name}/{replica}", ModelProcess(where, device), self._clock, metrics)
             for replica, device in enumerate(devices)
         ]
         self._registration: dict[str, Argument] = {}
@@ -57,6 +69,8 @@ class Worker:
         self._committers: list[Loop] = []
         self._hearts: list[Loop] = []
         self._store = self._new_store("control")
+        self._waiting_for = "the model is loading"  # until all has started
+        self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
 
@@ -73,7 +87,9 @@ class Worker:
             slot.codec = Codec(ready[0])
         self._registration = registration_of(ready[0])
         settings = ModelSettings.from_mapping(ready[0]["settings"])
-        self._heartbeat = Heartbeat(self._slots, self._new_store("heartbeat"), self._lease_ms, self._register)
+        self._heartbeat = Heartbeat(
+            self._slots, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
+        )
         if not self._registered(stop):
             return
         heart = Loop("heartbeat", self._heartbeat.run_once, self._reporter("heartbeat"))
@@ -81,6 +97,7 @@ class Worker:
         heart.start()
         for slot in self._slots:
             self._start_slot(slot, settings)
+        self._waiting_for = ""
         self._log.info(
             "worker ready",
             worker=self._name,
@@ -96,6 +113,8 @@ class Worker:
                 self._store.register(self._registration)
                 self._heartbeat.beat()
             except (UnavailableError, CommandError) as error:  # away, or full, or not for us yet
+                self._metrics.error(error)
+                self._waiting_for = str(error)
                 self._log.warning("waiting for Redis", reason=str(error))
                 stop.wait(1.0)
             else:
@@ -103,8 +122,8 @@ class Worker:
         return False
 
     def _start_slot(self, slot: Slot, settings: ModelSettings) -> None:
-        committer = Committer(slot, self._new_store("commit"), settings.result_ttl_ms)
-        intake = Intake(slot, self._new_store("intake"), self._lease_ms, self._register)
+        committer = Committer(slot, self._new_store("commit"), settings.result_ttl_ms, self._metrics)
+        intake = Intake(slot, self._new_store("intake"), self._lease_ms, self._register, self._metrics)
         for loops, agent in ((self._committers, committer), (self._intakes, intake)):
             name = f"{type(agent).__name__.lower()} {slot.consumer}"
             loop = Loop(name, agent.run_once, self._reporter(name))
@@ -122,6 +141,7 @@ class Worker:
 
     def _reporter(self, loop: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
+            self._metrics.error(error)
             if isinstance(error, ModelLoadError):
                 self._log.error("model cannot be loaded again", reason=str(error), trace=error.trace)
                 self.failed.set()
@@ -130,8 +150,37 @@ class Worker:
 
         return report
 
+    # --- how it is -----------------------------------------------------------------------------------------
+
+    def unhealthy(self) -> list[str]:
+        """What only a restart would mend: a loop that ended, or a heart that does not beat. A committer may
+        wait for its model for as long as that takes."""
+        ended = [f"{loop.name}: ended" for loop in self._loops() if not loop.alive]
+        stopped = [
+            f"{heart.name}: hangs for {heart.silent_s:.0f} s"
+            for heart in self._hearts
+            if heart.silent_s > self._lease_ms / 3000 + STUCK_S
+        ]
+        return [] if self._draining else ended + stopped
+
+    def unready(self) -> list[str]:
+        """Why no batches are executed now."""
+        if self._draining:
+            return ["draining"]
+        if self._waiting_for:
+            return [self._waiting_for]
+        failing = [f"{loop.name}: {loop.failing}" for loop in self._loops() if loop.failing]
+        gone = [f"{slot.consumer}: its process ended" for slot in self._slots if not slot.process.alive]
+        return failing + gone
+
+    def _loops(self) -> list[Loop]:
+        return [*self._hearts, *self._intakes, *self._committers]
+
+    # --- the end -------------------------------------------------------------------------------------------
+
     def drain(self, within_s: float) -> bool:
         """Take nothing new, finish what is in hand, leave. Whether everything was committed in time."""
+        self._draining = True
         until_s = time.monotonic() + within_s
         for loop in self._intakes:
             loop.stop()

@@ -158,7 +158,8 @@ class Loop:
 
     What `run_once` raises goes to `on_error` and the loop goes on: a thread that ends unnoticed leaves a
     process that looks alive and does nothing. While errors follow each other the calls are spaced out, from
-    50 ms to 2 s, so that a Redis that is away is neither hammered nor the log flooded.
+    50 ms to 2 s, so that a Redis that is away is neither hammered nor the log flooded. `failing` is what the
+    last call raised, None once one went well.
     """
 
     _FIRST_PAUSE_S: Final = 0.05
@@ -171,6 +172,9 @@ class Loop:
         self._on_error = on_error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._turned_s = time.monotonic()
+        self.name = name
+        self.failing: str | None = None
 
     def start(self) -> None:
         """Starts the thread, once. After `stop` it ends without having called `run_once`."""
@@ -190,15 +194,22 @@ class Loop:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def silent_s(self) -> float:
+        """How long ago a call of `run_once` ended, well or not; or the loop was made, if none has."""
+        return time.monotonic() - self._turned_s
+
     def _run(self) -> None:
         pause_s = 0.0
         while not self._stop.wait(pause_s):
             try:
                 self._run_once()
-                pause_s = 0.0
+                pause_s, self.failing = 0.0, None
             except (Exception, SystemExit) as error:
                 pause_s = min(max(2 * pause_s, self._FIRST_PAUSE_S), self._LONGEST_PAUSE_S)
+                self.failing = str(error) or type(error).__name__
                 self._report(error)
+            self._turned_s = time.monotonic()
 
     def _report(self, error: Exception | SystemExit) -> None:
         if isinstance(error, SystemExit):  # which would end this thread, and only this thread, in silence

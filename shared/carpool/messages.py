@@ -99,13 +99,15 @@ class Result(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A request that is answered without being dispatched, and where to."""
+    """A request that is answered without being dispatched, and where to. `reason` is one word of few, to
+    count by; `detail` is a sentence for its producer."""
 
     entry: Entry
     correlation_id: str
     reply_to: str | None
     content_type: str
     status: str
+    reason: str
     detail: str
     request: Request | None = None  # None where it could not be understood
 

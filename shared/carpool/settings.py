@@ -10,13 +10,15 @@ import difflib
 import sys
 from collections.abc import Sequence
 from inspect import cleandoc
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
-from urllib.parse import urlsplit
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
 
 from carpool.keys import DEFAULT_PREFIX
+from carpool.link import without_password
 
 
 def _redis_url(url: str) -> str:
@@ -24,9 +26,21 @@ def _redis_url(url: str) -> str:
         raise ValueError("must begin with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
     try:
         _ = urlsplit(url).port
-    except ValueError as error:
-        raise ValueError(f"{error}; right would be one as in redis://127.0.0.1:6379/0") from None
+    except ValueError:  # which may quote a part of a password, where that holds a /
+        raise ValueError(
+            "what follows the host must be a port, as in redis://127.0.0.1:6379/0; a password with other than "
+            "letters and digits in it is percent-encoded, or in a file (CARPOOL_REDIS_PASSWORD_FILE)"
+        ) from None
     return url
+
+
+def _readable(path: Path | None) -> Path | None:
+    if path is not None:
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot be read: {error.strerror}") from None
+    return path
 
 
 def _prefix(prefix: str) -> str:
@@ -36,6 +50,7 @@ def _prefix(prefix: str) -> str:
 
 
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -53,7 +68,73 @@ class CarpoolSettings(BaseSettings):
     )
 
 
-class ProducerSettings(CarpoolSettings):
+class RedisSettings(CarpoolSettings):
+    """Where Redis is, how to sign in, and whom to trust there. In the end all of it is in `redis_url`."""
+
+    redis_url: RedisUrl | None = Field(None, description="where Redis is")
+    redis_user: str = Field("", description="who signs in, where the URL does not say")
+    redis_password_file: ReadableFile = Field(None, description="a file that holds the password, nothing else")
+    redis_ca_file: ReadableFile = Field(
+        None, description="who may vouch for a rediss:// server (default: whom this system trusts)"
+    )
+    redis_cert_file: ReadableFile = Field(None, description="our own certificate, where Redis asks for one")
+    redis_key_file: ReadableFile = Field(None, description="its key, if it is not in the same file")
+
+    @model_validator(mode="after")
+    def _in_one_url(self) -> Self:
+        given = [name for name in SIGNING_IN if getattr(self, name)]
+        if given and self.redis_url is None:
+            flags = " and ".join(_flag(name) for name in given)
+            raise ValueError(f"{flags} would be for a Redis that runs already; --redis-url names it")
+        if given and self.redis_url is not None:
+            files = {name: getattr(self, name) for name in TLS_FILES if getattr(self, name)}
+            self.redis_url = _with_files(self._signed_in(self.redis_url), files)
+        return self
+
+    def _signed_in(self, url: str) -> str:
+        """The URL with user and password in it, each from the one place that names it."""
+        parts = urlsplit(url)
+        password = ""
+        if self.redis_password_file is not None:
+            password = self.redis_password_file.read_text().strip()
+            if not password:
+                raise ValueError(f"--redis-password-file (or CARPOOL_REDIS_PASSWORD_FILE) is empty: {self.redis_password_file}")
+        for name, ours, theirs in (
+            ("redis_user", self.redis_user, parts.username),
+            ("redis_password_file", password, parts.password),
+        ):
+            if ours and theirs:
+                raise ValueError(f"{_flag(name)} says what the URL says too; leave one out")
+        user = quote(self.redis_user, safe="") or parts.username or ""
+        password = quote(password, safe="") or parts.password or ""
+        place = parts.netloc.rpartition("@")[2]
+        return parts._replace(netloc=f"{user}:{password}@{place}" if user or password else place).geturl()
+
+
+SIGNING_IN: Final = ("redis_user", "redis_password_file", "redis_ca_file", "redis_cert_file", "redis_key_file")
+TLS_FILES: Final = {
+    "redis_ca_file": "ssl_ca_certs",
+    "redis_cert_file": "ssl_certfile",
+    "redis_key_file": "ssl_keyfile",
+}
+
+
+def _with_files(url: str, files: Mapping[str, Path]) -> str:
+    """The URL of a rediss:// server with the files of TLS in it, as redis-py reads them there."""
+    if not files:
+        return url
+    parts = urlsplit(url)
+    if parts.scheme != "rediss":
+        raise ValueError(f"{_flag(next(iter(files)))} is for TLS, and {without_password(url)} is without: rediss:// is with")
+    query = urlencode({TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
+    return parts._replace(query="&".join(filter(None, (parts.query, query)))).geturl()
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')} (or CARPOOL_{name.upper()})"
+
+
+class ProducerSettings(RedisSettings):
     """What it takes to find the models."""
 
     redis_url: RedisUrl = Field("redis://127.0.0.1:6379/0", description="where Redis is")
@@ -63,6 +144,13 @@ class ProducerSettings(CarpoolSettings):
 class CommonSettings(ProducerSettings):
     """What every service needs."""
 
+    http_host: str = Field("127.0.0.1", description="where to serve /metrics, /healthz and /readyz")
+    http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="on which port; 0 takes a free one, which the log names (default: none)",
+    )
     log_level: LogLevel = Field("info", description="the least to log")
 
 

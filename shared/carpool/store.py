@@ -226,9 +226,12 @@ class Store:
         _leave(by_entry.keys() - set(vanished), new_ids, staying)
         return vanished
 
-    def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> None:
-        """Answer requests whose deadline passed while their batch is wherever it is."""
-        self._answer("", batch_id, 0, answers, None, result_ttl_ms)
+    def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
+        """Answer requests whose deadline passed while their batch is wherever it is.
+
+        Returns how many were answered: none of a batch that has been settled meanwhile.
+        """
+        return self._answer("", batch_id, 0, answers, None, result_ttl_ms)
 
     # --- the worker's moves --------------------------------------------------------------------------------
 
@@ -326,14 +329,16 @@ class Store:
         answers: Sequence[Answer],
         starting: int | None,
         result_ttl_ms: int,
-    ) -> None:
+    ) -> int:
         keyring = Keyring(self.keys.batches, self.keys.progress(batch_id))
         args: list[Argument] = [consumer, batch_id, epoch, result_ttl_ms, PROGRESS_TTL_MS]
         args += ["" if starting is None else starting, len(answers)]
         for position, reply_to, result in answers:
             args += [position, *self._result_args(keyring, [(reply_to, result)])]
-        if self._link.run(_ANSWER, keyring.keys, args) == b"FENCED":
+        answered = self._link.run(_ANSWER, keyring.keys, args)
+        if answered == b"FENCED":
             raise FencedError(batch_id)
+        return 0 if answered == b"SETTLED" else int(answered)
 
     def commit(
         self,
@@ -343,17 +348,21 @@ class Store:
         dead: Sequence[DeadLetter],
         compute_us: int,
         result_ttl_ms: int,
-    ) -> None:
+    ) -> set[int]:
         """Settle a batch. `results` by position, each with its `reply_to`; those left out were answered.
 
-        Raises FencedError.
+        Returns the positions of which nothing was written, because they were answered meanwhile. Raises
+        FencedError.
         """
         left_out = set(range(len(batch.requests))) - results.keys()
+        meanwhile: set[int] = set()
         while True:
-            answered = self._commit(consumer, batch, results, left_out, dead, compute_us, result_ttl_ms)
+            answered = self._commit(
+                consumer, batch, results, left_out | meanwhile, dead, compute_us, result_ttl_ms
+            )
             if not answered:
-                return
-            left_out |= answered
+                return meanwhile
+            meanwhile |= answered
 
     def _commit(
         self,

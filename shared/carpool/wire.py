@@ -359,6 +359,7 @@ def _refusal(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) ->
         valid("reply_to", None),
         content_type,
         error.status,
+        "input",
         error.detail,
     )
 

@@ -20,6 +20,7 @@ from carpool.messages import JSON, MSGPACK, Batch, BatchedRequest
 from carpool_worker import process as process_module
 from carpool_worker.frames import ProcessGoneError, pack_values, unpack_values
 from carpool_worker.job import Codec, Job
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process import ModelLoadError, ModelProcess, devices
 from carpool_worker.slot import Slot
 from support.waiting import wait_until
@@ -297,7 +298,7 @@ class Bench:
     """A slot with its two loops' moves in one place. `notes` is who was announced to be executed alone."""
 
     def __init__(self, process: ModelProcess) -> None:
-        self.slot = Slot("worker/0", process, RedisClock())
+        self.slot = Slot("worker/0", process, RedisClock(), WorkerMetrics("m"))
         self.slot.codec = Codec(process.start())
         self.ids = itertools.count(1)
         self.notes: list[tuple[str, int]] = []

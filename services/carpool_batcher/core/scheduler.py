@@ -61,6 +61,7 @@ class Riding(NamedTuple):
     """A batch in flight, as far as it matters here. `due`: those with a deadline, by position."""
 
     dispatched_us: int
+    size: int
     due: dict[int, Request]
 
 
@@ -113,14 +114,14 @@ class Scheduler:
         settings = self._settings
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
             detail = f"cost: {request.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
-            return refusal(request, INVALID_ARGUMENT, detail)
+            return refusal(request, INVALID_ARGUMENT, "cost", detail)
         if self.waiting >= settings.max_queue_size:
             detail = f"the queue is full: {self.waiting} requests wait (max_queue_size); try again later"
-            return refusal(request, RESOURCE_EXHAUSTED, detail)
+            return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
         size_bytes = bytes_of(request)
         if self.waiting_bytes + size_bytes > settings.max_queue_bytes:
             detail = f"the queue is full: {self.waiting_bytes} bytes wait (max_queue_bytes); try again later"
-            return refusal(request, RESOURCE_EXHAUSTED, detail)
+            return refusal(request, RESOURCE_EXHAUSTED, "queue_bytes", detail)
         lane = self._lanes.get(request.lane)
         if lane is None:
             lane = self._lanes[request.lane] = Lane(request.lane)
@@ -140,7 +141,7 @@ class Scheduler:
             if request.correlation_id in correlation_ids
         ]
         self.forget(named)
-        return [refusal(request, CANCELLED, "withdrawn by its producer") for request in named]
+        return [refusal(request, CANCELLED, "withdrawn", "withdrawn by its producer") for request in named]
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Waiting requests are gone from Redis: withdrawn by XDEL, or taken by another batcher."""
@@ -158,7 +159,7 @@ class Scheduler:
     def ride(self, batch_id: str, requests: Sequence[Request], dispatched_us: int) -> None:
         """A batch is in flight: dispatched now, or found there by a batcher that has just taken over."""
         due = {at: request for at, request in enumerate(requests) if request.deadline_us is not None}
-        self._in_flight[batch_id] = Riding(dispatched_us, due)
+        self._in_flight[batch_id] = Riding(dispatched_us, len(requests), due)
         self._watch_batch(batch_id, due)
 
     def settle(self, batch_id: str, now_us: int) -> None:
@@ -172,6 +173,20 @@ class Scheduler:
     def in_flight(self) -> dict[str, Riding]:
         """Batches in flight by ID, in the order in which they were dispatched."""
         return self._in_flight
+
+    # --- what there is to see ------------------------------------------------------------------------------
+
+    def oldest_arrival_us(self) -> int | None:
+        """When the oldest waiting request arrived; None if none waits. O(lanes)."""
+        return min((lane.head()[1] for lane in self._lanes.values() if lane.count), default=None)
+
+    def fill_percent(self, requests: Sequence[Request]) -> int:
+        """How full a batch of these is, by number or by cost, whichever is nearer to its limit."""
+        settings = self._settings
+        percent = 100 * len(requests) // settings.max_batch_size
+        if settings.max_batch_cost is not None:
+            percent = max(percent, 100 * sum(one.cost for one in requests) // settings.max_batch_cost)
+        return min(percent, 100)
 
     # --- what to do ----------------------------------------------------------------------------------------
 
@@ -335,13 +350,13 @@ class Scheduler:
             self._remove(lane, request)
             expiration_ms = (deadline_us - request.arrival_us) // 1000
             detail = f"expired: still waiting {expiration_ms} ms after its arrival"
-            return [refusal(request, DEADLINE_EXCEEDED, detail)]
+            return [refusal(request, DEADLINE_EXCEEDED, "waiting", detail)]
         lane.urgent.add(request)
         self._set(Alarm(deadline_us, [request]))
         return []
 
 
-def refusal(request: Request, status: str, detail: str) -> Refusal:
+def refusal(request: Request, status: str, reason: str, detail: str) -> Refusal:
     """The answer to a request that will not ride."""
     return Refusal(
         request.entry,
@@ -349,6 +364,7 @@ def refusal(request: Request, status: str, detail: str) -> Refusal:
         request.reply_to,
         request.content_type,
         status,
+        reason,
         detail,
         request,
     )

@@ -1,0 +1,114 @@
+"""What a batcher measures: BatcherMetrics for the process, a Meter for each of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final
+
+from prometheus_client import Counter, Gauge
+
+from carpool.errors import DEADLINE_EXCEEDED
+from carpool.messages import Refusal
+from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
+from carpool.store import Departed
+from carpool_batcher.core.scheduler import Dispatch, Scheduler
+
+_GAUGES: Final = {
+    "carpool_waiting_requests": "Requests that wait",
+    "carpool_waiting_bytes": "Bytes of what waits",
+    "carpool_oldest_request_seconds": "How long the oldest waiting request has waited",
+    "carpool_in_flight_batches": "Batches dispatched and not settled",
+    "carpool_in_flight_requests": "Requests in those batches",
+    "carpool_model_processes": "Model processes whose lease runs",
+}
+
+
+class BatcherMetrics(CommonMetrics):
+    """The families of a batcher process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        registry = self.registry
+        self.queue = Histogram(
+            "carpool_queue_seconds", "From a request's arrival to its dispatch", DURATIONS_US, 1e-6, registry
+        )
+        self.size = Histogram("carpool_batch_requests", "Requests in a batch", SIZES, 1, registry)
+        self.fill = Histogram(
+            "carpool_batch_fill_ratio",
+            "How full a batch was of what max_batch_size, or max_batch_cost, allows",
+            PERCENTS,
+            0.01,
+            registry,
+        )
+        self.batches = Counter(
+            "carpool_batches",
+            "Batches dispatched, by the reason they left",
+            ("model", "reason"),
+            registry=registry,
+        )
+        self.gauges = [Gauge(name, text, ("model",), registry=registry) for name, text in _GAUGES.items()]
+        self.active = Gauge(
+            "carpool_batcher_active", "1 where this batcher forms a model's batches, 0 where it stands by",
+            ("model",), registry=registry,
+        )  # fmt: skip
+
+
+class Meter:
+    """One model's share of it. Each method costs about a microsecond for a batch, and 0.1 for a request."""
+
+    def __init__(self, metrics: BatcherMetrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._queue = metrics.queue.of(model)
+        self._size = metrics.size.of(model)
+        self._fill = metrics.fill.of(model)
+        self._lateness = metrics.lease_lateness.of(model)
+        self.stood_by()
+
+    def dispatched(
+        self, decided: Sequence[Dispatch], departed: Sequence[Departed], scheduler: Scheduler, now_us: int
+    ) -> None:
+        """Batches left; those that nobody was left to ride in did not."""
+        for why, batch in zip(decided, departed, strict=True):
+            if batch.batch_id is not None:
+                self._metrics.batches.labels(self._model, why.reason).inc()
+        left = [batch.requests for batch in departed if batch.batch_id is not None]
+        self._size.observe([len(requests) for requests in left])
+        self._fill.observe([scheduler.fill_percent(requests) for requests in left])
+        self._queue.observe([max(0, now_us - request.arrival_us) for request in chain.from_iterable(left)])
+
+    def refused(self, refusals: Sequence[Refusal]) -> None:
+        """Requests were answered without a ride."""
+        for one in refusals:
+            self._metrics.answered.labels(self._model, one.status, one.reason).inc()
+
+    def expired_in_flight(self, requests: int) -> None:
+        """Requests were answered by their deadline while their batch was under way."""
+        self._metrics.answered.labels(self._model, DEADLINE_EXCEEDED, "in_flight").inc(requests)
+
+    def renewed(self, late_us: int) -> None:
+        """The lease was renewed, so much later than planned."""
+        self._lateness.observe([max(0, late_us)])
+
+    def looked(self, scheduler: Scheduler, now_us: int) -> None:
+        """What an active batcher sees of its model, a few times a second."""
+        oldest_us = scheduler.oldest_arrival_us()
+        in_flight = scheduler.in_flight()
+        values = (
+            scheduler.waiting,
+            scheduler.waiting_bytes,
+            0.0 if oldest_us is None else max(0, now_us - oldest_us) / 1e6,
+            len(in_flight),
+            sum(riding.size for riding in in_flight.values()),
+            scheduler.workers,
+        )
+        for gauge, value in zip(self._metrics.gauges, values, strict=True):
+            gauge.labels(self._model).set(value)
+        self._metrics.active.labels(self._model).set(1)
+
+    def stood_by(self) -> None:
+        """Another batcher sees to this model: what it sees is for it to say."""
+        self._metrics.active.labels(self._model).set(0)
+        for gauge in self._metrics.gauges:
+            gauge.remove(self._model)
