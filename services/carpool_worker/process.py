@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from carpool_worker import frames
 
@@ -136,11 +136,15 @@ def _how(code: int) -> str:
         return f"signal {-code}"
 
 
-def devices(wanted: str, replicas: int) -> list[str]:
-    """A device for each model process: `cpu`, `cuda:0,cuda:1` in turn, or `auto`: every GPU in turn."""
+def devices(wanted: str, replicas: int | Literal["auto"]) -> list[str]:
+    """A device for each model process: `cpu`, `cuda:0,cuda:1` in turn, or `auto`: every GPU in turn.
+
+    As many as `replicas` says, or as there are devices.
+    """
     if wanted == "auto":
         gpus = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
         names = [f"cuda:{index}" for index in range(len(gpus))] or ["cpu"]
     else:
         names = [name.strip() for name in wanted.split(",") if name.strip()] or ["cpu"]
-    return [names[replica % len(names)] for replica in range(replicas)]
+    processes = len(names) if replicas == "auto" else replicas
+    return [names[replica % len(names)] for replica in range(processes)]
