@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -590,7 +590,11 @@ def test_large_tensors_of_several_shapes_both_ways(
         ("cuda:0,cuda:1", 3, ["cuda:0", "cuda:1", "cuda:0"]),
         (" cuda:2 , cpu", 1, ["cuda:2"]),
         ("", 1, ["cpu"]),
+        ("cuda:0,cuda:1", "auto", ["cuda:0", "cuda:1"]),
+        ("", "auto", ["cpu"]),
     ],
 )
-def test_each_process_gets_a_device_in_turn(wanted: str, replicas: int, named: Sequence[str]) -> None:
+def test_each_process_gets_a_device_in_turn(
+    wanted: str, replicas: int | Literal["auto"], named: Sequence[str]
+) -> None:
     assert devices(wanted, replicas) == named
