@@ -8,7 +8,13 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge
 
-from carpool.errors import DEADLINE_EXCEEDED
+from carpool.errors import (
+    CANCELLED,
+    DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT,
+    RESOURCE_EXHAUSTED,
+    UNIMPLEMENTED,
+)
 from carpool.messages import Refusal
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
 from carpool.store import Departed
@@ -22,6 +28,18 @@ _GAUGES: Final = {
     "carpool_in_flight_requests": "Requests in those batches",
     "carpool_model_processes": "Model processes whose lease runs",
 }
+# What a batcher says, and why a batch leaves. Shown from zero: Prometheus notices no first value.
+_ANSWERS: Final = (
+    (INVALID_ARGUMENT, "input"),
+    (INVALID_ARGUMENT, "cost"),
+    (UNIMPLEMENTED, "input"),
+    (RESOURCE_EXHAUSTED, "queue_size"),
+    (RESOURCE_EXHAUSTED, "queue_bytes"),
+    (CANCELLED, "withdrawn"),
+    (DEADLINE_EXCEEDED, "waiting"),
+    (DEADLINE_EXCEEDED, "in_flight"),
+)
+_DISPATCH_REASONS: Final = ("full", "deadline", "delay", "idle")
 
 
 class BatcherMetrics(CommonMetrics):
@@ -55,7 +73,7 @@ class BatcherMetrics(CommonMetrics):
 
 
 class Meter:
-    """One model's share of it. Each method costs about a microsecond for a batch, and 0.1 for a request."""
+    """One model's share of it. A batch costs some 4 µs here, and each request in it 0.2."""
 
     def __init__(self, metrics: BatcherMetrics, model: str) -> None:
         self._metrics = metrics
@@ -64,6 +82,10 @@ class Meter:
         self._size = metrics.size.of(model)
         self._fill = metrics.fill.of(model)
         self._lateness = metrics.lease_lateness.of(model)
+        for status, reason in _ANSWERS:
+            metrics.answered.labels(model, status, reason)
+        for why in _DISPATCH_REASONS:
+            metrics.batches.labels(model, why)
         self.stood_by()
 
     def dispatched(

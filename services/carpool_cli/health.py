@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         connection.close()
     if response.status != http.HTTPStatus.OK:
-        print(f"carpool health: not ready: {said}", file=sys.stderr)
+        print(f"carpool health: not {'alive' if settings.alive else 'ready'}: {said}", file=sys.stderr)
         return 1
     print(said)
     return 0

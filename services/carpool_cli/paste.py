@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from carpool.keys import DEFAULT_PREFIX, Keys
 
@@ -56,13 +56,15 @@ def command(name: str) -> str:
 
 def _redis_cli(url: str) -> str:
     parts = urlsplit(url)
+    trusted = parse_qs(parts.query).get("ssl_ca_certs")
+    tls = f" --cacert {shlex.quote(trusted[0])}" if trusted else ""
     if _password(url):
-        return 'redis-cli -u "$CARPOOL_REDIS_URL"'
+        return f'redis-cli -u "$CARPOOL_REDIS_URL"{tls}'
     if parts.scheme == "unix":
         return f"redis-cli -s {shlex.quote(parts.path)}"
     if parts.scheme == "redis" and parts.hostname == "127.0.0.1" and parts.path in ("", "/", "/0"):
         return "redis-cli" if parts.port in (None, 6379) else f"redis-cli -p {parts.port}"
-    return f"redis-cli -u {shlex.quote(url)}"
+    return f"redis-cli -u {shlex.quote(parts._replace(query='').geturl())}{tls}"
 
 
 def _is_default(url: str) -> bool:

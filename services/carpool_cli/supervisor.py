@@ -25,6 +25,7 @@ from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.link import CommandError, Link
+from carpool.settings import RedisSettings
 from carpool.store import Store
 from carpool_cli.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.loader import model_name
@@ -37,6 +38,10 @@ SETTLED_S: Final = 10.0  # ... and forgotten once it lived so long
 BATCHER_STOP_S: Final = 10.0
 LOADING_STOP_S: Final = 1.0  # who serves nobody yet has nothing to finish
 REDIS_PORT: Final = 6379
+# What our own settings put into the URL: said again beside it, here or in `.env`, it would be said twice.
+_IN_THE_URL: Final = tuple(
+    f"CARPOOL_{name.upper()}" for name in RedisSettings.model_fields if name != "redis_url"
+)
 
 
 class StartError(Exception):
@@ -257,6 +262,7 @@ class Supervisor:
         plan = self._plan
         environment = {
             **os.environ,
+            **dict.fromkeys(_IN_THE_URL, ""),
             "CARPOOL_REDIS_URL": self.url,
             "CARPOOL_PREFIX": plan.prefix,
             "CARPOOL_LOG_LEVEL": plan.log_level,

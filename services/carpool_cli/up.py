@@ -17,7 +17,7 @@ from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
 from carpool.link import CommandError, without_password
 from carpool.logs import configure_logs
-from carpool.settings import CarpoolSettings, LogLevel, Prefix, RedisUrl, read_settings
+from carpool.settings import LogLevel, Prefix, RedisSettings, RedisUrl, read_settings
 from carpool_cli import paste
 from carpool_cli.embedded import EmbeddedRedisError
 from carpool_cli.report import Screen, count
@@ -30,7 +30,7 @@ def _split(text: object) -> object:
     return [name for name in text.split(",") if name] if isinstance(text, str) else text
 
 
-class UpSettings(CarpoolSettings):
+class UpSettings(RedisSettings):
     """Redis (where no URL is given), a batcher and workers on this machine, under one supervisor.
 
     What dies is started again. Ctrl-C or SIGTERM stops all of it once the workers have finished what they

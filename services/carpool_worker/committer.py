@@ -90,8 +90,10 @@ class Committer:
     def _answer(self, job: Job, positions: list[int], starting: int | None) -> None:
         requests = job.batch.requests
         answers = [Answer(at, requests[at].reply_to, job.results[at]) for at in positions]
-        self._store.answer(self._slot.consumer, job.batch, answers, starting, self._result_ttl_ms)
-        job.noted.update(positions)
+        written = self._store.answer(self._slot.consumer, job.batch, answers, starting, self._result_ttl_ms)
+        for position in set(positions) - written:  # answered by a batcher, when their deadline passed
+            del job.results[position]
+        job.noted |= written
 
     def _report(self, job: Job) -> None:
         """The one line that tells a batch's story. Never its payloads."""

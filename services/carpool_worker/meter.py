@@ -7,23 +7,37 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge
 
-from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, OK
+from carpool.errors import (
+    ABORTED,
+    CANCELLED,
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    INVALID_ARGUMENT,
+    NOT_FOUND,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    UNIMPLEMENTED,
+)
 from carpool.metrics import DURATIONS_US, Bins, CommonMetrics, Histogram
 from carpool_worker.job import Job
 
-# Why a request that reached a worker was answered with an error. What is not here, the model said.
-_REASONS: Final = {
+# Why a request that reached a worker got its status. Shown from zero: Prometheus notices no first value.
+_USUAL: Final = {
     OK: "",
     DEADLINE_EXCEEDED: "at_worker",
     INVALID_ARGUMENT: "input",
     ABORTED: "dead_letter",
+    INTERNAL: "model",
 }
+# What only a model says. It may invent a status for each request, and then they are not counted one by one.
+_MODELS_OWN: Final = frozenset((RESOURCE_EXHAUSTED, CANCELLED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND))
 
 
 class WorkerMetrics(CommonMetrics):
     """The families of a worker process, and its model's share of them.
 
-    A committed batch costs some 15 µs here, and each request in it 0.2.
+    A committed batch costs some 5 µs here, and each request in it 0.3.
     """
 
     def __init__(self, model: str) -> None:
@@ -38,7 +52,11 @@ class WorkerMetrics(CommonMetrics):
             "carpool_compute_output_seconds", "Encoding a batch's results and committing them"
         )
         self._lateness = self.lease_lateness.of(model)
-        self._executions = self._counter("carpool_executions", "Calls of the model: one for a batch, mostly")
+        for status, reason in _USUAL.items():
+            self.answered.labels(model, status, reason)
+        self._executions = self._counter(
+            "carpool_executions", "Frames that the model worked on: one for a batch, mostly"
+        )
         self._redelivered = self._counter("carpool_redeliveries", "Batches taken over from another worker")
         self._fenced = self._counter(
             "carpool_fenced_commits", "Commits that came too late: the batch was another worker's by then"
@@ -62,7 +80,8 @@ class WorkerMetrics(CommonMetrics):
         """A batch was committed, `output_us` after the model had done its work."""
         requests = job.batch.requests
         for status, count in Tally(result.status for result in job.results.values()).items():
-            self.answered.labels(self._model, status, _REASONS.get(status, "model")).inc(count)
+            known = status if status in _USUAL or status in _MODELS_OWN else "other"
+            self.answered.labels(self._model, known, _USUAL.get(status, "model")).inc(count)
         self._request.observe([max(0, now_us - requests[at].arrival_us) for at in job.results])
         self._input.observe([job.input_us])
         self._infer.observe([job.compute_us])

@@ -14,12 +14,13 @@ import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages import JSON, RAW
-from carpool.tensors import decode_tensor, is_tensor, tensor_json, tensor_map
+from carpool.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
 MAX_JSON_ITEMS: Final = 1_000_000
 
+_BINARY_TENSOR: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 _Path = tuple[Any, Any] | None  # the way to a value: the way to what it is in, and its name or number there
 
@@ -75,7 +76,9 @@ def _decode_msgpack(body: bytes) -> Any:
     except msgpack.StackError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except UnicodeDecodeError:
-        raise InvalidArgumentError("body: a text in it is not UTF-8") from None
+        raise InvalidArgumentError(
+            "body: a text in it is not UTF-8; bytes, as in a tensor's data, are msgpack's bin"
+        ) from None
     except (
         Exception
     ) as error:  # msgpack's own errors share no base but ValueError, and hashing a key may raise
@@ -86,6 +89,8 @@ def _with_arrays(value: Any, path: _Path, depth: int) -> Any:
     """`value` with each tensor's map made an array, its depth looked at on the way."""
     kind = type(value)
     if kind is dict:
+        if value.keys() == _BINARY_TENSOR:
+            value = _with_text_names(value)
         if is_tensor(value):
             return decode_tensor(value, _field(path))
         _check_depth(depth)
@@ -98,6 +103,14 @@ def _with_arrays(value: Any, path: _Path, depth: int) -> Any:
     if kind in (msgpack.ExtType, msgpack.Timestamp):
         raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not understood")
     return value
+
+
+def _with_text_names(value: dict[bytes, Any]) -> dict[str, Any]:
+    """A tensor of a language that has one kind of string, and writes all of them as bin (Perl does)."""
+    named = {name.decode(): item for name, item in value.items()}
+    if type(named["datatype"]) is bytes:
+        named["datatype"] = named["datatype"].decode("ascii", "replace")
+    return named
 
 
 def _field(path: _Path) -> str:

@@ -2,13 +2,15 @@
 
 redis-py does what it is good at: addresses, TLS, authentication, the parser. Its command layer is left aside:
 no response callbacks (they cost more than Redis does), no pool, and no retries, because only the caller knows
-whether saying a thing twice is safe. After any doubt about what was heard the connection is closed.
+whether saying a thing twice is safe. After any doubt about what was heard the connection is closed. Nor does
+it introduce itself (`driver_info`): roles need not be allowed to, and two trips are saved.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import select
 import socket
 import ssl
@@ -63,15 +65,50 @@ def _command_error(error: Exception) -> CommandError:
     return CommandError(str(error).split(" ", 1)[0], str(error))
 
 
-def _link_error(url: str, error: Exception) -> LinkError:
-    said = "no answer in time" if isinstance(error.__context__, BlockingIOError) else error
+# Scheme, what is heard where nobody is let in, and what to do about it; the first that fits.
+_REMEDIES: Final = (
+    ("rediss:", "mismatch", "connect by a name that is in its certificate"),
+    (
+        "rediss:",
+        "CERTIFICATE_VERIFY_FAILED",
+        "name who vouches for it by CARPOOL_REDIS_CA_FILE, or by ?ssl_ca_certs=FILE in the URL",
+    ),
+    ("rediss:", "Timeout connecting", "if it does not speak TLS there, the URL begins with redis://"),
+    (
+        "rediss:",
+        "CERTIFICATE_REQUIRED|EOF occurred|Broken pipe|reset by peer|closed by server",
+        "if it wants a certificate of ours, name it by CARPOOL_REDIS_CERT_FILE and CARPOOL_REDIS_KEY_FILE, "
+        "or by ?ssl_certfile=FILE&ssl_keyfile=FILE in the URL",
+    ),
+    ("redis:", "reset by peer|closed by server", "if it speaks TLS there, the URL begins with rediss://"),
+    (
+        "",
+        "Authentication required",
+        "sign in by CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or by a URL with USER:PASSWORD@",
+    ),
+    ("", "'select'", "with `carpool acl` there is database 0 only: installations differ by their prefix"),
+)  # fmt: skip
+
+
+def _link_error(url: str, error: Exception, *, greeting: bool = False) -> LinkError:
+    """`greeting`: while connecting, when it may be our settings that are wrong."""
+    said = "no answer in time" if isinstance(error.__context__, BlockingIOError) else str(error)
+    for scheme, words, remedy in _REMEDIES if greeting else ():
+        if url.startswith(scheme) and re.search(words, said):
+            said = f"{said.rstrip('.')}; {remedy}"
+            break
     return LinkError(f"Redis at {without_password(url)}: {said}")
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be logged."""
+    """The URL as it may be logged. redis-py takes a password in the query too, so that is left out."""
     scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+    if not separator:
+        scheme, rest = "", url
+    who, _, place = rest.rpartition("@")
+    if "?" in who:  # a ? in a password, or an @ in a query: where the password ends is anyone's guess
+        place = "..."
+    return f"{scheme}{separator}{place.partition('?')[0]}"
 
 
 def _keepalive(url: str) -> dict[str, Any]:
@@ -105,6 +142,7 @@ class Link:
             url,
             protocol=2,
             client_name=name,
+            driver_info=None,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_read_size=_READ_BYTES,
@@ -128,8 +166,9 @@ class Link:
                 self._connect()
             self._connection.send_packed_command((_pack(command),), check_health=False)
         except (redis.RedisError, OSError) as error:  # a wrong password is found while connecting
+            greeting = self._connection._sock is None
             self.close()
-            raise _link_error(self._url, error) from error
+            raise _link_error(self._url, error, greeting=greeting) from error
 
     def _connect(self) -> None:
         """Connect, and leave timeouts to the kernel: Python's cost a system call for each read and write."""
@@ -212,6 +251,7 @@ class AsyncLink(asyncio.Protocol):
             url,
             protocol=2,
             client_name=name,
+            driver_info=None,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             retry=AsyncRetry(NoBackoff(), 0),
@@ -238,7 +278,7 @@ class AsyncLink(asyncio.Protocol):
                 self.identity = None
         except (redis.RedisError, OSError) as error:
             await connection.disconnect(nowait=True)
-            raise _link_error(self._url, error) from error
+            raise _link_error(self._url, error, greeting=True) from error
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
 

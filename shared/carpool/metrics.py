@@ -7,6 +7,7 @@ its `observe` would cost each request 0.8 µs, this costs 0.1. ops/prometheus/RE
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,7 @@ from prometheus_client import (
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from carpool.link import CommandError, LinkError
 from carpool.settings import CommonSettings
@@ -39,6 +41,11 @@ DURATIONS_US: Final = (
 )  # fmt: skip
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PERCENTS: Final = (10, 25, 50, 75, 90, 99, 100)
+# Redis's error codes are not bounded: scripts and modules make their own.
+REDIS_ERROR_KINDS: Final = frozenset(
+    ("link", "OOM", "NOPERM", "NOAUTH", "WRONGPASS", "READONLY", "LOADING", "BUSY", "MASTERDOWN", "MISCONF",
+     "NOREPLICAS", "WRONGTYPE", "NOGROUP", "CLUSTERDOWN", "MOVED", "CROSSSLOT", "ERR", "other")
+)  # fmt: skip
 
 
 class Bins:
@@ -84,7 +91,8 @@ class Histogram(Collector):
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """As prometheus-client asks for it: each bucket holds what is below it."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=("model",))
-        edges = [f"{bound * self._unit:.6g}" for bound in self._bounds] + ["+Inf"]
+        bounds = [float(f"{bound * self._unit:.6g}") for bound in self._bounds]  # 0.0001, not 9.999...e-05
+        edges = [*map(floatToGoString, bounds), "+Inf"]
         for model, bins in list(self._bins.items()):
             counts, total = bins.snapshot()
             below, buckets = 0, []
@@ -132,14 +140,7 @@ class CommonMetrics:
         if isinstance(error, LinkError):
             self._redis_errors.labels("link").inc()
         elif isinstance(error, CommandError):
-            self._redis_errors.labels(error.code if error.code in _CODES else "other").inc()
-
-
-# Redis's error codes are not bounded: scripts and modules make their own.
-_CODES: Final = frozenset(
-    ("OOM", "NOPERM", "NOAUTH", "WRONGPASS", "READONLY", "LOADING", "BUSY", "MASTERDOWN", "MISCONF",
-     "NOREPLICAS", "WRONGTYPE", "NOGROUP", "CLUSTERDOWN", "MOVED", "CROSSSLOT", "ERR")
-)  # fmt: skip
+            self._redis_errors.labels(error.code if error.code in REDIS_ERROR_KINDS else "other").inc()
 
 
 class Watched(Protocol):
@@ -194,15 +195,20 @@ class StatusServer:
             daemon_threads = True
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
+            def handle_error(self, request: object, client_address: object) -> None:
+                """A client that hung up, as a prober may, is nothing to print a traceback for."""
+                if not isinstance(sys.exception(), ConnectionError):
+                    super().handle_error(request, client_address)  # type: ignore[arg-type]
+
         try:
             self._server = Server((host, port), Handler)
         except OSError as error:
-            raise OSError(f"cannot serve http://{host}:{port}: {error.strerror}") from error
-        self.port: int = self._server.server_address[1]
+            raise OSError(f"cannot serve {_address(host, port)}: {error.strerror}") from error
+        self.url = _address(host, self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="status", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer, at `url`."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -218,4 +224,8 @@ def serve_status(settings: CommonSettings, metrics: CommonMetrics, service: Watc
         return
     server = StatusServer(settings.http_host, settings.http_port, metrics.registry, service)
     server.start()
-    structlog.get_logger().info("status served", url=f"http://{settings.http_host}:{server.port}/metrics")
+    structlog.get_logger().info("status served", url=f"{server.url}/metrics")
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn, Self, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -28,7 +28,7 @@ def _redis_url(url: str) -> str:
         _ = urlsplit(url).port
     except ValueError:  # which may quote a part of a password, where that holds a /
         raise ValueError(
-            "what follows the host must be a port, as in redis://127.0.0.1:6379/0; a password with other than "
+            "what follows the host must be a port, as in redis://127.0.0.1:6379/0; a password with more than "
             "letters and digits in it is percent-encoded, or in a file (CARPOOL_REDIS_PASSWORD_FILE)"
         ) from None
     return url
@@ -69,65 +69,69 @@ class CarpoolSettings(BaseSettings):
 
 
 class RedisSettings(CarpoolSettings):
-    """Where Redis is, how to sign in, and whom to trust there. In the end all of it is in `redis_url`."""
+    """Where Redis is, who signs in, and whom to trust there. Once validated, all of it is in `redis_url`."""
 
     redis_url: RedisUrl | None = Field(None, description="where Redis is")
-    redis_user: str = Field("", description="who signs in, where the URL does not say")
-    redis_password_file: ReadableFile = Field(None, description="a file that holds the password, nothing else")
+    redis_user: str = Field("", description="who signs in")
+    redis_password_file: ReadableFile = Field(None, description="a file with the password in it")
     redis_ca_file: ReadableFile = Field(
-        None, description="who may vouch for a rediss:// server (default: whom this system trusts)"
+        None, description="who vouches for a rediss:// server (default: whom this machine trusts)"
     )
     redis_cert_file: ReadableFile = Field(None, description="our own certificate, where Redis asks for one")
-    redis_key_file: ReadableFile = Field(None, description="its key, if it is not in the same file")
+    redis_key_file: ReadableFile = Field(None, description="its key, if that is not in the same file")
 
     @model_validator(mode="after")
     def _in_one_url(self) -> Self:
-        given = [name for name in SIGNING_IN if getattr(self, name)]
-        if given and self.redis_url is None:
-            flags = " and ".join(_flag(name) for name in given)
+        beside = [name for name in ("redis_user", "redis_password_file", *_TLS_FILES) if getattr(self, name)]
+        if self.redis_url is not None:
+            self.redis_url = _trusting(self._signed_in(self.redis_url), self)
+        elif beside:
+            flags = " and ".join(map(_flag, beside))
             raise ValueError(f"{flags} would be for a Redis that runs already; --redis-url names it")
-        if given and self.redis_url is not None:
-            files = {name: getattr(self, name) for name in TLS_FILES if getattr(self, name)}
-            self.redis_url = _with_files(self._signed_in(self.redis_url), files)
         return self
 
     def _signed_in(self, url: str) -> str:
-        """The URL with user and password in it, each from the one place that names it."""
+        """The URL with user and password in it, each from the one place that tells it."""
+        user, password = self.redis_user, _password_in(self.redis_password_file)
+        if not (user or password):
+            return url
         parts = urlsplit(url)
-        password = ""
-        if self.redis_password_file is not None:
-            password = self.redis_password_file.read_text().strip()
-            if not password:
-                raise ValueError(f"--redis-password-file (or CARPOOL_REDIS_PASSWORD_FILE) is empty: {self.redis_password_file}")
         for name, ours, theirs in (
-            ("redis_user", self.redis_user, parts.username),
+            ("redis_user", user, parts.username),
             ("redis_password_file", password, parts.password),
         ):
             if ours and theirs:
-                raise ValueError(f"{_flag(name)} says what the URL says too; leave one out")
-        user = quote(self.redis_user, safe="") or parts.username or ""
-        password = quote(password, safe="") or parts.password or ""
-        place = parts.netloc.rpartition("@")[2]
-        return parts._replace(netloc=f"{user}:{password}@{place}" if user or password else place).geturl()
+                raise ValueError(f"{_flag(name)} tells what the URL tells too; leave one out")
+        user, password = quote(user, safe="") or parts.username or "", quote(password, safe="")
+        who = f"{user}:{password or parts.password or ''}"
+        return parts._replace(netloc=f"{who}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
-SIGNING_IN: Final = ("redis_user", "redis_password_file", "redis_ca_file", "redis_cert_file", "redis_key_file")
-TLS_FILES: Final = {
+# Setting -> what redis-py calls it in the query of a URL.
+_TLS_FILES: Final = {
     "redis_ca_file": "ssl_ca_certs",
     "redis_cert_file": "ssl_certfile",
     "redis_key_file": "ssl_keyfile",
 }
 
 
-def _with_files(url: str, files: Mapping[str, Path]) -> str:
-    """The URL of a rediss:// server with the files of TLS in it, as redis-py reads them there."""
+def _trusting(url: str, settings: RedisSettings) -> str:
+    """The URL with the files of TLS in it."""
+    files = {name: path for name in _TLS_FILES if (path := getattr(settings, name)) is not None}
     if not files:
         return url
     parts = urlsplit(url)
     if parts.scheme != "rediss":
-        raise ValueError(f"{_flag(next(iter(files)))} is for TLS, and {without_password(url)} is without: rediss:// is with")
-    query = urlencode({TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
+        raise ValueError(f"{_flag(min(files))} is of no use without TLS: the URL must begin with rediss://")
+    query = urlencode({_TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
     return parts._replace(query="&".join(filter(None, (parts.query, query)))).geturl()
+
+
+def _password_in(path: Path | None) -> str:
+    password = path.read_text().strip() if path else ""
+    if path and not password:
+        raise ValueError(f"{_flag('redis_password_file')} is {path}: holds no password")
+    return password
 
 
 def _flag(name: str) -> str:
@@ -164,7 +168,9 @@ class WorkerSettings(CommonSettings):
     model: CliPositionalArg[str] = Field(
         description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; NAME=... to name it"
     )
-    replicas: int = Field(1, ge=1, le=256, description="model processes")
+    replicas: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
+        1, description="model processes; auto: one for each device"
+    )
     device: str = Field("auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the processes in turn")
     lease_ms: int = Field(5000, ge=200, le=600_000, description="a worker silent for so long counts as dead")
     drain_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for what is in hand")
@@ -202,7 +208,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         words = action.help or ""
-        for nothing in ("null", "", "False"):
+        for nothing in ("null", "", "\0", "False"):
             words = words.removesuffix(f" (default: {nothing})")
         return words
 
@@ -229,11 +235,11 @@ def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str
             lines.append(f"{prog}: {message}")
             continue
         name = str(problem["loc"][0])
-        flag = "--" + name.replace("_", "-")
         if problem["type"] == "missing":
             lines.append(f"{prog}: {name.upper()} is missing (or CARPOOL_{name.upper()} in the environment)")
         else:
-            lines.append(f"{prog}: {flag} (or CARPOOL_{name.upper()}) is {problem['input']!r:.80}: {message}")
+            given = problem["input"] if name != "redis_url" else without_password(str(problem["input"]))
+            lines.append(f"{prog}: {_flag(name)} is {str(given)!r:.80}: {message}")
         field = kind.model_fields.get(name)
         if field is not None and field.description:
             lines.append(f"    {field.description}")

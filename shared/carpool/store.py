@@ -231,7 +231,7 @@ class Store:
 
         Returns how many were answered: none of a batch that has been settled meanwhile.
         """
-        return self._answer("", batch_id, 0, answers, None, result_ttl_ms)
+        return len(self._answer("", batch_id, 0, answers, None, result_ttl_ms))
 
     # --- the worker's moves --------------------------------------------------------------------------------
 
@@ -314,12 +314,12 @@ class Store:
         answers: Sequence[Answer],
         starting: int | None,
         result_ttl_ms: int,
-    ) -> None:
+    ) -> set[int]:
         """Write results ahead of the commit, and note which request is started next, alone.
 
-        Raises FencedError.
+        Returns the positions that were written: the others had been answered. Raises FencedError.
         """
-        self._answer(consumer, batch.id, batch.epoch, answers, starting, result_ttl_ms)
+        return self._answer(consumer, batch.id, batch.epoch, answers, starting, result_ttl_ms)
 
     def _answer(
         self,
@@ -329,7 +329,7 @@ class Store:
         answers: Sequence[Answer],
         starting: int | None,
         result_ttl_ms: int,
-    ) -> int:
+    ) -> set[int]:
         keyring = Keyring(self.keys.batches, self.keys.progress(batch_id))
         args: list[Argument] = [consumer, batch_id, epoch, result_ttl_ms, PROGRESS_TTL_MS]
         args += ["" if starting is None else starting, len(answers)]
@@ -338,7 +338,7 @@ class Store:
         answered = self._link.run(_ANSWER, keyring.keys, args)
         if answered == b"FENCED":
             raise FencedError(batch_id)
-        return 0 if answered == b"SETTLED" else int(answered)
+        return set() if answered == b"SETTLED" else set(answered)
 
     def commit(
         self,

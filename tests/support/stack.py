@@ -113,6 +113,12 @@ class Service:
         assert found, f"{self.name} ended with {self.process.returncode} and never logged {name!r}"
         return found[0]
 
+    @property
+    def status_url(self) -> str:
+        """Where a service that was started with "--http-port", "0" says how it is."""
+        url: str = self.wait_for("status served")["url"]
+        return url.removesuffix("/metrics")
+
     def end_of_log(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         state = "running" if self.alive else f"ended with {self.process.returncode}"
@@ -120,14 +126,27 @@ class Service:
 
 
 class Stack:
-    """See the module. `home` is for logs; `binary` is the Redis server, the preferred one if None."""
+    """See the module. `home` is for logs; `binary` is the Redis server, the preferred one if None.
+
+    `server` is one that runs already, and is stopped with the stack; at `server.url` the tests do as they
+    like. `environment` are variables for batchers and workers, by role, in place of that URL.
+    """
 
     running: ClassVar[list[Stack]] = []
 
-    def __init__(self, home: Path, *, binary: Path | None = None, append_only: bool = True) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        binary: Path | None = None,
+        append_only: bool = True,
+        server: EmbeddedRedis | None = None,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
-        self.server = EmbeddedRedis(binary=binary, append_only=append_only)
+        self.server = server or EmbeddedRedis(binary=binary, append_only=append_only)
+        self.environment = {} if environment is None else environment
         # Any: redis-py's types leave open what comes back, and most of what may be put in.
         self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
         self.services: list[Service] = []
@@ -188,6 +207,7 @@ class Stack:
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")},
             "CARPOOL_REDIS_URL": self.url,
+            **self.environment.get(role, {}),
         }
         if planted is not None:
             environment["PYTHONPATH"] = str(planted)

@@ -314,3 +314,27 @@ def test_a_long_name_above_many_values_is_not_copied_for_each() -> None:
     value: Any = {"a" * 400_000: {str(number): [[]] for number in range(20_000)}}
     with at_most(seconds=5, megabytes=50):
         decode_body(MSGPACK, msgpack.packb(value))
+
+
+# --- languages with one kind of string ---------------------------------------------------------------------
+
+
+def test_a_tensor_whose_names_are_bin_is_a_tensor() -> None:
+    """Perl's msgpack writes every string as bin, names too."""
+    tensor = {b"datatype": b"INT16", b"shape": [3], b"data": b"\x01\x00\x02\x00\x03\x00"}
+    decoded = decode_body(MSGPACK, msgpack.packb({"x": tensor}))
+    np.testing.assert_array_equal(decoded["x"], np.array([1, 2, 3], np.int16))
+
+
+@pytest.mark.parametrize("name", ["datatype", "shape", "data"])
+def test_what_is_wrong_with_one_is_named_all_the_same(name: str) -> None:
+    tensor = {b"datatype": b"INT16", b"shape": [3], b"data": b"\x01\x00\x02\x00\x03\x00"}
+    with pytest.raises(InvalidArgumentError) as caught:
+        decode_body(MSGPACK, msgpack.packb({**tensor, name.encode(): b"\xff"}))
+    assert caught.value.detail.startswith(f"body.{name}:")
+
+
+def test_bytes_sent_as_text_are_told_where_they_belong() -> None:
+    """PHP's msgpack has no bin."""
+    with pytest.raises(InvalidArgumentError, match="msgpack's bin"):
+        decode_body(MSGPACK, b"\xa1\xff")

@@ -7,7 +7,7 @@
 -- ARGV  1 consumer or ''  2 batch ID  3 epoch  4 result TTL (ms)  5 progress TTL (ms)
 --       6 position that the worker starts next, '' for none
 --       7 R, then R times: position in the batch, index in KEYS, kind, payload
--- Returns the number answered now, or 'FENCED' (worker), or 'SETTLED' (batcher: the batch is no longer there)
+-- Returns { positions answered now }, or 'FENCED' (worker), or 'SETTLED' (batcher: the batch is no longer there)
 -- O(results); without a consumer also O(bytes of the batch).
 if ARGV[1] == '' then
   if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return 'SETTLED' end
@@ -17,14 +17,14 @@ else
 end
 
 redis.call('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
-local count = 0
+local answered = {}
 for r = 1, tonumber(ARGV[7]) do
   local at = 4 + 4 * r
   if redis.call('HSETNX', KEYS[2], 'answered:' .. ARGV[at], '1') == 1 then
     deliver(KEYS[tonumber(ARGV[at + 1])], ARGV[at + 2], ARGV[at + 3], tonumber(ARGV[4]))
-    count = count + 1
+    answered[#answered + 1] = tonumber(ARGV[at])
   end
 end
 if ARGV[6] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[6], 1) end
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
-return count
+return answered

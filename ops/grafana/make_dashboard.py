@@ -1,0 +1,443 @@
+"""Writes dashboards/carpool.json, Grafana's dashboard of Carpool, from the table of panels below.
+
+    .venv/bin/python ops/grafana/make_dashboard.py
+
+A test holds the file to what this makes, and asks a real Prometheus every query in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+TARGET: Final = Path(__file__).parent / "dashboards" / "carpool.json"
+COLUMNS: Final = 24  # Grafana's grid
+PANEL_HEIGHT: Final = 8
+
+Json = dict[str, Any]
+
+
+class Panel(NamedTuple):
+    """One panel. `advice` says what a person should do when it looks bad; `queries` are legend: expression.
+
+    In an expression {M} stands for the chosen models, [T] for how far to look back, as Grafana finds fit.
+    """
+
+    title: str
+    unit: str
+    advice: str
+    queries: dict[str, str]
+    width: int = 8
+    bad: float | None = None  # from here on a value is shown in red
+    bad_below: bool = False  # or up to there
+    stacked: bool = False
+    bars: bool = False
+
+
+def mean(metric: str, by: str = "by (model) ") -> str:
+    return f"sum {by}(rate({metric}_sum{{M}}[T])) / sum {by}(rate({metric}_count{{M}}[T]))"
+
+
+def quantile(share: float, metric: str) -> str:
+    return f"histogram_quantile({share}, sum by (le, model) (rate({metric}_bucket{{M}}[T])))"
+
+
+def quantiles(metric: str) -> dict[str, str]:
+    """p50, p95 and p99."""
+    return {f"p{share * 100:.0f} {{{{model}}}}": quantile(share, metric) for share in (0.5, 0.95, 0.99)}
+
+
+def happened(metric: str) -> dict[str, str]:
+    """How often something that should be rare has happened."""
+    return {"{{model}}": f"sum by (model) (increase({metric}{{M}}[T]))"}
+
+
+ROWS: Final[dict[str, list[Panel]]] = {
+    "Is it healthy?": [
+        Panel(
+            "Batchers active",
+            "short",
+            "One for each model. 0: nothing is batched; look at the batchers' /readyz and logs, and start "
+            "one if there is none. 2 for a moment is a handover; for longer, a batcher was paused and is "
+            "about to step back.",
+            {"{{model}}": "sum by (model) (carpool_batcher_active{M})"},
+            width=6,
+            bad=0,
+            bad_below=True,
+        ),
+        Panel(
+            "Model processes",
+            "short",
+            "As many as were started (replicas of all workers). Fewer: a worker is gone, or its lease ran "
+            "out; look at the workers' /readyz and logs. 0: requests wait until a worker comes.",
+            {"{{model}}": "sum by (model) (carpool_model_processes{M})"},
+            width=6,
+            bad=0,
+            bad_below=True,
+        ),
+        Panel(
+            "Oldest waiting request",
+            "s",
+            "Below the expiration that producers ask for. Growing: more comes than the workers can do; "
+            "start workers, or let batches be larger (max_batch_size). Growing with idle workers: look at "
+            "the batcher's log.",
+            {"{{model}}": "max by (model) (carpool_oldest_request_seconds{M})"},
+            width=12,
+            bad=10,
+        ),
+        Panel(
+            "Error ratio",
+            "percentunit",
+            "Answers that are neither OK nor withdrawn, of all answers. The last row says which and why.",
+            {
+                "{{model}}": 'sum by (model) (rate(carpool_requests_total{M,status!~"OK|CANCELLED"}[T])) '
+                "/ sum by (model) (rate(carpool_requests_total{M}[T]))"
+            },
+            bad=0.05,
+        ),
+        Panel(
+            "Redis errors",
+            "ops",
+            "link: Redis is away, or the network is; nothing is lost, all goes on when it is back. OOM: "
+            "give Redis memory, or let fewer wait (max_queue_size, result_ttl_ms). NOPERM, NOAUTH: fix the "
+            "ACL. Of all models.",
+            {"{{kind}}": "sum by (kind) (rate(carpool_redis_errors_total[T]))"},
+            bad=0.1,
+        ),
+        Panel(
+            "Lease lateness, p99",
+            "s",
+            "How late leases are renewed. Near the lease (2 s of a batcher; a worker's --lease-ms, 5 s) "
+            "others take over, and work is done twice: the machine is short of CPU, pauses, or Redis is "
+            "slow. Give it room, or raise --lease-ms.",
+            {"{{model}}": quantile(0.99, "carpool_lease_lateness_seconds")},
+            bad=1,
+        ),
+    ],
+    "Where does time go?": [
+        Panel(
+            "Mean time of a request",
+            "s",
+            "Mostly infer: the model is the limit. Mostly queue: requests wait for room (start workers) or "
+            "for company (lower max_queue_delay_ms). Input or output: bodies are large, or not declared as "
+            "tensors.",
+            {
+                part: mean(f"carpool_{metric}_seconds", by="")
+                for part, metric in {
+                    "queue": "queue",
+                    "compute input": "compute_input",
+                    "compute infer": "compute_infer",
+                    "compute output": "compute_output",
+                }.items()
+            },
+            width=12,
+            stacked=True,
+        ),
+        Panel(
+            "Time of a request",
+            "s",
+            "From arrival to result. If p99 is far from p50, some wait for a whole batch more than others: "
+            "compare with the queue beside it, and with how full batches are.",
+            quantiles("carpool_request_seconds"),
+            width=12,
+        ),
+        Panel(
+            "Queue",
+            "s",
+            "From arrival to dispatch. Above max_queue_delay_ms the workers are busy: start more, or let "
+            "batches be larger.",
+            quantiles("carpool_queue_seconds"),
+        ),
+        Panel(
+            "Compute infer",
+            "s",
+            "The model's work on a batch. If it grows with the batch size in proportion, larger batches "
+            "gain nothing. If it has grown by itself, look at the device: other work, heat, memory.",
+            quantiles("carpool_compute_infer_seconds"),
+        ),
+        Panel(
+            "Compute input and output, p95",
+            "s",
+            "Decoding bodies, and encoding and committing results. Input is large: declare the inputs as "
+            "tensors, send them as tensors and not as JSON. Output is large: results are, or Redis is slow.",
+            {
+                "input {{model}}": quantile(0.95, "carpool_compute_input_seconds"),
+                "output {{model}}": quantile(0.95, "carpool_compute_output_seconds"),
+            },
+        ),
+    ],
+    "Are batches full?": [
+        Panel(
+            "Fill ratio",
+            "percentunit",
+            "How full batches are of what the model allows. Low is well while requests do not wait: there "
+            "is room. Low while they wait: lanes are too many, or max_queue_delay_ms is too short to find "
+            "company.",
+            {"{{model}}": mean("carpool_batch_fill_ratio")},
+        ),
+        Panel(
+            "Batch size",
+            "short",
+            "Requests in a batch. If the p95 is at max_batch_size and requests wait, try a larger one.",
+            {
+                "mean {{model}}": mean("carpool_batch_requests"),
+                "p95 {{model}}": quantile(0.95, "carpool_batch_requests"),
+            },
+        ),
+        Panel(
+            "Why batches leave",
+            "ops",
+            "full: as good as it gets. idle: a worker was free. delay: max_queue_delay_ms was over. "
+            "deadline: waiting longer would have missed one; if that is most of them, producers give too "
+            "little time, or workers are too few.",
+            {"{{reason}}": "sum by (reason) (rate(carpool_batches_total{M}[T]))"},
+            stacked=True,
+        ),
+        Panel(
+            "Requests and executions",
+            "reqps",
+            "The gap between the two is what batching gains. Executions near requests: batches of one, "
+            "because little comes, shapes or lanes differ, or batches are executed again, one by one, after "
+            "a process died.",
+            {
+                "requests {{model}}": "sum by (model) (rate(carpool_request_seconds_count{M}[T]))",
+                "executions {{model}}": "sum by (model) (rate(carpool_executions_total{M}[T]))",
+            },
+            width=6,
+        ),
+        Panel(
+            "Waiting and in flight",
+            "short",
+            "Waiting near max_queue_size: the next ones are refused; start workers.",
+            {
+                "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
+                "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
+            },
+            width=6,
+        ),
+        Panel(
+            "Bytes that wait",
+            "bytes",
+            "The batcher's memory holds a copy of them. Near max_queue_bytes the next ones are refused: "
+            "start workers, or keep large bodies elsewhere and send their names.",
+            {"{{model}}": "sum by (model) (carpool_waiting_bytes{M})"},
+            width=6,
+        ),
+        Panel(
+            "Batches in flight",
+            "short",
+            "One or two for each model process. Always the same ones and in hand: a model hangs; look at "
+            "what its process does. In flight but in nobody's hand: no worker takes them; look at their "
+            "/readyz.",
+            {
+                "in flight {{model}}": "sum by (model) (carpool_in_flight_batches{M})",
+                "in hand {{model}}": "sum by (model) (carpool_batches_in_hand{M})",
+            },
+            width=6,
+        ),
+    ],
+    "Who is refused, and why?": [
+        Panel(
+            "Answers by status",
+            "reqps",
+            "Mostly OK. Beside it stands why the others are not.",
+            {"{{status}}": "sum by (status) (rate(carpool_requests_total{M}[T]))"},
+            width=12,
+            stacked=True,
+        ),
+        Panel(
+            "Errors by reason",
+            "reqps",
+            "input, cost: a producer sends what the model does not take; its result says which field. "
+            "queue_size, queue_bytes: start workers. waiting, in_flight, at_worker: expired there; start "
+            "workers, or give more time. model: it raised; look at the result's detail. withdrawn: a "
+            "producer left.",
+            {
+                "{{status}} {{reason}}": "sum by (status, reason) "
+                '(rate(carpool_requests_total{M,status!="OK"}[T]))'
+            },
+            width=12,
+        ),
+        Panel(
+            "Dead letters",
+            "short",
+            "Requests that end the model's process each time. They are kept in the stream "
+            "carpool:{MODEL}:dead, with the reason: try one on the model by hand.",
+            happened("carpool_dead_letters_total"),
+            width=6,
+            bars=True,
+        ),
+        Panel(
+            "Model process deaths",
+            "short",
+            "Processes that ended unasked: a fault in native code, or out of memory. The worker's log says "
+            "how. Its batch was executed again, one request at a time.",
+            happened("carpool_model_process_deaths_total"),
+            width=6,
+            bars=True,
+        ),
+        Panel(
+            "Redeliveries",
+            "short",
+            "Batches taken over from a worker that died or was paused. Expected when a machine goes; else "
+            "look at why workers end, and at the lateness of leases.",
+            happened("carpool_redeliveries_total"),
+            width=6,
+            bars=True,
+        ),
+        Panel(
+            "Fenced commits",
+            "short",
+            "Work that was thrown away, because another worker had taken the batch over. Nobody got a wrong "
+            "or a second result. If it repeats, a worker pauses for longer than its lease: see the lateness "
+            "of leases.",
+            happened("carpool_fenced_commits_total"),
+            width=6,
+            bars=True,
+        ),
+    ],
+}
+
+
+def dashboard() -> Json:
+    """The whole of it, as Grafana 10 and later load it."""
+    panels: list[Json] = []
+    y = 0
+    for row, of_row in ROWS.items():
+        panels.append(_row(len(panels) + 1, row, y))
+        y += 1
+        x = 0
+        for panel in of_row:
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + PANEL_HEIGHT
+            panels.append(_panel(len(panels) + 1, panel, x, y))
+            x += panel.width
+        y += PANEL_HEIGHT
+    return {
+        "uid": "carpool",
+        "title": "Carpool",
+        "description": "Is it healthy, where does time go, are batches full, who is refused?",
+        "tags": ["carpool"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "timezone": "browser",
+        "time": {"from": "now-30m", "to": "now"},
+        "refresh": "10s",
+        "graphTooltip": 1,  # one cross-hair for all panels
+        "templating": {"list": [_datasource(), _models()]},
+        "annotations": {"list": []},
+        "links": [],
+        "panels": panels,
+    }
+
+
+SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _datasource() -> Json:
+    return {
+        "name": "datasource",
+        "label": "Prometheus",
+        "type": "datasource",
+        "query": "prometheus",
+        "current": {},
+    }
+
+
+def _models() -> Json:
+    query = "label_values(carpool_lease_lateness_seconds_count, model)"
+    return {
+        "name": "model",
+        "label": "Model",
+        "type": "query",
+        "datasource": SOURCE,
+        "definition": query,
+        "query": {"qryType": 1, "query": query, "refId": "models"},  # 1: values of a label
+        "refresh": 2,  # whenever the time range changes: models come and go
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
+
+
+def _row(number: int, title: str, y: int) -> Json:
+    place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+    return {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+
+
+def _panel(number: int, panel: Panel, x: int, y: int) -> Json:
+    steps: list[Json] = [{"color": "green", "value": None}]
+    if panel.bad_below:
+        steps = [{"color": "red", "value": None}, {"color": "green", "value": (panel.bad or 0) + 1}]
+    elif panel.bad is not None:
+        steps.append({"color": "red", "value": panel.bad})
+    stat = panel.bad_below
+    custom: Json = {
+        "drawStyle": "bars" if panel.bars else "line",
+        "fillOpacity": 30 if panel.stacked or panel.bars else 0,
+        "showPoints": "never",
+        "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+        "thresholdsStyle": {"mode": "off" if panel.bad is None else "dashed"},
+    }
+    return {
+        "id": number,
+        "type": "stat" if stat else "timeseries",
+        "title": panel.title,
+        "description": panel.advice,
+        "datasource": SOURCE,
+        "gridPos": {"x": x, "y": y, "w": panel.width, "h": PANEL_HEIGHT},
+        "fieldConfig": {
+            "defaults": {
+                "unit": panel.unit,
+                "min": 0,
+                "thresholds": {"mode": "absolute", "steps": steps},
+                "custom": {} if stat else custom,
+            },
+            "overrides": [],
+        },
+        "options": _as_number() if stat else _as_graph(),
+        "targets": [
+            {
+                "refId": chr(ord("A") + at),
+                "datasource": SOURCE,
+                "expr": _filled_in(expression),
+                "legendFormat": legend,
+                "range": True,
+            }
+            for at, (legend, expression) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def _as_number() -> Json:
+    return {
+        "colorMode": "background",
+        "graphMode": "none",
+        "textMode": "value_and_name",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    }
+
+
+def _as_graph() -> Json:
+    return {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+
+
+def _filled_in(expression: str) -> str:
+    """With the dashboard's variables in the places of {M} and [T]."""
+    return expression.replace("{M", '{model=~"$model"').replace("[T]", "[$__rate_interval]")
+
+
+def text() -> str:
+    """The file's text."""
+    return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(text())

@@ -1,0 +1,112 @@
+"""What the tests of producers share: one stack, its two doors, and programs that are built once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final, NoReturn
+
+import pytest
+from redis import Redis
+
+from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.roles import rules
+from clients.languages import LANGUAGES, Language, MissingError, environment, lack
+from support.stack import Stack
+
+PASSWORD: Final = secrets.token_urlsafe(32)
+RUN_S: Final = 30.0
+REQUIRED: Final = "CARPOOL_CLIENTS_REQUIRED"
+
+Build = Callable[[Language, Path], list[str]]
+
+
+@pytest.fixture(params=list(LANGUAGES.values()), ids=list(LANGUAGES))
+def language(request: pytest.FixtureRequest) -> Language:
+    """Each language whose toolchain is there."""
+    one: Language = request.param
+    missing = lack(one)
+    if missing is not None:
+        absent(one, missing)
+    return one
+
+
+def absent(language: Language, missing: str) -> NoReturn:
+    """Skip, or fail where this language must be tried."""
+    sentence = f"{language.name}: {missing}. On Debian and Ubuntu: apt-get install {language.packages}"
+    if language.name in os.environ.get(REQUIRED, "").split():
+        pytest.fail(f"{sentence} ({REQUIRED} names it)")
+    pytest.skip(sentence)
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The command that runs a source, which is compiled once."""
+
+    @cache
+    def built(language: Language, source: Path) -> list[str]:
+        try:
+            return language.program(source, tmp_path_factory.mktemp(language.name))
+        except MissingError as error:
+            return pytest.fail(str(error))
+
+    return built
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Models `square`, `transpose` and `away`; nobody executes what is sent to `away`."""
+    server = EmbeddedRedis(append_only=False)
+    url = f"redis://services:{PASSWORD}@127.0.0.1:{server.port}/0"
+    signed_in = {"CARPOOL_REDIS_URL": url}
+    environment = {"batcher": signed_in, "worker": signed_in}
+    with Stack(tmp_path_factory.mktemp("stack"), server=server, environment=environment) as stack:
+        with stack.redis as default:
+            default.acl_setuser(
+                "services", enabled=True, passwords=[f"+{PASSWORD}"], keys=["*"], categories=["+@all"]
+            )
+        stack.redis = Redis.from_url(url, protocol=2, socket_timeout=30)
+        stack.batcher()
+        models = {"square": "square", "transpose": "polyglot.py:Transpose", "away": "polyglot.py:Away"}
+        workers = {name: stack.worker(f"{name}={spec}", ready=False) for name, spec in models.items()}
+        for name, worker in workers.items():
+            worker.wait_for("worker ready")
+            stack.wait_for_model(name)
+        workers["away"].terminate()
+        yield stack
+
+
+@pytest.fixture
+def open_url(live: Stack) -> str:
+    """The stack's address for anybody."""
+    return live.url
+
+
+@pytest.fixture
+def locked_url(live: Stack) -> Iterator[str]:
+    """The stack's address for a producer, who may do what `carpool acl` grants; nobody else gets in."""
+    selectors = int(live.server.version.split(".")[0]) >= 7
+    granted = rules("producer", selectors=selectors).split()
+    live.redis.execute_command("ACL", "SETUSER", "producer", "reset", "on", f">{PASSWORD}", *granted)
+    live.redis.execute_command("ACL", "SETUSER", "default", "off")
+    yield f"redis://producer:{PASSWORD}@127.0.0.1:{live.server.port}/0"
+    live.redis.execute_command("ACL", "SETUSER", "default", "on")
+
+
+def output(command: list[str], **variables: str) -> str:
+    """What a program prints that succeeds and complains of nothing."""
+    done = subprocess.run(
+        command,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout

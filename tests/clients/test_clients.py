@@ -1,0 +1,128 @@
+"""The same script in seven languages, against what PROTOCOL.md promises and the golden vectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any, Final
+
+import pytest
+
+from carpool.keys import Keys
+from clients.conftest import REQUIRED, Build, absent, output
+from clients.languages import HERE, LANGUAGES, Language, lack
+from contract.test_vectors import as_bytes, lists_of
+from support.stack import Stack
+
+REQUESTS: Final = 200
+EXPIRATION_MS: Final = 50
+MEASURED: Final = ("batch_size", "queue_us", "compute_us")
+
+Facts = dict[str, Any]
+
+
+def golden(file: str, of: str, name: str) -> Facts:
+    """A case of the golden vectors."""
+    return next(case for case in lists_of(file)[of] if case["name"] == name)
+
+
+def envelope(name: str, **facts: Any) -> Facts:
+    """A golden envelope, but for some facts."""
+    return {**json.loads(golden("results.json", "envelopes", name)["envelope"]), **facts}
+
+
+@pytest.mark.parametrize("door", ["open_url", "locked_url"])
+def test_a_producer_in_any_language_is_served_as_promised(
+    language: Language, build: Build, live: Stack, door: str, request: pytest.FixtureRequest
+) -> None:
+    command = build(language, HERE / language.name / language.source)
+    url: str = request.getfixturevalue(door)
+
+    printed = [json.loads(line) for line in output(command, REDIS_URL=url).splitlines()]
+    steps: dict[str, Facts] = {facts.pop("step"): facts for facts in printed}
+
+    assert list(steps) == ["json", "tensor", "stream", "expiration", "invalid", "withdrawal"]
+    for facts in steps.values():
+        assert "id" not in facts or re.fullmatch(r"\d+-\d+", facts["id"])
+    answered(steps["json"])
+    transposed(steps["tensor"])
+    all_answered(steps["stream"], live)
+    refused(
+        steps["expiration"],
+        "DEADLINE_EXCEEDED",
+        f"expired: still waiting {EXPIRATION_MS} ms after its arrival",
+    )
+    field = golden("requests.json", "cases", "priority '10'")["becomes"][0]["refusal"]["field"]
+    refused(steps["invalid"], "INVALID_ARGUMENT", f"{field}: must be a whole number from 0 to 9")
+    assert steps["withdrawal"].pop("removed") == 1
+    refused(steps["withdrawal"], "CANCELLED", "withdrawn by its producer")
+    nothing_is_left(live)
+
+
+def answered(facts: Facts) -> None:
+    measured = {name: facts["envelope"][name] for name in MEASURED}
+    assert facts["envelope"] == envelope("a number in JSON", correlation_id=facts["id"], **measured)
+    assert min(measured.values()) > 0
+
+
+def transposed(facts: Facts) -> None:
+    """Which of msgpack's forms holds a number is free; all choose the shortest here, as the vector does."""
+    del facts["id"]
+    sent = as_bytes(golden("tensors.json", "tensors", "two rows of three")["msgpack"])
+    assert facts == {
+        "sent": sent.hex(),
+        "status": "OK",
+        "datatype": "INT16",
+        "shape": [3, 2],
+        "values": [1, 4, 2, 5, 3, 6],
+    }
+
+
+def all_answered(facts: Facts, live: Stack) -> None:
+    name = facts["reply_to"]
+    assert facts["answers"] == {f"{name}:{number}": number**2 for number in range(REQUESTS)}
+    replies = live.replies("square", name)
+    assert len(replies) == REQUESTS
+    assert max(one["batch_size"] for one in replies) > 1, "they were in flight together"
+
+
+def refused(facts: Facts, status: str, detail: str) -> None:
+    expected = envelope("an error in JSON", correlation_id=facts["id"], status=status, detail=detail)
+    assert facts["envelope"] == expected
+
+
+def nothing_is_left(live: Stack) -> None:
+    for model in ("square", "transpose", "away"):
+        live.wait_until_idle(model)
+        assert not list(live.redis.scan_iter(match=Keys(model).result("*")))
+
+
+# --- the harness itself
+
+
+def test_a_language_that_is_required_is_known() -> None:
+    assert set(os.environ.get(REQUIRED, "").split()) <= set(LANGUAGES)
+
+
+@pytest.mark.parametrize(
+    ("required", "outcome"), [("c ruby", pytest.fail.Exception), ("c", pytest.skip.Exception)]
+)
+def test_a_toolchain_that_is_missed_is_named(
+    required: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REQUIRED, required)
+    with pytest.raises(outcome, match=r"ruby: no gem is here.*apt-get install ruby ruby-redis ruby-msgpack"):
+        absent(LANGUAGES["ruby"], "no gem is here")
+
+
+def test_a_command_that_is_not_there_is_missed() -> None:
+    nobody = Language("none", "none", "none", (("carpool-no-such-command",),), LANGUAGES["c"].program)
+    assert lack(nobody) == "carpool-no-such-command is not on PATH"
+
+
+def test_the_lock_file_pins_every_package_and_names_no_registry() -> None:
+    lock = json.loads((HERE / "node" / "package-lock.json").read_text(encoding="utf-8"))
+    packages = [one for name, one in lock["packages"].items() if name]
+    assert packages
+    assert all(one["integrity"].startswith("sha512-") and "resolved" not in one for one in packages)

@@ -1,0 +1,465 @@
+"""The dashboard and the alerts, asked of a real Prometheus that scrapes a real stack."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+import pytest
+from redis import Redis
+
+from carpool.keys import Keys
+from carpool.lifecycle import command_that_dies_with_parent
+from carpool_batcher.meter import BatcherMetrics
+from carpool_worker.meter import WorkerMetrics
+from support.stack import Service, Stack, wait_for
+from support.waiting import wait_until
+
+OPS: Final = Path(__file__).parents[2] / "ops"
+DASHBOARD: Final = OPS / "grafana" / "dashboards" / "carpool.json"
+ALERTS: Final = OPS / "prometheus" / "alerts.yml"
+MODEL: Final = "Plotted"
+SCRAPE: Final = "200ms"
+HTTP: Final = ("--http-port", "0")
+LEASE: Final = ("--lease-ms", "600")
+
+Json = dict[str, Any]
+
+
+def tool(name: str) -> str:
+    """The path of `prometheus` or `promtool`. Without: skips, or fails if CARPOOL_REQUIRED lists it."""
+    path = shutil.which(name)
+    if path is None:
+        missing = (
+            f"{name} is not on PATH; on Debian and Ubuntu: apt-get install --no-install-recommends prometheus"
+        )
+        if "prometheus" in os.environ.get("CARPOOL_REQUIRED", "").replace(",", " ").split():
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return path
+
+
+def queries() -> dict[str, str]:
+    """Every query of the dashboard, by its panel's title and its legend."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return {
+        f"{panel['title']}: {target['legendFormat']}": target["expr"]
+        for panel in panels
+        for target in panel.get("targets", [])
+    }
+
+
+# --- without Prometheus ------------------------------------------------------------------------------------
+
+
+def test_the_dashboard_is_what_the_script_makes() -> None:
+    made = runpy.run_path(str(OPS / "grafana" / "make_dashboard.py"))["text"]()
+    assert DASHBOARD.read_text() == made, "run ops/grafana/make_dashboard.py"
+
+
+def test_each_panel_says_what_to_do_and_has_a_place_of_its_own() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource", "model"]
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        own = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert at["x"] + at["w"] <= 24 and not own & cells, panel["title"]
+        cells |= own
+        if panel["type"] != "row":
+            assert len(panel["description"]) > 40, panel["title"]
+            assert panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
+    """And the dashboard shows each of ours, but which version it is."""
+    families = [
+        family
+        for metrics in (BatcherMetrics(), WorkerMetrics(MODEL))
+        for family in metrics.registry.collect()
+        if family.name.startswith("carpool_")
+    ]
+    suffixes = {
+        "counter": ["_total"],
+        "histogram": ["_bucket", "_sum", "_count"],
+        "info": ["_info"],
+        "gauge": [""],
+    }
+    exported = {family.name + suffix: family.name for family in families for suffix in suffixes[family.type]}
+    shown = set(re.findall(r"carpool_\w+", " ".join(queries().values())))
+    assert shown <= exported.keys()
+    assert set(re.findall(r"carpool_\w+", ALERTS.read_text())) <= exported.keys()
+    hidden = {family.name for family in families} - {exported[name] for name in shown}
+    assert hidden == {"carpool_build"}
+
+
+# --- alerts, on series made up for them --------------------------------------------------------------------
+
+# What makes each alert fire: series by the minute, in promtool's notation; and what does not.
+CASES: Final[dict[str, tuple[dict[str, str], dict[str, str]]]] = {
+    "CarpoolNoActiveBatcher": (
+        {'carpool_batcher_active{model="m"}': "0x9", 'carpool_batches_in_hand{model="m"}': "0x9"},
+        {'carpool_batcher_active{model="m",instance="a"}': "0x9", 'carpool_batcher_active{model="m"}': "1x9"},
+    ),
+    "CarpoolNothingLeaves": (
+        {
+            'carpool_waiting_requests{model="m"}': "3x9",
+            'carpool_in_flight_batches{model="m"}': "0x9",
+            'carpool_model_processes{model="m"}': "1x9",
+            'carpool_batches_total{model="m",reason="full"}': "7x9",
+        },
+        {
+            'carpool_waiting_requests{model="m"}': "3x9",
+            'carpool_in_flight_batches{model="m"}': "1x9",  # all processes are busy, for long
+            'carpool_model_processes{model="m"}': "1x9",
+            'carpool_batches_total{model="m",reason="full"}': "7x9",
+        },
+    ),
+    "CarpoolOldestRequestTooOld": (
+        {'carpool_oldest_request_seconds{model="m"}': "10+60x9"},
+        {'carpool_oldest_request_seconds{model="m"}': "29x9"},
+    ),
+    "CarpoolNoModelProcess": (
+        {'carpool_model_processes{model="m"}': "0x9"},
+        {'carpool_model_processes{model="m"}': "1x9"},
+    ),
+    "CarpoolDeadLetters": (
+        {'carpool_dead_letters_total{model="m"}': "0x4 1x5"},
+        {'carpool_dead_letters_total{model="m"}': "4x9"},
+    ),
+    "CarpoolFencedCommits": (
+        {'carpool_fenced_commits_total{model="m"}': "0x4 1x5"},
+        {'carpool_fenced_commits_total{model="m"}': "4x9"},
+    ),
+    "CarpoolLeaseLate": (
+        {
+            'carpool_lease_lateness_seconds_bucket{model="m",instance="i",le="1.0"}': "0+90x9",
+            'carpool_lease_lateness_seconds_bucket{model="m",instance="i",le="2.5"}': "0+100x9",
+            'carpool_lease_lateness_seconds_bucket{model="m",instance="i",le="+Inf"}': "0+100x9",
+        },
+        {
+            'carpool_lease_lateness_seconds_bucket{model="m",instance="i",le="0.5"}': "0+100x9",
+            'carpool_lease_lateness_seconds_bucket{model="m",instance="i",le="1.0"}': "0+100x9",
+            'carpool_lease_lateness_seconds_bucket{model="m",instance="i",le="+Inf"}': "0+100x9",
+        },
+    ),
+    "CarpoolErrors": (
+        {
+            'carpool_requests_total{model="m",status="OK",reason=""}': "0+90x9",
+            'carpool_requests_total{model="m",status="INTERNAL",reason="model"}': "0+10x9",
+        },
+        {
+            'carpool_requests_total{model="m",status="OK",reason=""}': "0+90x9",
+            'carpool_requests_total{model="m",status="INVALID_ARGUMENT",reason="input"}': "0+90x9",
+        },
+    ),
+}  # fmt: skip
+
+
+def ran(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, check=False, capture_output=True, text=True)
+
+
+def test_each_alert_fires_for_its_reason_and_only_then(tmp_path: Path) -> None:
+    promtool = tool("promtool")
+    checked = ran(promtool, "check", "rules", str(ALERTS))
+    assert checked.returncode == 0, checked.stderr
+    assert set(re.findall(r"alert: (\w+)", ALERTS.read_text())) == CASES.keys()
+
+    tests = []
+    for alert, cases in CASES.items():
+        for fires, series in zip((True, False), cases, strict=True):
+            expression = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+            tests.append(
+                {
+                    "name": f"{alert}, {'a reason' if fires else 'none'}",
+                    "interval": "1m",
+                    "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                    "promql_expr_test": [
+                        {
+                            "expr": expression,
+                            "eval_time": "9m",
+                            "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
+                        }
+                    ],
+                }
+            )
+    cases_file = tmp_path / "cases.yml"  # JSON is YAML
+    cases_file.write_text(json.dumps({"rule_files": [str(ALERTS)], "tests": tests}))
+    tested = ran(promtool, "test", "rules", str(cases_file))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+# --- with Prometheus ---------------------------------------------------------------------------------------
+
+
+class Prometheus:
+    """A server that scrapes these services several times a second, with our alerts, on a port of its own."""
+
+    def __init__(self, home: Path, services: list[Service]) -> None:
+        targets = [service.status_url.removeprefix("http://") for service in services]
+        config = {
+            "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": "500ms"},
+            "rule_files": [str(ALERTS)],
+            "scrape_configs": [{"job_name": "carpool", "static_configs": [{"targets": targets}]}],
+        }
+        (home / "prometheus.yml").write_text(json.dumps(config))
+        self._log = (home / "prometheus.log").open("wb")
+        argv = [
+            tool("prometheus"),
+            f"--config.file={home / 'prometheus.yml'}",
+            f"--storage.tsdb.path={home / 'tsdb'}",
+            "--web.listen-address=127.0.0.1:0",
+        ]
+        self._process = subprocess.Popen(
+            command_that_dies_with_parent(argv), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
+        )
+        self._url = f"http://127.0.0.1:{wait_for(self._port, description='Prometheus listens', timeout_s=20)}"
+
+    def _port(self) -> int | None:
+        """Where the process listens, once it does: it logs only what it was told."""
+        sockets = set()
+        for descriptor in Path(f"/proc/{self._process.pid}/fd").iterdir():
+            try:
+                sockets.add(str(descriptor.readlink()))
+            except OSError:  # closed meanwhile
+                continue
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = line.split()
+            if state == "0A" and f"socket:[{line.split()[9]}]" in sockets:
+                return int(local.partition(":")[2], 16)
+        return None
+
+    def ready(self) -> bool:
+        """Whether it answers queries yet."""
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=10):  # noqa: S310 (http, as built here)
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """The data of an answer of its HTTP API; what is wrong with a query is an AssertionError."""
+        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as response:  # noqa: S310 (http, as built here)
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AssertionError(f"{parameters}: {error.read().decode()}") from None
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expression: str) -> dict[tuple[str, ...], float]:
+        """An instant query: values by the values of their labels."""
+        found = self.ask("query", query=expression)["result"]
+        return {tuple(one["metric"].values()): float(one["value"][1]) for one in found}
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)
+        self._log.close()
+
+
+@contextmanager
+def scraped(home: Path, services: list[Service]) -> Iterator[Prometheus]:
+    home.mkdir()
+    prometheus = Prometheus(home, services)
+    try:
+        wait_until(
+            lambda: prometheus.ready() and prometheus.query("sum(up)") == {(): len(services)},
+            description="all services are scraped",
+            timeout_s=20,
+        )
+        yield prometheus
+    finally:
+        prometheus.stop()
+
+
+class Mixture:
+    """Sends requests of every kind, at an even rate, and counts those that will be answered."""
+
+    per_turn = 12
+    turn_s = 0.05
+
+    def __init__(self, stack: Stack) -> None:
+        self._keys = Keys(MODEL)
+        self._redis: Any = Redis.from_url(stack.url, protocol=2)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mixture")
+        self.sent: list[tuple[float, int]] = []  # when, and how many by then
+
+    def __enter__(self) -> Mixture:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        self._redis.close()
+
+    def _run(self) -> None:
+        sent = 0
+        while not self._stop.wait(self.turn_s):
+            turn = len(self.sent)
+            pipeline = self._redis.pipeline(transaction=False)
+            for fields in self._turn(turn):
+                pipeline.xadd(self._keys.requests, {"reply_to": "mixture", **fields})
+            pipeline.execute()
+            sent += self.per_turn + (CROWD if turn % 10 == 0 else 0)
+            self.sent.append((time.monotonic(), sent))
+
+    def _turn(self, turn: int) -> Iterator[Json]:
+        """`per_turn` requests; now and then a crowd that is more than may wait."""
+        for number in range(self.per_turn - 6):
+            yield {"body": str(number)}
+        yield {"body": "1", "priority": 10}
+        yield {"body": "{", "lane": "odd"}
+        yield {"body": '"refuse"'}
+        yield {"body": '"raise"'}
+        yield {"body": "1", "cost": 1001}
+        yield {"body": "1", "expiration": 2}
+        if turn % 10 == 0:
+            crowd = [{"correlation_id": f"{turn}.{at}", "body": b"1"} for at in range(CROWD)]
+            yield {"requests": msgpack.packb(crowd)}
+
+    def per_second(self, over_s: float) -> float:
+        """The rate of late."""
+        sent = list(self.sent)
+        until_s, latest = sent[-1]
+        since_s, before = next(one for one in sent if one[0] >= until_s - over_s)
+        return (latest - before) / (until_s - since_s)
+
+
+CROWD: Final = 40
+WINDOW_S: Final = 5
+
+
+def test_every_panel_shows_something_and_it_is_right(stack: Stack, tmp_path: Path) -> None:
+    """Given a stack under load, with refusals, deaths, a takeover and a fenced commit."""
+    tool("prometheus")
+    batcher = stack.batcher(*HTTP)
+    workers = [stack.worker("metered.py:Plotted", *HTTP, *LEASE, ready=False) for _ in range(2)]
+    stack.wait_for_model(MODEL, workers=2)
+    with scraped(tmp_path / "prometheus", [batcher, *workers]) as prometheus:
+        take_over(stack, workers, tmp_path / "gate")
+        stack.send(MODEL, body='"die"', reply_to="mixture")
+        with Mixture(stack) as mixture:
+            wait_until(
+                lambda: len(mixture.sent) * mixture.turn_s > WINDOW_S + 2,
+                description="the load has filled the window",
+                timeout_s=30,
+            )
+
+            def panel(title: str, window: str = f"{WINDOW_S}s") -> dict[tuple[str, ...], float]:
+                expression = queries()[title].replace("$model", ".*").replace("$__rate_interval", window)
+                return prometheus.query(expression)
+
+            def empty() -> list[str]:
+                """Panels with nothing to see: no series, or none that has a value."""
+                return [title for title in queries() if not any(map(math.isfinite, panel(title).values()))]
+
+            wait_until(lambda: not empty(), description="no panel is empty", timeout_s=5)
+            everything = {title: panel(title) for title in queries()}
+            rate = mixture.per_second(WINDOW_S)
+            happened = {
+                what: sum(panel(f"{what}: {{{{model}}}}", "1m").values())
+                for what in ("Dead letters", "Model process deaths", "Redeliveries", "Fenced commits")
+            }
+        are_right(everything, rate)
+        assert all(count > 0 for count in happened.values()), happened
+        alerts_evaluate(prometheus)
+
+
+def take_over(stack: Stack, workers: list[Service], gate: Path) -> None:
+    """One worker stands still with a batch in hand until another has done its work."""
+    held = stack.send(MODEL, body=json.dumps({"gate": str(gate)}))
+    wait_until(lambda: stack.pending(MODEL) == 1, description="one worker waits at the gate")
+    (owner,) = stack.redis.xpending_range(Keys(MODEL).batches, "workers", "-", "+", 1)
+    (holder,) = [one for one in workers if f"-{one.pid}-" in owner["consumer"].decode()]
+    (other,) = [one for one in workers if one is not holder]
+    holder.freeze()
+    other.wait_for("batch reclaimed")
+    gate.touch()
+    assert stack.result(MODEL, held)["status"] == "OK"
+    holder.thaw()
+    holder.wait_for("commit fenced")
+
+
+def are_right(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: float) -> None:
+    """What is shown is what was done, within reason."""
+
+    def value(title: str) -> float:
+        (only,) = shown[title].values()
+        return only
+
+    near: Callable[[float], Any] = lambda expected: pytest.approx(expected, rel=0.3)  # noqa: E731
+    assert value("Batchers active: {{model}}") == 1
+    assert value("Model processes: {{model}}") == 2
+    assert 0 < value("Fill ratio: {{model}}") <= 1
+    assert 1 <= value("Batch size: mean {{model}}") <= 8
+    assert 0.005 <= value("Mean time of a request: compute infer") < 0.1
+    assert value("Time of a request: p50 {{model}}") <= value("Time of a request: p99 {{model}}")
+    by_status = shown["Answers by status: {{status}}"]
+    assert sum(by_status.values()) == near(sent_per_second)
+    errors = shown["Errors by reason: {{status}} {{reason}}"]
+    assert sum(errors.values()) == pytest.approx(sum(by_status.values()) - by_status[("OK",)], rel=0.1)
+    turns_per_second = sent_per_second / (Mixture.per_turn + CROWD / 10)
+    assert errors[("input", "INVALID_ARGUMENT")] == near(3 * turns_per_second)
+    assert errors[("cost", "INVALID_ARGUMENT")] == near(turns_per_second)
+    assert errors[("model", "INTERNAL")] == near(turns_per_second)
+    assert errors[("queue_size", "RESOURCE_EXHAUSTED")] > 0
+    assert value("Error ratio: {{model}}") == near(1 - by_status[("OK",)] / sum(by_status.values()))
+    reasons = shown["Why batches leave: {{reason}}"]
+    assert reasons[("full",)] > 0 and reasons[("delay",)] > 0
+    requests, executions = (
+        value(f"Requests and executions: {of} {{{{model}}}}") for of in ("requests", "executions")
+    )
+    assert requests > executions > 0
+
+
+def alerts_evaluate(prometheus: Prometheus) -> None:
+    """Each alert's expression is evaluated without an error; those with a reason in this test fire."""
+    wait_until(
+        lambda: (
+            {"CarpoolDeadLetters", "CarpoolFencedCommits"}
+            <= {
+                one["labels"]["alertname"]
+                for one in prometheus.ask("alerts")["alerts"]
+                if one["state"] == "firing"
+            }
+        ),
+        description="the alerts fire",
+    )
+    (group,) = prometheus.ask("rules")["groups"]
+    assert {rule["name"]: rule["health"] for rule in group["rules"]} == dict.fromkeys(CASES, "ok")
+    for rule in group["rules"]:
+        prometheus.query(rule["query"])
+        for alert in rule["alerts"]:
+            assert MODEL in alert["annotations"]["summary"], alert
+            assert "<no value>" not in str(alert["annotations"])
+            assert len(alert["annotations"]["description"]) > 40
