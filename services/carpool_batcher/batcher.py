@@ -37,6 +37,7 @@ from carpool_batcher.meter import Meter
 LEASE_MS: Final = 2000
 CENSUS_EVERY_US: Final = 250_000
 READ_ENTRIES: Final = 256
+READ_ENTRIES_FIRST: Final = 16  # until it is known how large they are
 READ_BYTES: Final = 32 * 1024 * 1024
 BLOCK_MS: Final = 1000
 UNSEEN_AFTER_US: Final = 1_000_000
@@ -63,7 +64,7 @@ class ModelBatcher:
         self._store = Store(Link(url, name=f"{name}:moves"), keys, self._clock)
         self._active: Active | None = None
         self._census_at_us = 0
-        self._read_entries = READ_ENTRIES
+        self._read_entries = READ_ENTRIES_FIRST
         self._log = structlog.get_logger().bind(model=keys.model)
         self._stopping = Event()
 
@@ -119,6 +120,7 @@ class ModelBatcher:
             self._active = None
         self._store.close()
         self._meter.stood_by()
+        self._read_entries = READ_ENTRIES_FIRST
         self._census_at_us = 0
 
     # --- one turn ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ PASSWORD_LENGTH_MIN: Final = 16
 Say = Callable[[str], None]
 _WITHOUT_SELECTORS: Final = (
     "By rules that Redis 6 understands, a role may do everything it does to every key it has: a producer may "
-    "also read and trim what waits. Where Redis is 7 or later, --redis 7 ends that."
+    "also read and trim what waits. Where Redis is 7 or later, leave --redis 6 out."
 )
 
 
@@ -41,7 +41,7 @@ class AclSettings(CarpoolSettings):
     output: str = Field(description="the file to write, Redis's `aclfile`; - prints it")
     prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
     redis: Literal["6", "7"] = Field(
-        "6", description="which Redis must understand it; 7 gives each command its own keys, 6 cannot"
+        "7", description="which Redis must understand it; 7 gives each command its own keys, 6 cannot"
     )
     rotate: Literal["producer", "batcher", "worker", "metrics", "admin"] | None = Field(
         None, description="the role that gets a new password, beside the one it has"

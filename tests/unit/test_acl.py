@@ -1,0 +1,216 @@
+"""`carpool acl`: what it writes, what it keeps, and that no grant is without use."""
+
+from __future__ import annotations
+
+import re
+import stat
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import pytest
+
+from carpool import aio, pipeline, store
+from carpool.keys import Keys
+from carpool.link import Script
+from carpool_cli import acl
+from carpool_cli.roles import ROLES, patterns, rules
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CARPOOL_PREFIX", raising=False)
+
+
+def write(*flags: str) -> int:
+    return acl.main(["--secrets", "locks", "--output", "users.acl", *flags])
+
+
+def passwords() -> dict[str, str]:
+    return {role: (Path("locks") / role / "password").read_text() for role in ROLES}
+
+
+def hashes_of(role: str) -> list[str]:
+    (line,) = re.findall(rf"^user {role} .*$", Path("users.acl").read_text(), re.MULTILINE)
+    return re.findall(r"#([0-9a-f]{64})\b", line)
+
+
+def hashed(password: str) -> str:
+    return sha256(password.encode()).hexdigest()
+
+
+# --- The file and the passwords
+
+
+def test_each_role_gets_a_password_of_its_own_that_only_its_owner_can_read() -> None:
+    assert write() == 0
+    made = passwords()
+    assert len({*made.values()}) == len(ROLES) == 5
+    assert all(len(password) == 43 for password in made.values())
+    for role in ROLES:
+        path = Path("locks") / role / "password"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o400
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_the_file_has_a_user_for_each_role_and_no_password() -> None:
+    write()
+    text = Path("users.acl").read_text()
+    assert text.startswith("user default off resetpass resetkeys resetchannels -@all\n")
+    for role, password in passwords().items():
+        assert hashes_of(role) == [hashed(password)]
+        assert password not in text
+    assert "nopass" not in text
+    assert "+@" not in text
+    assert "allkeys" not in text
+
+
+def test_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    write()
+    before, text, inode = passwords(), Path("users.acl").read_text(), Path("users.acl").stat().st_ino
+    capsys.readouterr()
+    assert write() == 0
+    assert passwords() == before
+    assert (Path("users.acl").read_text(), Path("users.acl").stat().st_ino) == (text, inode)
+    said = capsys.readouterr().out
+    assert said.count("is kept") == 5
+    assert "users.acl is as it should be" in said
+
+
+def test_a_role_that_is_new_does_not_touch_the_others() -> None:
+    write()
+    before = passwords()
+    (Path("locks") / "metrics" / "password").unlink()
+    write()
+    after = passwords()
+    assert {role for role in ROLES if before[role] != after[role]} == {"metrics"}
+
+
+def test_a_password_of_the_operators_is_taken_as_it_is() -> None:
+    path = Path("locks/worker/password")
+    path.parent.mkdir(parents=True)
+    path.write_text("  from a vault, with spaces\n")
+    write()
+    assert hashes_of("worker") == [hashed("from a vault, with spaces")]
+
+
+@pytest.mark.parametrize("weak", ["", "hunter2", "123456789012345"])
+def test_one_that_can_be_guessed_is_refused(weak: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("locks/worker/password")
+    path.parent.mkdir(parents=True)
+    path.write_text(weak)
+    assert write() == 1
+    assert "locks/worker/password" in capsys.readouterr().err
+    assert not Path("users.acl").exists()
+
+
+def test_rotation_keeps_the_old_password_until_the_next_run() -> None:
+    write()
+    before = passwords()
+    write("--rotate", "worker")
+    after = passwords()
+    assert {role for role in ROLES if before[role] != after[role]} == {"worker"}
+    assert sorted(hashes_of("worker")) == sorted([hashed(before["worker"]), hashed(after["worker"])])
+    write()
+    assert hashes_of("worker") == [hashed(after["worker"])]
+    assert passwords() == after
+
+
+def test_a_rotation_that_cannot_write_the_file_leaves_the_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write()
+    before = passwords()
+    Path("users.acl").unlink()
+    Path("users.acl").mkdir()
+    assert write("--rotate", "worker") == 1
+    assert "users.acl" in capsys.readouterr().err
+    assert passwords() == before
+
+
+def test_printing_writes_only_the_rules_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    write()
+    capsys.readouterr()
+    assert acl.main(["--secrets", "locks", "--output", "-"]) == 0
+    assert capsys.readouterr().out == Path("users.acl").read_text()
+
+
+def test_half_a_file_is_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    write()
+    before = Path("users.acl").read_text()
+
+    def full(_: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert write("--redis", "7") == 1
+    assert Path("users.acl").read_text() == before
+    assert {path.name for path in Path().iterdir()} == {"users.acl", "locks"}
+
+
+# --- The rules
+
+
+def test_keys_are_those_of_every_model_of_the_prefix_and_no_other() -> None:
+    for name, pattern in patterns("a*b[c]").items():
+        assert pattern.startswith(r"a\*b\[c\]:"), name
+    assert patterns("p")["requests"] == Keys("x", "p").requests.replace("{x}", "{*}")
+
+
+def test_selectors_give_each_command_its_own_keys() -> None:
+    root, *selectors = re.split(r" (?=\()", rules("producer", selectors=True))
+    assert "~" not in root
+    assert "(~carpool:{*}:requests +xadd +xdel)" in selectors
+    assert "(~carpool:{*}:replies:* +xread +xtrim)" in selectors
+    plain = rules("producer")
+    assert "(" not in plain
+    assert set(re.findall(r"[+~]\S+", plain)) == set(
+        re.findall(r"[+~][^\s)]+", rules("producer", selectors=True))
+    )
+
+
+@pytest.mark.parametrize("role", ["batcher", "worker"])
+def test_what_a_service_may_do_is_what_its_code_does(role: str) -> None:
+    """Each command that is granted is said in a script, or by the store; whichever is not has no use."""
+    scripts = "".join(path.read_text() for path in (resources.files("carpool") / "lua").iterdir())
+    ours = {"ping", "client|setname", "eval", "evalsha"}
+    said = set(re.findall(r"""["']([A-Z]{2,})["']""", scripts + source(store)))
+    granted = {command.partition("|")[0].upper() for command in commands(role) - ours}
+    assert granted <= said
+
+
+def test_what_the_client_says_a_producer_may() -> None:
+    said = {words.lower() for words in re.findall(r'\("([A-Z]{3,})",', source(aio) + source(pipeline))}
+    assert said - {"client"} <= commands("producer")
+
+
+SCRIPTS: Final = {
+    "batcher": {"lease", "dispatch", "refuse", "answer", "missing"},
+    "worker": {"join", "leave", "renew", "reclaim", "answer", "commit"},
+}
+# answer.lua does some of it for a worker, and some for a batcher.
+ONLY_OTHERS: Final = {("answer", "batcher"): {"xpending", "hincrby"}, ("answer", "worker"): {"xrange"}}
+
+
+@pytest.mark.parametrize("role", SCRIPTS)
+def test_all_that_a_script_does_is_granted_to_those_who_run_it(role: str) -> None:
+    """Or a service would be stopped at a command that is rare, in production only."""
+    for name in SCRIPTS[role]:
+        said = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]{5,})')?", Script(name).source)
+        done = {"|".join(filter(None, words)).lower() for words in said if words[1] not in ("IDLE", "MAXLEN")}
+        assert done - ONLY_OTHERS.get((name, role), set()) <= commands(role), name
+
+
+def source(module: ModuleType) -> str:
+    return Path(str(module.__file__)).read_text()
+
+
+def commands(role: str) -> set[str]:
+    return {command for grant in ROLES[role] for command in grant.commands.split()}
+
+
+def test_each_grant_says_why() -> None:
+    assert all(len(grant.why) > 8 for grants in ROLES.values() for grant in grants)
