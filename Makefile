@@ -47,16 +47,19 @@ $(STAMP): $(LOCK) pyproject.toml
 	@echo 'Ready: $(BIN)/carpool'
 
 # Beside the project's own dependencies, what building it needs: the install runs without build isolation.
+# Images have locks of their own, with the same versions: what runs in them, and what builds the wheel.
 # Sources that only this machine knows are left out, so that the hashes are those of the public files.
+COMPILE = env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS build/lock/bin/uv pip compile --no-config --quiet \
+  --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras --no-annotate \
+  --custom-compile-command 'make lock'
 lock: ## Resolve the dependencies anew and pin them by hash
 	@echo '[1/2] Installing the resolver into build/lock'
 	@$(PYTHON) -m venv build/lock
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
 	@echo '[2/2] Resolving'
-	@printf 'hatchling\neditables\n' | env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS \
-	  build/lock/bin/uv pip compile pyproject.toml - --output-file $(LOCK) --no-config --quiet --upgrade \
-	  --all-extras --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras \
-	  --no-annotate --custom-compile-command 'make lock'
+	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade --all-extras
+	@$(COMPILE) pyproject.toml --constraints $(LOCK) --output-file ops/docker/runtime.lock --upgrade
+	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
 
 clean: ## Remove .venv and what the tools left behind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,19 +22,12 @@ from carpool.keys import Keys
 from carpool_cli import acl
 from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
-from support.configured import NO_PERSISTENCE, ConfiguredRedis
+from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
 from support.stack import RESULT_S, Stack, envelope
 from support.waiting import wait_until
 
 MODELS: Final = ("square", "plain.py:Echo", "plain.py:Single", "faulty.py:Faulty")
 TESTER: Final = "in-the-place-of-an-operator"  # who looks on, and may do everything
-
-
-def major(server: Path) -> int:
-    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"v=(\d+)", said)
-    assert found is not None, said
-    return int(found[1])
 
 
 LOCKS: Final = [(server, rules) for server in SERVERS for rules in ("6", "7") if major(server) >= int(rules)]

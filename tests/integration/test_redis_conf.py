@@ -16,7 +16,7 @@ from carpool import Client
 from carpool.keys import Keys
 from carpool_cli import acl
 from carpool_cli.embedded import EmbeddedRedisError
-from support.configured import ConfiguredRedis
+from support.configured import ConfiguredRedis, major
 from support.stack import Stack
 
 FOLDER: Final = Path(__file__).parents[2] / "ops" / "redis"
@@ -39,10 +39,11 @@ def in_bytes(value: str) -> str:
 
 
 @pytest.fixture
-def users(tmp_path: Path) -> Path:
+def users(server: Path, tmp_path: Path) -> Path:
     """An ACL file, with one user more: the test, which may do everything."""
     path = tmp_path / "users.acl"
-    assert acl.main(["--secrets", str(tmp_path / "secrets"), "--output", str(path)]) == 0
+    which = ["--redis", "6" if major(server) < 7 else "7"]
+    assert acl.main(["--secrets", str(tmp_path / "secrets"), "--output", str(path), *which]) == 0
     with path.open("a") as file:
         file.write(f"user tester on >{TESTER} ~* &* +@all\n")
     return path

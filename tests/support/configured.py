@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import subprocess
 import time
@@ -13,6 +14,14 @@ from carpool_cli.embedded import EmbeddedRedis, EmbeddedRedisError
 from support.waiting import wait_until
 
 NO_PERSISTENCE: Final = ("--appendonly", "no", "--save", "")
+
+
+def major(server: Path) -> int:
+    """Redis's version, before it runs."""
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\d+)", said)
+    assert found is not None, said
+    return int(found[1])
 
 
 class ConfiguredRedis(EmbeddedRedis):
