@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import structlog
 
+from carpool.address import without_password
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
-from carpool.link import without_password
 from carpool.logs import configure_logs
 from carpool.metrics import serve_status
 from carpool.settings import BatcherSettings, read_settings

@@ -37,7 +37,7 @@ from carpool_batcher.meter import Meter
 LEASE_MS: Final = 2000
 CENSUS_EVERY_US: Final = 250_000
 READ_ENTRIES: Final = 256
-READ_ENTRIES_FIRST: Final = 16  # until it is known how large they are
+READ_ENTRIES_FIRST: Final = 8  # until it is known how large they are
 READ_BYTES: Final = 32 * 1024 * 1024
 BLOCK_MS: Final = 1000
 UNSEEN_AFTER_US: Final = 1_000_000

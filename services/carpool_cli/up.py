@@ -12,10 +12,11 @@ from typing import Annotated, Final, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, NoDecode
 
+from carpool.address import without_password
 from carpool.errors import UnavailableError
 from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
-from carpool.link import CommandError, without_password
+from carpool.link import CommandError
 from carpool.logs import configure_logs
 from carpool.settings import LogLevel, Prefix, RedisSettings, RedisUrl, read_settings
 from carpool_cli import paste

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT, then drain. 1 if the model cannot be loaded, or the drain was cut."""
     settings = read_settings(WorkerSettings, argv, "carpool worker")
     configure_logs(settings.log_level, "worker")
+    os.environ["CARPOOL_LOG_LEVEL"] = settings.log_level  # its model processes' too, which have no flags
     stop = stop_on_signals()
     log = structlog.get_logger()
     try:

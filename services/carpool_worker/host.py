@@ -18,6 +18,7 @@ from typing import Any
 
 from carpool.errors import INTERNAL
 from carpool.lifecycle import die_with_parent
+from carpool.logs import configure_logs
 from carpool_worker import frames
 from carpool_worker.executor import Items, ListItems, Outcome, StackedItems, execute
 from carpool_worker.loader import find_model
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=sock.close)
     os.dup2(2, 1)  # what a model prints belongs with the logs
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for a model that logs by structlog
     try:
         model = adapt(find_model(where), device)
     except BaseException as error:

@@ -30,7 +30,7 @@ class ModelProcess:
 
     def __init__(self, where: str, device: str) -> None:
         self._where = where
-        self._device = device
+        self.device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: frames.FrameReader | None = None
@@ -50,7 +50,7 @@ class ModelProcess:
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):  # room for two batches of tensors, so that sending seldom waits
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        about = [str(os.getpid()), str(theirs.fileno()), self._where, self._device]
+        about = [str(os.getpid()), str(theirs.fileno()), self._where, self.device]
         command = [sys.executable, "-m", "carpool_worker.host", *about]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()

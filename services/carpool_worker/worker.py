@@ -102,6 +102,7 @@ class Worker:
             "worker ready",
             worker=self._name,
             processes=len(self._slots),
+            devices=",".join(slot.process.device for slot in self._slots),
             load_s=round(time.monotonic() - started_s, 2),
             **self._registration,
         )

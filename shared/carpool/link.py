@@ -26,6 +26,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from carpool.address import without_password
 from carpool.errors import UnavailableError
 
 Argument = str | bytes | int | float
@@ -98,17 +99,6 @@ def _link_error(url: str, error: Exception, *, greeting: bool = False) -> LinkEr
             said = f"{said.rstrip('.')}; {remedy}"
             break
     return LinkError(f"Redis at {without_password(url)}: {said}")
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be logged. redis-py takes a password in the query too, so that is left out."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        scheme, rest = "", url
-    who, _, place = rest.rpartition("@")
-    if "?" in who:  # a ? in a password, or an @ in a query: where the password ends is anyone's guess
-        place = "..."
-    return f"{scheme}{separator}{place.partition('?')[0]}"
 
 
 def _keepalive(url: str) -> dict[str, Any]:

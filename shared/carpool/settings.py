@@ -17,8 +17,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
 
+from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
-from carpool.link import without_password
 
 
 def _redis_url(url: str) -> str:
@@ -200,7 +200,16 @@ def _source(kind: type[BaseSettings], prog: str) -> Any:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    return CliSettingsSource(kind, root_parser=parser)
+    return CliSettingsSource(kind, root_parser=parser, add_argument_method=_add_argument)
+
+
+def _add_argument(parser: argparse.ArgumentParser, *names: Any, **options: Any) -> argparse.Action:
+    """What has no flag may be in the environment instead, where argparse does not look: so to argparse it may
+    be missing, and the settings say so if it is."""
+    if not names[0].startswith("-"):
+        options["nargs"] = "*" if options.get("nargs") in ("*", "+") else "?"
+        options["default"] = argparse.SUPPRESS
+    return parser.add_argument(*names, **options)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

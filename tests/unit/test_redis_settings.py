@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 import redis
 
-from carpool.link import without_password
+from carpool.address import without_password
 from carpool.settings import BatcherSettings, read_settings
 from carpool_cli.up import UpSettings
 

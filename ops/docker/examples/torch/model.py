@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import structlog
-import torch  # type: ignore[import-not-found]  # not for those who only look
+import torch  # not for those who only look
 
 from carpool.tensors import TensorSpec
 
