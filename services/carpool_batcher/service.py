@@ -91,6 +91,8 @@ class BatcherService:
         some fail serves the others."""
         if self._stopping.is_set():
             return ["stopping"]
+        if self._discovery.failing:
+            return [f"{self._discovery.name}: {self._discovery.failing}"]
         loops = list(self._loops.values()) or [self._discovery]
         failing = [f"{loop.name}: {loop.failing}" for loop in loops if loop.failing]
         if len(failing) == len(loops):

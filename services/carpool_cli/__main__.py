@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from carpool.errors import UnavailableError
+
 # Command -> the module whose `main(argv)` it is.
 _COMMANDS: Final = {
     "up": "carpool_cli.up",
@@ -60,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = importlib.import_module(_COMMANDS[command]).main(rest)
     except KeyboardInterrupt:
         return 130
+    except UnavailableError as error:
+        print(f"carpool {command}: {error.detail}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # whoever read us has read enough; Python is not to complain of it while it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

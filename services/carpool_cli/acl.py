@@ -81,7 +81,10 @@ def main(argv: Sequence[str]) -> int:
 
 def acl_file(hashes: Mapping[str, Sequence[str]], prefix: str, *, selectors: bool) -> str:
     """The whole file. `hashes` are those of the passwords with which each role may sign in."""
-    lines = ["user default off resetpass resetkeys resetchannels -@all"]
+    # Off, it is nobody who signs in. But Redis replays its append-only file as this user, and asks at each
+    # EXEC, which scripts are written down as, what it may: if nothing, then all that scripts did is undone
+    # (redis/redis#14541).
+    lines = ["user default off resetpass allkeys allchannels +@all"]
     for role, known in hashes.items():
         words = " ".join(f"#{one}" for one in known)
         lines.append(f"user {role} on {words} {rules(role, prefix, selectors=selectors)}")

@@ -34,6 +34,7 @@ class ModelProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: frames.FrameReader | None = None
+        self.ready = False  # the model is loaded
         self._sent = self._heard = 0  # frames and outcomes: they are in order, and numbered to be sure of it
 
     def start(self) -> dict[str, Any]:
@@ -47,6 +48,7 @@ class ModelProcess:
     def spawn(self) -> None:
         """Start the process, without waiting for its model."""
         self.close(wait_s=0)
+        self.ready = False
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):  # room for two batches of tensors, so that sending seldom waits
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
@@ -66,6 +68,7 @@ class ModelProcess:
         if "failed" in header:
             self.close()
             raise ModelLoadError(header["failed"], header["traceback"])
+        self.ready = True
         return dict(header["ready"])
 
     @property

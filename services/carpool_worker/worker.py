@@ -171,8 +171,12 @@ class Worker:
         if self._waiting_for:
             return [self._waiting_for]
         failing = [f"{loop.name}: {loop.failing}" for loop in self._loops() if loop.failing]
-        gone = [f"{slot.consumer}: its process ended" for slot in self._slots if not slot.process.alive]
-        return failing + gone
+        for slot in self._slots:
+            if not slot.process.alive:
+                failing.append(f"{slot.consumer}: its process ended")
+            elif not slot.process.ready:
+                failing.append(f"{slot.consumer}: its process was replaced, and is loading the model")
+        return failing
 
     def _loops(self) -> list[Loop]:
         return [*self._hearts, *self._intakes, *self._committers]

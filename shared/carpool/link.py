@@ -9,13 +9,14 @@ it introduce itself (`driver_info`): roles need not be allowed to, and two trips
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import select
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from typing import Any, Final
 
@@ -124,24 +125,37 @@ class Script:
         self.sha: Final = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
+@contextlib.contextmanager
+def _understanding(url: str) -> Iterator[None]:
+    """redis-py takes settings of its own from the URL's query, and finds late that it has none so named."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise LinkError(
+            f"Redis at {without_password(url)}: what follows the ? of the URL, or the number behind its last "
+            "/, means nothing to redis-py"
+        ) from None
+
+
 class Link:
     """One blocking connection. Connects when first used, and again after it was lost. Not for two threads."""
 
     def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
-        pool = redis.ConnectionPool.from_url(
-            url,
-            protocol=2,
-            client_name=name,
-            driver_info=None,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            socket_read_size=_READ_BYTES,
-            retry=Retry(NoBackoff(), 0),
-            **_keepalive(url),
-        )
         self._url = url
         self._timeout_s = timeout_s
-        self._connection: Any = pool.make_connection()
+        with _understanding(url):
+            pool = redis.ConnectionPool.from_url(
+                url,
+                protocol=2,
+                client_name=name,
+                driver_info=None,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                socket_read_size=_READ_BYTES,
+                retry=Retry(NoBackoff(), 0),
+                **_keepalive(url),
+            )
+            self._connection: Any = pool.make_connection()
         self._poller: tuple[int, select.poll] | None = None
 
     def call(self, *command: Argument) -> Any:
@@ -237,20 +251,21 @@ class AsyncLink(asyncio.Protocol):
         on_reply: Callable[[Any], None],
         on_lost: Callable[[LinkError], None],
     ) -> None:
-        pool = redis.asyncio.ConnectionPool.from_url(
-            url,
-            protocol=2,
-            client_name=name,
-            driver_info=None,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=AsyncRetry(NoBackoff(), 0),
-            **_keepalive(url),
-        )
         self._url = url
         self._on_reply = on_reply
         self._on_lost = on_lost
-        self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
+        with _understanding(url):
+            pool = redis.asyncio.ConnectionPool.from_url(
+                url,
+                protocol=2,
+                client_name=name,
+                driver_info=None,
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                retry=AsyncRetry(NoBackoff(), 0),
+                **_keepalive(url),
+            )
+            self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
         self._reader = hiredis.Reader(notEnoughData=_MORE)
         self._transport: Any = None
         self.congested = False

@@ -6,6 +6,7 @@ its `observe` would cost each request 0.8 µs, this costs 0.1. ops/prometheus/RE
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 from prometheus_client import (
@@ -40,6 +41,7 @@ DURATIONS_US: Final = (
     1_000_000, 2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000, 300_000_000,
 )  # fmt: skip
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+CONNECTIONS: Final = 16  # to the page, at once
 PERCENTS: Final = (10, 25, 50, 75, 90, 99, 100)
 # Redis's error codes are not bounded: scripts and modules make their own.
 REDIS_ERROR_KINDS: Final = frozenset(
@@ -153,6 +155,70 @@ class Watched(Protocol):
         """Why no work is done now."""
 
 
+class _Page(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "Carpool"
+    sys_version = ""
+    timeout = 10  # a client that says nothing holds a thread no longer
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(HTTPStatus.OK, encode(self.server.registry), content_type)
+        elif path in self.server.probes:
+            problems = self.server.probes[path]()
+            status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
+            self._answer(status, "\n".join([*(problems or ["ok"]), ""]).encode(), _TEXT)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"there are /metrics, /healthz and /readyz\n", _TEXT)
+
+    def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """A line for each scrape would bury the others."""
+
+
+_TEXT: Final = "text/plain; charset=utf-8"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, service: Watched) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.registry = registry
+        self.probes = {"/healthz": service.unhealthy, "/readyz": service.unready}
+        self._open: dict[Any, None] = {}  # connections, oldest first
+        super().__init__((host, port), _Page)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Each connection has a thread. Where there are too many, the oldest has had its time."""
+        self._open[request] = None
+        if len(self._open) > CONNECTIONS:
+            with contextlib.suppress(OSError):  # it may be done by now
+                next(iter(self._open)).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up, as a prober may, is nothing to print a traceback for."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class StatusServer:
     """Serves /metrics, /healthz and /readyz over HTTP from threads of its own.
 
@@ -160,48 +226,8 @@ class StatusServer:
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, service: Watched) -> None:
-        probes = {"/healthz": service.unhealthy, "/readyz": service.unready}
-
-        class Handler(BaseHTTPRequestHandler):
-            server_version = "Carpool"
-            sys_version = ""
-            timeout = 10  # a client that says nothing holds a thread no longer
-
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                if path == "/metrics":
-                    encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-                    self._answer(HTTPStatus.OK, encode(registry), content_type)
-                elif path in probes:
-                    problems = probes[path]()
-                    status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
-                    said = "\n".join(problems or ["ok"]) + "\n"
-                    self._answer(status, said.encode(), "text/plain; charset=utf-8")
-                else:
-                    there = b"there are /metrics, /healthz and /readyz\n"
-                    self._answer(HTTPStatus.NOT_FOUND, there, "text/plain; charset=utf-8")
-
-            def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                """A line for each scrape would bury the others."""
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                """A client that hung up, as a prober may, is nothing to print a traceback for."""
-                if not isinstance(sys.exception(), ConnectionError):
-                    super().handle_error(request, client_address)  # type: ignore[arg-type]
-
         try:
-            self._server = Server((host, port), Handler)
+            self._server = _Server(host, port, registry, service)
         except OSError as error:
             raise OSError(f"cannot serve {_address(host, port)}: {error.strerror}") from error
         self.url = _address(host, self._server.server_address[1])

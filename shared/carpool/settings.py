@@ -128,8 +128,13 @@ def _trusting(url: str, settings: RedisSettings) -> str:
 
 
 def _password_in(path: Path | None) -> str:
-    password = path.read_text().strip() if path else ""
-    if path and not password:
+    if path is None:
+        return ""
+    try:
+        password = path.read_text().strip()
+    except UnicodeDecodeError:
+        raise ValueError(f"{_flag('redis_password_file')} is {path}: is not UTF-8 text") from None
+    if not password:
         raise ValueError(f"{_flag('redis_password_file')} is {path}: holds no password")
     return password
 
@@ -245,7 +250,9 @@ def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str
             continue
         name = str(problem["loc"][0])
         if problem["type"] == "missing":
-            lines.append(f"{prog}: {name.upper()} is missing (or CARPOOL_{name.upper()} in the environment)")
+            positional = "_CliPositionalArg" in str(kind.model_fields[name].metadata)
+            called = f"{name.upper()} is" if positional else f"{_flag(name).partition(' ')[0]} is"
+            lines.append(f"{prog}: {called} missing (or CARPOOL_{name.upper()} in the environment)")
         else:
             given = problem["input"] if name != "redis_url" else without_password(str(problem["input"]))
             lines.append(f"{prog}: {_flag(name)} is {str(given)!r:.80}: {message}")

@@ -271,7 +271,7 @@ class Store:
             ">",
         )
         reply = self._link.receive()
-        if not reply:
+        if not reply or not reply[0][1]:
             return None
         entry_id, flat = reply[0][1][0]
         return wire.decode_batch(entry_id, flat, epoch=1)
@@ -442,6 +442,8 @@ class Tail:
         arrived: list[RawEntry] = []
         settled: list[Settled] = []
         for stream, entries in reply or ():
+            if not entries:  # it was emptied between our being told and our reading
+                continue
             if stream == self._keys.settled.encode():
                 settled = [wire.decode_settled(flat) for _, flat in entries]
                 self._settled_after = entries[-1][0].decode()

@@ -100,4 +100,4 @@ def test_somebody_who_says_nothing(ask: Ask) -> None:
 
 def test_a_port_is_needed(ask: Ask) -> None:
     code, _, wrong = ask()
-    assert (code, "HTTP_PORT is missing" in wrong) == (2, True)
+    assert (code, "--http-port is missing" in wrong) == (2, True)

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from carpool.errors import CarpoolError
 from carpool.link import CommandError, LinkError
 from carpool.messages import RAW, Batch, BatchedRequest, Result
 from carpool.metrics import (
+    CONNECTIONS,
     DURATIONS_US,
     PERCENTS,
     REDIS_ERROR_KINDS,
@@ -332,3 +333,28 @@ def test_who_hangs_up_half_way_leaves_no_traceback(capfd: pytest.CaptureFixture[
         wait_until(lambda: threading.active_count() == before, description="the thread has ended")
         assert get(server.url, "/readyz")[0] == 200
     assert capfd.readouterr().err == ""
+
+
+def test_head_is_answered_without_a_body() -> None:
+    with serving(Patient()) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=5)
+        connection.request("HEAD", "/readyz")
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b"")
+        connection.close()
+
+
+def test_clients_that_say_nothing_keep_nobody_out() -> None:
+    """Each holds a thread: where there are too many, the one that came first loses its own."""
+    with serving(Patient()) as server, ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        threads = threading.active_count()
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            for _ in range(3 * CONNECTIONS)
+        ]
+        assert get(server.url, "/readyz")[0] == 200
+        assert silent[0].recv(1) == b""
+        wait_until(
+            lambda: threading.active_count() <= threads + CONNECTIONS, description="threads of the first end"
+        )
