@@ -5,10 +5,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOCK   := requirements.lock
+JOBS   ?= 3
 PIP    := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock bench clean
+.PHONY: help install demo test check lock audit bench clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -20,8 +21,8 @@ install: $(STAMP) ## Build .venv, in which .venv/bin/carpool is the command
 demo: install ## Start Redis, a batcher and workers on this machine and send them requests
 	@$(BIN)/carpool demo
 
-test: install ## Run every test
-	@$(BIN)/pytest -q tests
+test: install ## Run every test, JOBS=3 files at a time: most of them wait
+	@$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests
 
 check: install ## Lint, check the format, the types and which layer imports which
 	$(BIN)/ruff check .
@@ -61,6 +62,12 @@ lock: ## Resolve the dependencies anew and pin them by hash
 	@$(COMPILE) pyproject.toml --constraints $(LOCK) --output-file ops/docker/runtime.lock --upgrade
 	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
+
+audit: ## Look for known vulnerabilities in what is pinned
+	@$(PYTHON) -m venv build/audit
+	@build/audit/bin/pip install --quiet --quiet --disable-pip-version-check pip-audit
+	@for lock in $(LOCK) ops/docker/*.lock; do \
+	  echo "$$lock"; build/audit/bin/pip-audit --disable-pip --require-hashes --requirement $$lock || exit 1; done
 
 clean: ## Remove .venv and what the tools left behind
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

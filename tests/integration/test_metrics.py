@@ -310,7 +310,7 @@ def test_probes(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert has(scrape(batcher), "carpool_waiting_requests") is None, "what it knew may be wrong by now"
     stack.server.restart()
     ready(*services)
-    assert [health(service) for service in services] == [0, 0]
+    assert [health(one) for one in services] == [0, 0], [ask(one, "/readyz") for one in services]
 
     names = hold(stack, Producer(stack), tmp_path / "gate")
     worker.signal(signal.SIGTERM)
