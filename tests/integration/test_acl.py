@@ -217,8 +217,8 @@ def test_redis_forgot_its_scripts(trip: Locked) -> None:
 
 def test_a_worker_dies_and_another_takes_over(trip: Locked, gate: Path) -> None:
     """Reclaim, a request executed alone, the old consumer swept out; then one that leaves of its own."""
-    spec = "hashing.py:Hashing"
-    first = trip.stack.worker(spec, "--lease-ms", "300")
+    spec, lease = "hashing.py:Hashing", ("--lease-ms", "1500")  # time enough to send while it still counts
+    first = trip.stack.worker(spec, *lease)
     trip.stack.wait_for_model("Hashing")
     with Client(trip.url("producer"), timeout=30) as client:
         first.freeze()
@@ -231,13 +231,13 @@ def test_a_worker_dies_and_another_takes_over(trip: Locked, gate: Path) -> None:
             lambda: trip.stack.redis.xlen(Keys("Hashing").batches) > 0, description="a batch is under way"
         )
         first.kill()
-        second = trip.stack.worker(spec, "--lease-ms", "300")
+        second = trip.stack.worker(spec, *lease)
         assert len({future.result(30) for future in futures}) == 8
         trip.stack.wait_until_idle("Hashing")
         wait_until(
             lambda: len(trip.stack.live_workers("Hashing")) == 1, description="only the second is left"
         )
-        trip.stack.worker(spec, "--lease-ms", "300")
+        trip.stack.worker(spec, *lease)
     assert second.terminate() == 0
 
 
