@@ -14,6 +14,7 @@ from carpool.address import without_password
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.metrics import serve_status
+from carpool.plugins import find_object
 from carpool.settings import BatcherSettings, read_settings
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.service import BatcherService
@@ -27,10 +28,11 @@ def main(argv: Sequence[str]) -> int:
     log = structlog.get_logger()
     name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
     metrics = BatcherMetrics()
-    service = BatcherService(settings.redis_url, settings.prefix, name, metrics)
     try:
+        policies = {where: find_object(where) for where in settings.policies}
+        service = BatcherService(settings.redis_url, settings.prefix, name, metrics, policies)
         serve_status(settings, metrics, service)
-    except OSError as error:
+    except (OSError, ValueError, ImportError) as error:
         log.error("batcher cannot start", reason=str(error))
         return 1
     log.info("batcher started", batcher=name, redis=without_password(settings.redis_url))

@@ -9,9 +9,9 @@ not hang on the lease: a dispatch takes effect at most once, whoever sends it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Event
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -19,29 +19,28 @@ from carpool import wire
 from carpool.clock import RedisClock
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.keys import Keys
-from carpool.link import Link
-from carpool.messages import (
-    BatchedRequest,
-    Entry,
-    ModelSettings,
-    Refusal,
-    Request,
-    Result,
-    Settled,
-    Withdrawal,
-)
+from carpool.link import CommandError, Link
+from carpool.messages import BatchedRequest, Entry, Refusal, Request, Result, Settled, Withdrawal
+from carpool.model_settings import POLICIES, ModelSettings
 from carpool.store import Answer, Census, Departure, RawEntry, Store, Tail
+from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.meter import Meter
 
 LEASE_MS: Final = 2000
 CENSUS_EVERY_US: Final = 250_000
+STATUS_EVERY_US: Final = 1_000_000
+STATUS_REFUSED_US: Final = 60_000_000  # by Redis: an ACL file of before there was a status
+STATUS_TTL_MS: Final = 5000
 READ_ENTRIES: Final = 256
 READ_ENTRIES_FIRST: Final = 8  # until it is known how large they are
 READ_BYTES: Final = 32 * 1024 * 1024
 BLOCK_MS: Final = 1000
 UNSEEN_AFTER_US: Final = 1_000_000
 CLOCK_SLACK_US: Final = 10_000  # how far ahead of this clock an arrival may be: it is a little behind Redis's
+
+
+Policies = Mapping[str, Callable[[], Any]]  # of users' own, by the name that a model says
 
 
 class Active(NamedTuple):
@@ -55,15 +54,20 @@ class Active(NamedTuple):
 class ModelBatcher:
     """Serves one model, or stands by while another batcher does. `run_once` is one turn of the loop."""
 
-    def __init__(self, url: str, keys: Keys, name: str, meter: Meter) -> None:
+    def __init__(
+        self, url: str, keys: Keys, name: str, meter: Meter, policies: Mapping[str, Callable[[], Any]]
+    ) -> None:
         self._url = url
         self._keys = keys
         self._name = name
         self._meter = meter
+        self._policies = policies
+        self._nonsense = ""  # why the settings in Redis are not followed
         self._clock = RedisClock()
         self._store = Store(Link(url, name=f"{name}:moves"), keys, self._clock)
         self._active: Active | None = None
         self._census_at_us = 0
+        self._status_at_us = 0
         self._read_entries = READ_ENTRIES_FIRST
         self._log = structlog.get_logger().bind(model=keys.model)
         self._stopping = Event()
@@ -106,9 +110,11 @@ class ModelBatcher:
         settings = self._settings(census, ModelSettings())
         tail = Tail(Link(self._url, name=f"{self._name}:reads"), self._keys, self._store.last_settled_id())
         scheduler = Scheduler(settings, len(census.workers))
+        scheduler.custom = self._custom(settings)
         for batch in self._store.batches_in_flight():
             scheduler.ride(batch.id, [_as_request(one) for one in batch.requests], batch.dispatched_us)
         self._active = Active(scheduler, tail, {})
+        self._meter.took_over(self._clock.now_us())
         self._log.info(
             "batcher active", batcher=self._name, workers=len(census.workers), entries=census.waiting_entries
         )
@@ -121,7 +127,7 @@ class ModelBatcher:
         self._store.close()
         self._meter.stood_by()
         self._read_entries = READ_ENTRIES_FIRST
-        self._census_at_us = 0
+        self._census_at_us = self._status_at_us = 0
 
     # --- one turn ------------------------------------------------------------------------------------------
 
@@ -147,7 +153,10 @@ class ModelBatcher:
     def _settle(self, scheduler: Scheduler, settled: Sequence[Settled], now_us: int) -> None:
         for one in settled:
             if one.size:
-                scheduler.settle(one.batch_id, now_us)
+                riding = scheduler.in_flight().get(one.batch_id)
+                if riding is not None:
+                    self._meter.settled(riding, now_us)
+                scheduler.settle(one.batch_id, now_us, one.compute_us)
             else:  # a worker came or left
                 self._census_at_us = 0
 
@@ -216,7 +225,9 @@ class ModelBatcher:
     def _dispatch(self, active: Active, dispatches: Sequence[Dispatch]) -> None:
         scheduler = active.scheduler
         touched = {request.entry: request.entry.id for one in dispatches for request in one.requests}
-        departed, vanished = self._store.dispatch([Departure(*one) for one in dispatches])
+        departed, vanished = self._store.dispatch(
+            [Departure(*one) for one in dispatches], scheduler.settings.result_ttl_ms
+        )
         _rename(active, touched, vanished)
         now_us = self._clock.now_us()
         for one in departed:
@@ -246,20 +257,50 @@ class ModelBatcher:
         scheduler.workers = len(census.workers)
         settings = self._settings(census, scheduler.settings)
         if settings != scheduler.settings:
+            if settings.policy != scheduler.settings.policy:
+                scheduler.custom = self._custom(settings)
             scheduler.settings = settings
-            self._log.info("settings changed", **census.registration)
+            self._log.info("settings changed", **{**census.registration, **census.config})
         now_us = self._clock.now_us()
         self._census_at_us = now_us + CENSUS_EVERY_US
         self._find_unseen(active, census, now_us)
         self._meter.looked(scheduler, now_us)
+        if now_us >= self._status_at_us:
+            self._publish_status(scheduler, now_us)
+
+    def _publish_status(self, scheduler: Scheduler, now_us: int) -> None:
+        """For whoever watches. That it may not be said is no reason to batch nothing."""
+        self._status_at_us = now_us + STATUS_EVERY_US
+        try:
+            status = self._meter.status(self._name, scheduler, now_us)
+            self._store.publish_status(status.encode(), STATUS_TTL_MS)
+        except CommandError as error:
+            self._status_at_us = now_us + STATUS_REFUSED_US
+            self._log.warning("status not published", reason=str(error))
 
     def _settings(self, census: Census, otherwise: ModelSettings) -> ModelSettings:
-        """What is registered; a registration that makes no sense changes nothing."""
+        """What is registered, and an operator's word before it; what makes no sense changes nothing."""
         try:
-            return ModelSettings.from_mapping(census.registration)
+            settings = ModelSettings.from_mapping({**census.registration, **census.config})
+            if settings.policy not in (*POLICIES, *self._policies):
+                raise ValueError(f"policy: {settings.policy!r} is none of this batcher's --policies")
         except ValueError as error:
-            self._log.error("registration makes no sense", reason=str(error))
+            if str(error) != self._nonsense:  # once, and not a few times a second
+                self._log.error("settings make no sense", reason=str(error))
+            self._nonsense = str(error)
             return otherwise
+        self._nonsense = ""
+        return settings
+
+    def _custom(self, settings: ModelSettings) -> CustomPolicy | None:
+        """The policy of a user's own, made anew; one that cannot be made is the model's bad luck: eager."""
+        if settings.policy in POLICIES:
+            return None
+        try:
+            return CustomPolicy(self._policies[settings.policy]())
+        except Exception as error:
+            self._log.error("policy cannot be made", policy=settings.policy, reason=str(error))
+            return None
 
     def _find_unseen(self, active: Active, census: Census, now_us: int) -> None:
         """Room and queue must not leak: look up what should be there but, by the count, is not."""

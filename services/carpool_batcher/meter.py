@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import Counter, Gauge
 
 from carpool.errors import (
     CANCELLED,
     DEADLINE_EXCEEDED,
+    INTERNAL,
     INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
@@ -18,9 +19,11 @@ from carpool.errors import (
 from carpool.messages import Refusal
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
 from carpool.store import Departed
-from carpool_batcher.core.scheduler import Dispatch, Scheduler
+from carpool_batcher.core.fleet import Riding
+from carpool_batcher.core.scheduler import Dispatch, Reason, Scheduler
+from carpool_batcher.status import Status, Tally, gauges
 
-_GAUGES: Final = {
+_GAUGES: Final = {  # of status.Gauges, in that order
     "carpool_waiting_requests": "Requests that wait",
     "carpool_waiting_bytes": "Bytes of what waits",
     "carpool_oldest_request_seconds": "How long the oldest waiting request has waited",
@@ -28,6 +31,7 @@ _GAUGES: Final = {
     "carpool_in_flight_requests": "Requests in those batches",
     "carpool_model_processes": "Model processes whose lease runs",
 }
+_IN_FLIGHT: Final = "in_flight"
 # What a batcher says, and why a batch leaves. Shown from zero: Prometheus notices no first value.
 _ANSWERS: Final = (
     (INVALID_ARGUMENT, "input"),
@@ -37,9 +41,11 @@ _ANSWERS: Final = (
     (RESOURCE_EXHAUSTED, "queue_bytes"),
     (CANCELLED, "withdrawn"),
     (DEADLINE_EXCEEDED, "waiting"),
-    (DEADLINE_EXCEEDED, "in_flight"),
+    (DEADLINE_EXCEEDED, "early"),
+    (DEADLINE_EXCEEDED, _IN_FLIGHT),
+    (INTERNAL, "policy"),
 )
-_DISPATCH_REASONS: Final = ("full", "deadline", "delay", "idle")
+_DISPATCH_REASONS: Final = get_args(Reason)
 
 
 class BatcherMetrics(CommonMetrics):
@@ -86,28 +92,39 @@ class Meter:
             metrics.answered.labels(model, status, reason)
         for why in _DISPATCH_REASONS:
             metrics.batches.labels(model, why)
+        self.took_over(0)
         self.stood_by()
 
     def dispatched(
         self, decided: Sequence[Dispatch], departed: Sequence[Departed], scheduler: Scheduler, now_us: int
     ) -> None:
         """Batches left; those that nobody was left to ride in did not."""
-        for why, batch in zip(decided, departed, strict=True):
-            if batch.batch_id is not None:
-                self._metrics.batches.labels(self._model, why.reason).inc()
-        left = [batch.requests for batch in departed if batch.batch_id is not None]
-        self._size.observe([len(requests) for requests in left])
-        self._fill.observe([scheduler.fill_percent(requests) for requests in left])
+        pairs = [pair for pair in zip(decided, departed, strict=True) if pair[1].batch_id is not None]
+        reasons = [why.reason for why, _ in pairs]
+        left = [batch.requests for _, batch in pairs]
+        sizes = [len(requests) for requests in left]
+        fill_percents = [scheduler.fill_percent(requests) for requests in left]
+        for reason in reasons:
+            self._metrics.batches.labels(self._model, reason).inc()
+        self._size.observe(sizes)
+        self._fill.observe(fill_percents)
+        self._tally.dispatched(reasons, sizes, fill_percents)
         self._queue.observe([max(0, now_us - request.arrival_us) for request in chain.from_iterable(left)])
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
         """Requests were answered without a ride."""
         for one in refusals:
             self._metrics.answered.labels(self._model, one.status, one.reason).inc()
+        self._tally.refused(refusals)
 
     def expired_in_flight(self, requests: int) -> None:
         """Requests were answered by their deadline while their batch was under way."""
-        self._metrics.answered.labels(self._model, DEADLINE_EXCEEDED, "in_flight").inc(requests)
+        self._metrics.answered.labels(self._model, DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
+        self._tally.expired_in_flight(f"{DEADLINE_EXCEEDED}/{_IN_FLIGHT}", requests)
+
+    def settled(self, riding: Riding, now_us: int) -> None:
+        """A batch is heard of as settled."""
+        self._tally.settled(riding.arrivals_us, now_us)
 
     def renewed(self, late_us: int) -> None:
         """The lease was renewed, so much later than planned."""
@@ -115,19 +132,17 @@ class Meter:
 
     def looked(self, scheduler: Scheduler, now_us: int) -> None:
         """What an active batcher sees of its model, a few times a second."""
-        oldest_us = scheduler.oldest_arrival_us()
-        in_flight = scheduler.in_flight()
-        values = (
-            scheduler.waiting,
-            scheduler.waiting_bytes,
-            0.0 if oldest_us is None else max(0, now_us - oldest_us) / 1e6,
-            len(in_flight),
-            sum(riding.size for riding in in_flight.values()),
-            scheduler.workers,
-        )
-        for gauge, value in zip(self._metrics.gauges, values, strict=True):
+        for gauge, value in zip(self._metrics.gauges, gauges(scheduler, now_us), strict=True):
             gauge.labels(self._model).set(value)
         self._metrics.active.labels(self._model).set(1)
+
+    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> Status:
+        """What it did since it took over, and what it sees."""
+        return self._tally.status(batcher, scheduler, now_us)
+
+    def took_over(self, now_us: int) -> None:
+        """This batcher sees to the model from now on."""
+        self._tally = Tally(now_us)
 
     def stood_by(self) -> None:
         """Another batcher sees to this model: what it sees is for it to say."""

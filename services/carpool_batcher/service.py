@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from threading import Event
 from typing import Final
@@ -12,27 +13,36 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.link import Link
 from carpool.store import Directory
-from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher.batcher import ModelBatcher, Policies
 from carpool_batcher.meter import BatcherMetrics, Meter
 
 DISCOVER_EVERY_S: Final = 0.5
+UNSEEN_S: Final = 5.0  # a connection that is made anew takes less
 STUCK_S: Final = 30.0  # no turn takes so long: Redis's timeout is 5 s, and a model's loop blocks for 1 s
 
 
 class BatcherService:
     """Runs a loop for each model. `run_once` looks for new models; nothing else needs to be configured."""
 
-    def __init__(self, url: str, prefix: str, name: str, metrics: BatcherMetrics) -> None:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        name: str,
+        metrics: BatcherMetrics,
+        policies: Policies,
+    ) -> None:
         self._url = url
         self._prefix = prefix
         self._name = name
         self._metrics = metrics
+        self._policies = policies
         self._directory = Directory(Link(url, name=f"{name}:directory"), prefix)
         self._discovery = Loop("discovery", self._look, self._cannot_look)
         self._batchers: dict[str, ModelBatcher] = {}
         self._loops: dict[str, Loop] = {}
         self._not_models: set[str] = set()
-        self._looked = False
+        self._looked_s = float("-inf")  # when the models were looked for last, with success
         self._stopping = Event()
         self._log = structlog.get_logger()
 
@@ -45,7 +55,7 @@ class BatcherService:
         for model in self._directory.models():
             if model not in self._loops and model not in self._not_models:
                 self._start(model)
-        self._looked = True
+        self._looked_s = time.monotonic()
 
     def _look(self) -> None:
         self.run_once()
@@ -58,7 +68,7 @@ class BatcherService:
             self._not_models.add(model)
             self._log.error("not a model", reason=str(error))
             return
-        batcher = ModelBatcher(self._url, keys, self._name, Meter(self._metrics, model))
+        batcher = ModelBatcher(self._url, keys, self._name, Meter(self._metrics, model), self._policies)
         loop = Loop(f"batcher {model}", batcher.run_once, self._starts_over(model))
         self._batchers[model], self._loops[model] = batcher, loop
         loop.start()
@@ -91,13 +101,14 @@ class BatcherService:
         some fail serves the others."""
         if self._stopping.is_set():
             return ["stopping"]
-        if self._discovery.failing:
-            return [f"{self._discovery.name}: {self._discovery.failing}"]
-        loops = list(self._loops.values()) or [self._discovery]
+        loops = list(self._loops.values())
         failing = [f"{loop.name}: {loop.failing}" for loop in loops if loop.failing]
-        if len(failing) == len(loops):
+        if loops and len(failing) == len(loops):
             return failing
-        return [] if self._looked else ["starting"]
+        if time.monotonic() - self._looked_s < UNSEEN_S:
+            return []
+        why = self._discovery.failing
+        return [f"{self._discovery.name}: {why}" if why else "starting"]
 
     def _all_loops(self) -> list[Loop]:
         return [self._discovery, *list(self._loops.values())]

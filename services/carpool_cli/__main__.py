@@ -16,6 +16,10 @@ _COMMANDS: Final = {
     "up": "carpool_cli.up",
     "infer": "carpool_cli.infer",
     "models": "carpool_cli.models",
+    "top": "carpool_cli.top",
+    "config": "carpool_cli.config",
+    "simulate": "carpool_cli.simulate",
+    "tune": "carpool_cli.tune",
     "health": "carpool_cli.health",
     "demo": "carpool_cli.demo",
     "acl": "carpool_cli.acl",
@@ -30,6 +34,10 @@ Carpool: requests that come one by one share the ride to the accelerator.
   carpool up MODEL...          Redis, a batcher and workers on this machine, under one supervisor
   carpool infer MODEL BODY     send one request, print its result
   carpool models               what is served, what waits and for how long
+  carpool top                  how each model fares and why its batches leave, live
+  carpool config MODEL         its settings, and who said so; KEY=VALUE changes one while it runs
+  carpool simulate             what settings would come to, in virtual time; --model takes a live one's speed
+  carpool tune MODEL BODY      measure it, and find the settings that serve the most within --latency-ms
   carpool demo                 search this machine's documentation, 5,000 requests, measured and checked
 
   carpool worker MODEL         a worker alone, anywhere that reaches Redis

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the result. 1, and one line on standard error, if there is none."""
     settings = read_settings(InferSettings, argv, "carpool infer")
     try:
-        result = asyncio.run(_infer(settings, _body(settings)))
+        result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
     except UnavailableError as error:
         return _failed(
             f"{error}\n    start a stack with `carpool up {settings.model}`, or name another Redis with "
@@ -62,10 +62,10 @@ def _failed(why: str) -> int:
     return 1
 
 
-def _body(settings: InferSettings) -> Any:
-    """The body as a value, or as bytes if it is raw. Raises OSError, InvalidArgumentError."""
-    data = _given(settings.body)
-    if settings.raw:
+def read_body(body: str, *, raw: bool = False) -> Any:
+    """A body as it is typed: a value, or bytes if it is raw. Raises OSError, InvalidArgumentError."""
+    data = _given(body)
+    if raw:
         return data
     try:
         return json.loads(data)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Final, TextIO
+from typing import Any, Final, Self, TextIO
 
 _REDRAW_S: Final = 0.1  # on a terminal
 _REPEAT_S: Final = 5.0  # in a pipe: a line now and then
@@ -63,6 +64,35 @@ class Screen:
             self._stream.flush()
 
 
+class Window:
+    """The whole terminal, drawn over in place. It is given back as it was, however the block ends."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._sigterm: Any = None
+
+    def __enter__(self) -> Self:
+        self._sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        self._screen._write("\x1b[?1049h\x1b[?25l")  # another screen, no cursor
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._screen._write("\x1b[?25h\x1b[?1049l")
+        signal.signal(signal.SIGTERM, self._sigterm)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and rows, as they are now."""
+        return shutil.get_terminal_size()
+
+    def draw(self, lines: Sequence[str], head: int) -> None:
+        """These lines and nothing else, that at `head` in bold; no more and no longer than there is room."""
+        shown = [self._screen.bold(line) if at == head else line for at, line in enumerate(lines)]
+        shown += [""] * (self.size[1] - len(shown))
+        # Each is wiped before it is written: after one that fills the row, some terminals would wipe its end.
+        self._screen._write("\x1b[H" + "\n".join(f"\x1b[K{line}" for line in shown))
+
+
 class Progress:
     """How far something is that is done `total` times."""
 
@@ -74,9 +104,9 @@ class Progress:
         self._every_s = _REDRAW_S if screen.live else _REPEAT_S
         self._due_s = self._started_s + self._every_s
 
-    def step(self) -> None:
-        """One more."""
-        self._done += 1
+    def step(self, number: int = 1) -> None:
+        """So many more."""
+        self._done += number
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + self._every_s

@@ -21,11 +21,10 @@ COMMIT_BYTES: Final = 256 * 1024 * 1024
 class Committer:
     """`run_once` finishes and commits at most one batch. What it could not commit it tries again."""
 
-    def __init__(self, slot: Slot, store: Store, result_ttl_ms: int, metrics: WorkerMetrics) -> None:
+    def __init__(self, slot: Slot, store: Store, metrics: WorkerMetrics) -> None:
         self._slot = slot
         self._metrics = metrics
         self._store = store
-        self._result_ttl_ms = result_ttl_ms
         self._log = structlog.get_logger()
 
     def run_once(self) -> None:
@@ -60,9 +59,7 @@ class Committer:
             if position not in job.noted
         }
         try:
-            return self._store.commit(
-                self._slot.consumer, job.batch, results, job.dead, job.compute_us, self._result_ttl_ms
-            )
+            return self._store.commit(self._slot.consumer, job.batch, results, job.dead, job.compute_us)
         except CommandError as error:
             if error.code != "NOGROUP":
                 raise
@@ -90,7 +87,7 @@ class Committer:
     def _answer(self, job: Job, positions: list[int], starting: int | None) -> None:
         requests = job.batch.requests
         answers = [Answer(at, requests[at].reply_to, job.results[at]) for at in positions]
-        written = self._store.answer(self._slot.consumer, job.batch, answers, starting, self._result_ttl_ms)
+        written = self._store.answer(self._slot.consumer, job.batch, answers, starting)
         for position in set(positions) - written:  # answered by a batcher, when their deadline passed
             del job.results[position]
         job.noted |= written

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _registration(model: LoadedModel) -> dict[str, Any]:
     settings = model.settings
     return {
-        "settings": {name: getattr(settings, name) for name in settings.names()},
+        "settings": settings.as_text(),
         "inputs": [(spec.name, spec.datatype, spec.shape) for spec in model.inputs],
         "outputs": [(spec.name, spec.datatype, spec.shape) for spec in model.outputs],
         "wants_requests": model.wants_requests,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 from carpool.keys import MODEL_NAME
+from carpool.plugins import find_object
 
 READY_MADE: Final = {
     "square": "carpool_worker.models.square:Square",
@@ -49,20 +47,4 @@ def find_model(where: str) -> Any:
         raise ValueError(
             f"model {where!r}: write module:Name, path/file.py:Name, onnx:FILE, {' or '.join(READY_MADE)}"
         )
-    module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise ValueError(f"model {where!r}: {source} has no {name!r}") from None
-
-
-def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError(f"model file {str(path)!r} does not exist (from {str(Path.cwd())!r})")
-    sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return find_object(where)

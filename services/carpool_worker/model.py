@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from carpool.messages import ModelSettings
+from carpool.model_settings import ModelSettings
 from carpool.tensors import TensorSpec
 
 __all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]

@@ -28,7 +28,6 @@ from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.link import Argument, CommandError, Link
-from carpool.messages import ModelSettings
 from carpool.store import Store
 from carpool_worker.committer import Committer
 from carpool_worker.heartbeat import Heartbeat
@@ -86,7 +85,6 @@ class Worker:
         for slot in self._slots:
             slot.codec = Codec(ready[0])
         self._registration = registration_of(ready[0])
-        settings = ModelSettings.from_mapping(ready[0]["settings"])
         self._heartbeat = Heartbeat(
             self._slots, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
         )
@@ -96,7 +94,7 @@ class Worker:
         self._hearts.append(heart)
         heart.start()
         for slot in self._slots:
-            self._start_slot(slot, settings)
+            self._start_slot(slot)
         self._waiting_for = ""
         self._log.info(
             "worker ready",
@@ -122,8 +120,8 @@ class Worker:
                 return True
         return False
 
-    def _start_slot(self, slot: Slot, settings: ModelSettings) -> None:
-        committer = Committer(slot, self._new_store("commit"), settings.result_ttl_ms, self._metrics)
+    def _start_slot(self, slot: Slot) -> None:
+        committer = Committer(slot, self._new_store("commit"), self._metrics)
         intake = Intake(slot, self._new_store("intake"), self._lease_ms, self._register, self._metrics)
         for loops, agent in ((self._committers, committer), (self._intakes, intake)):
             name = f"{type(agent).__name__.lower()} {slot.consumer}"
@@ -217,10 +215,8 @@ class Worker:
 
 
 def registration_of(ready: dict[str, Any]) -> dict[str, Argument]:
-    """The fields of the registration: settings as numbers, tensors as JSON in OIP's terms."""
-    fields: dict[str, Argument] = {
-        name: value for name, value in ready["settings"].items() if value is not None
-    }
+    """The fields of the registration: settings as text, tensors as JSON in OIP's terms."""
+    fields: dict[str, Argument] = dict(ready["settings"])
     for kind in ("inputs", "outputs"):
         if ready[kind]:
             specs = [dict(zip(("name", "datatype", "shape"), spec, strict=True)) for spec in ready[kind]]

@@ -61,6 +61,11 @@ class Keys:
         return self._of("model")
 
     @property
+    def config(self) -> str:
+        """Hash: settings that an operator put in the place of the registered ones."""
+        return self._of("config")
+
+    @property
     def workers(self) -> str:
         """Sorted set: live model processes, scored by the time (ms, Redis's clock) their lease ends."""
         return self._of("workers")
@@ -69,6 +74,11 @@ class Keys:
     def batcher(self) -> str:
         """String that expires: the lease of the one active batcher."""
         return self._of("batcher")
+
+    @property
+    def status(self) -> str:
+        """String that expires: what the active batcher says of itself, JSON, about once a second."""
+        return self._of("status")
 
     def result(self, correlation_id: str) -> str:
         """List that expires: one request's result, when it named no `reply_to`."""

@@ -37,6 +37,7 @@ TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
 _TIMEVAL: Final = struct.Struct("@ll")
 _MORE: Final = object()
+_SELECTABLE: Final = 1024  # FD_SETSIZE
 
 
 class LinkError(UnavailableError):
@@ -223,6 +224,8 @@ class Link:
         if getattr(sock, "pending", None) and sock.pending():  # TLS may hold bytes the kernel no longer has
             return True
         descriptor = sock.fileno()
+        if descriptor < _SELECTABLE:  # to the microsecond, where poll rounds up to whole milliseconds
+            return bool(select.select((descriptor,), (), (), max(0.0, timeout_s))[0])
         if self._poller is None or self._poller[0] != descriptor:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)

@@ -7,8 +7,8 @@ the millisecond at which Redis accepted it, and no other host's clock decides an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from carpool.errors import OK
 
@@ -36,7 +36,8 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One producer's unit of work, as it waits. Compared by identity; nobody changes it after it was decoded.
+    """One producer's unit of work, as it waits. Compared by identity. Nobody changes it after it was decoded,
+    but for the scheduler: who is to be served even if it expires rides without a deadline.
 
     (Not `frozen=True`: that alone costs 1 µs a request, and a million are made in a minute.)
     """
@@ -52,6 +53,7 @@ class Request:
     lane: str = ""
     cost: int = 1
     extra: Mapping[str, bytes] | None = None
+    tenant: str = ""
 
 
 class Withdrawal(NamedTuple):
@@ -83,6 +85,7 @@ class Batch(NamedTuple):
     reason: str
     dispatched_us: int
     lane: str
+    result_ttl_ms: int = 60_000
 
 
 class Result(NamedTuple):
@@ -127,53 +130,3 @@ class Settled(NamedTuple):
     worker: str
     size: int
     compute_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """How a model wants its requests batched. Declared by the model, registered by its workers.
-
-    Numbers, or None where that means no limit; one that makes no sense raises ValueError naming the field.
-    """
-
-    max_batch_size: int = 32
-    max_batch_cost: int | None = None
-    max_queue_delay_ms: float = 0
-    max_queue_size: int = 10_000
-    max_queue_bytes: int = 256 * 1024 * 1024
-    max_body_bytes: int = 8 * 1024 * 1024
-    default_expiration_ms: int | None = None
-    max_expiration_ms: int = 24 * 3600 * 1000
-    result_ttl_ms: int = 60_000
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            value, lowest = getattr(self, spec.name), 0 if spec.name == "max_queue_delay_ms" else 1
-            kinds = (int, float) if spec.name == "max_queue_delay_ms" else (int,)
-            if value is None and "None" in str(spec.type):
-                continue
-            if type(value) not in kinds or not lowest <= value < 1 << 53:
-                raise ValueError(f"{spec.name}: {value!r} must be a number, {lowest} or more")
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """The settings' names, in the order in which they are documented."""
-        return [spec.name for spec in fields(cls)]
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from registered or declared values: numbers, or their text. Unknown names are left out."""
-        known: dict[str, Any] = {
-            name: _number(name, values[name]) for name in cls.names() if values.get(name) is not None
-        }
-        return cls(**known)
-
-
-def _number(name: str, value: object) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{name}: {value!r} must be a number")
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{name}: {value!r} must be a number") from None
-    return int(number) if number.is_integer() else number

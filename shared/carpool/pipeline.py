@@ -20,10 +20,10 @@ from typing import Any, Final
 
 import msgpack
 
+from carpool.envelopes import decode_results
 from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
 from carpool.keys import Keys
 from carpool.link import AsyncLink, Command, CommandError, LinkError
-from carpool.wire import decode_results
 
 MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256

@@ -15,7 +15,14 @@ from typing import Annotated, Any, Final, Literal, NoReturn, Self, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliPositionalArg,
+    NoDecode,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
@@ -47,6 +54,10 @@ def _prefix(prefix: str) -> str:
     if not prefix or any(character in "{} \t\n" for character in prefix):
         raise ValueError("must not be empty, nor hold braces or spaces")
     return prefix
+
+
+def _listed(text: object) -> object:
+    return [name for name in text.split(",") if name] if isinstance(text, str) else text
 
 
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
@@ -166,6 +177,11 @@ class CommonSettings(ProducerSettings):
 class BatcherSettings(CommonSettings):
     """Group waiting requests into batches, for every registered model."""
 
+    policies: Annotated[list[str], NoDecode, BeforeValidator(_listed)] = Field(
+        default_factory=list,
+        description="policies of your own that models may name: module:Name or path/file.py:Name, ...",
+    )
+
 
 class WorkerSettings(CommonSettings):
     """Execute batches with a model."""
@@ -222,7 +238,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         words = action.help or ""
-        for nothing in ("null", "", "\0", "False"):
+        for nothing in ("null", "", "\0", "False", "[]"):
             words = words.removesuffix(f" (default: {nothing})")
         return words
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from carpool import wire
+from carpool import envelopes, wire
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.link import Argument, CommandError, Link, Script
@@ -31,6 +31,7 @@ _JOIN: Final = Script("join")
 _LEAVE: Final = Script("leave")
 _LEASE: Final = Script("lease")
 _MISSING: Final = Script("missing")
+_STATUS: Final = Script("status")
 
 RawEntry = tuple[bytes, list[bytes]]
 
@@ -57,6 +58,18 @@ class Census(NamedTuple):
     batches_in_flight: int
     workers: list[str]
     registration: dict[str, str]
+    config: dict[str, str]  # what an operator said instead
+
+
+class Glance(NamedTuple):
+    """A model as whoever may count sees it; `status` is what its batcher says of itself, undecoded."""
+
+    at_us: int
+    waiting_entries: int
+    batches_in_flight: int
+    model_processes: int
+    batcher: bool
+    status: bytes | None
 
 
 class Reclaimed(NamedTuple):
@@ -116,24 +129,23 @@ class Store:
     def census(self) -> Census:
         """Look at the model, and at the clock."""
         keys = self.keys
-        time_reply, waiting, in_flight, workers, registration = _no_errors(
+        time_reply, waiting, in_flight, workers, *hashes = _no_errors(
             self._link.call_many(
                 ("TIME",),
                 ("XLEN", keys.requests),
                 ("XLEN", keys.batches),
                 ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
                 ("HGETALL", keys.registration),
+                ("HGETALL", keys.config),
             )
         )
         self.clock.set(time_reply, time.monotonic_ns())
-        now_ms = self.clock.now_us() // 1000
-        alive = [
-            member.decode()
-            for member, lease_end_ms in zip(workers[::2], workers[1::2], strict=True)
-            if float(lease_end_ms) > now_ms
-        ]
-        flat = [text.decode("utf-8", "replace") for text in registration]
-        return Census(waiting, in_flight, alive, dict(zip(flat[::2], flat[1::2], strict=True)))
+        alive = _alive(workers, self.clock.now_us() // 1000)
+        return Census(waiting, in_flight, alive, *map(_texts, hashes))
+
+    def publish_status(self, status: str, ttl_ms: int) -> None:
+        """Say how this batcher fares, for whoever watches, until `ttl_ms` pass or it is said anew."""
+        self._link.run(_STATUS, [self.keys.status], [status, ttl_ms])
 
     def last_settled_id(self) -> str:
         """Where to read `settled` from, to hear only what is committed from now on."""
@@ -151,7 +163,9 @@ class Store:
         """Which of these entries are no longer in the stream."""
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
-    def dispatch(self, departures: Sequence[Departure]) -> tuple[list[Departed], list[Entry]]:
+    def dispatch(
+        self, departures: Sequence[Departure], result_ttl_ms: int
+    ) -> tuple[list[Departed], list[Entry]]:
         """Turn waiting requests into batches. Entries of which only some requests leave get a new ID.
 
         Returns what became of each departure, and the entries that were gone: nobody in them rides.
@@ -167,7 +181,7 @@ class Store:
             args += [entries[entry], entry.arrival_us // 1000, wire.encode_requests(rest)]
         args.append(len(departures))
         for departure in departures:
-            args += self._departure_args(departure, entries)
+            args += self._departure_args(departure, entries, result_ttl_ms)
         gone, new_ids, batch_ids = self._link.run(_DISPATCH, [self.keys.requests, self.keys.batches], args)
 
         gone_ids = {entry_id.decode() for entry_id in gone}
@@ -193,11 +207,13 @@ class Store:
         gone = {request for departure in departures for request in departure.requests}
         return {entry: [request for request in entry.requests if request not in gone] for entry in partly}
 
-    def _departure_args(self, departure: Departure, entries: Mapping[Entry, int]) -> list[Argument]:
+    def _departure_args(
+        self, departure: Departure, entries: Mapping[Entry, int], result_ttl_ms: int
+    ) -> list[Argument]:
         indexes = dict.fromkeys(entries[request.entry] for request in departure.requests)
         fields: list[Argument] = ["requests", wire.encode_batch(departure.requests)]
         fields += ["size", len(departure.requests), "reason", departure.reason]
-        fields += ["dispatched_us", self.clock.now_us()]
+        fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if departure.lane:
             fields += ["lane", departure.lane]
         return [len(indexes), *indexes, len(fields), *fields]
@@ -313,13 +329,12 @@ class Store:
         batch: Batch,
         answers: Sequence[Answer],
         starting: int | None,
-        result_ttl_ms: int,
     ) -> set[int]:
         """Write results ahead of the commit, and note which request is started next, alone.
 
         Returns the positions that were written: the others had been answered. Raises FencedError.
         """
-        return self._answer(consumer, batch.id, batch.epoch, answers, starting, result_ttl_ms)
+        return self._answer(consumer, batch.id, batch.epoch, answers, starting, batch.result_ttl_ms)
 
     def _answer(
         self,
@@ -347,7 +362,6 @@ class Store:
         results: Mapping[int, tuple[str | None, Result]],
         dead: Sequence[DeadLetter],
         compute_us: int,
-        result_ttl_ms: int,
     ) -> set[int]:
         """Settle a batch. `results` by position, each with its `reply_to`; those left out were answered.
 
@@ -357,9 +371,7 @@ class Store:
         left_out = set(range(len(batch.requests))) - results.keys()
         meanwhile: set[int] = set()
         while True:
-            answered = self._commit(
-                consumer, batch, results, left_out | meanwhile, dead, compute_us, result_ttl_ms
-            )
+            answered = self._commit(consumer, batch, results, left_out | meanwhile, dead, compute_us)
             if not answered:
                 return meanwhile
             meanwhile |= answered
@@ -372,7 +384,6 @@ class Store:
         left_out: set[int],
         dead: Sequence[DeadLetter],
         compute_us: int,
-        result_ttl_ms: int,
     ) -> set[int]:
         keys = self.keys
         keyring = Keyring(keys.batches, keys.settled, keys.progress(batch.id), keys.dead)
@@ -381,7 +392,8 @@ class Store:
         settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
         settled += ["compute_us", compute_us]
         delivered = self._result_args(keyring, results.values())
-        args: list[Argument] = [consumer, batch.id, batch.epoch, result_ttl_ms, SETTLED_LENGTH, DEAD_LENGTH]
+        args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
+        args += [SETTLED_LENGTH, DEAD_LENGTH]
         args += [len(left_out), *left_out, len(settled), *settled, len(delivered) // 3, *delivered, len(dead)]
         for letter in dead:
             fields = wire.encode_dead_letter(letter)
@@ -398,7 +410,7 @@ class Store:
         for reply_to, result in results:
             if reply_to is None:
                 key = keyring.index(self.keys.result(result.correlation_id))
-                args += [key, "list", wire.encode_result(result)]
+                args += [key, "list", envelopes.encode_result(result)]
             else:
                 of_stream = by_stream.get(reply_to)
                 if of_stream is None:
@@ -408,7 +420,7 @@ class Store:
         for reply_to, of_stream in by_stream.items():
             key = keyring.index(self.keys.replies(reply_to))
             for some in _of_moderate_size(of_stream):
-                args += [key, "stream", wire.encode_results(some)]
+                args += [key, "stream", envelopes.encode_results(some)]
         return args
 
 
@@ -468,6 +480,39 @@ class Directory:
         """Names of the registered models, sorted."""
         return sorted(name.decode() for name in self._link.call("SMEMBERS", models_key(self._prefix)))
 
+    def glance(self, model: str) -> Glance:
+        """A model as it is now, in one trip."""
+        keys = Keys(model, self._prefix)
+        time_reply, waiting, in_flight, workers, batcher, status = _no_errors(
+            self._link.call_many(
+                ("TIME",),
+                ("XLEN", keys.requests),
+                ("XLEN", keys.batches),
+                ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
+                ("EXISTS", keys.batcher),
+                ("GET", keys.status),
+            )
+        )
+        at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
+        return Glance(at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), status)
+
+    def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
+        """What a model's workers registered, and what an operator said instead."""
+        keys = Keys(model, self._prefix)
+        replies = self._link.call_many(("HGETALL", keys.registration), ("HGETALL", keys.config))
+        registration, config = map(_texts, _no_errors(replies))
+        return registration, config
+
+    def configure(self, model: str, values: Mapping[str, str], back: Sequence[str]) -> None:
+        """An operator says `values` instead of what is registered, and takes back the settings in `back`."""
+        key = Keys(model, self._prefix).config
+        commands: list[tuple[Argument, ...]] = [("MULTI",)]
+        if values:
+            commands.append(("HSET", key, *(part for pair in values.items() for part in pair)))
+        if back:
+            commands.append(("HDEL", key, *back))
+        _no_errors(self._link.call_many(*commands, ("EXEC",)))
+
     def oldest_arrival_us(self, model: str) -> int | None:
         """When the oldest waiting request of a model arrived."""
         oldest = self._link.call("XRANGE", Keys(model, self._prefix).requests, "-", "+", "COUNT", 1)
@@ -508,6 +553,20 @@ def _of_moderate_size(results: list[Result]) -> Iterable[list[Result]]:
 def _refused(refusal: Refusal) -> tuple[str | None, Result]:
     result = Result(refusal.correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
     return refusal.reply_to, result
+
+
+def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
+    """Of members and scores in turn, the model processes whose lease runs."""
+    return [
+        member.decode()
+        for member, lease_end_ms in zip(workers[::2], workers[1::2], strict=True)
+        if float(lease_end_ms) > now_ms
+    ]
+
+
+def _texts(flat: Sequence[bytes]) -> dict[str, str]:
+    texts = [text.decode("utf-8", "replace") for text in flat]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _no_errors(replies: list[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ Nothing here raises on a producer's input but InvalidArgumentError, and its deta
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -13,7 +12,6 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import (
-    OK,
     CarpoolError,
     InvalidArgumentError,
     UnimplementedError,
@@ -28,13 +26,12 @@ from carpool.messages import (
     BatchedRequest,
     DeadLetter,
     Entry,
-    ModelSettings,
     Refusal,
     Request,
-    Result,
     Settled,
     Withdrawal,
 )
+from carpool.model_settings import ModelSettings
 
 MAX_FIELDS: Final = 64
 MAX_REQUESTS_PER_ENTRY: Final = 4096
@@ -42,7 +39,6 @@ MAX_REQUESTS_PER_ENTRY: Final = 4096
 MAX_PACKED_BYTES: Final = 64 * 1024 * 1024
 MAX_EXTRA_BYTES: Final = 64 * 1024
 MAX_LANE_CHARS: Final = 128
-MAX_DETAIL_CHARS: Final = 1000
 MAX_COST: Final = 1 << 40
 MAX_WITHDRAW_BYTES: Final = 1 << 20
 UNCOUNTED_BYTES: Final = 1 << 20
@@ -211,6 +207,7 @@ def _like(model: Request, one: Fields, settings: ModelSettings) -> Request | Non
         model.lane,
         model.cost,
         model.extra,
+        model.tenant,
     )
 
 
@@ -249,7 +246,7 @@ def _decode_request(entry: Entry, raw: Fields, settings: ModelSettings, default_
 
 def _decode_properties(request: Request, raw: Fields, settings: ModelSettings) -> None:
     """Everything beside the body and the correlation ID, each only where it was sent."""
-    expiration_ms = settings.default_expiration_ms
+    asked_ms = None
     if len(raw) > 1:
         request.content_type = _content_type(raw)
         request.reply_to = _name(raw, "reply_to", None)
@@ -258,12 +255,13 @@ def _decode_properties(request: Request, raw: Fields, settings: ModelSettings) -
         request.lane = _lane(raw)
         if "expiration" in raw:
             asked_ms = _integer(raw, "expiration", 0, 1, 1 << 53)
-            expiration_ms = min(asked_ms, settings.max_expiration_ms)
         if not raw.keys() <= _KNOWN:
+            request.tenant = _name(raw, "tenant", "") or ""
             request.extra = _extra(raw)
         for name in _SEQUENCE:
             if name in raw:
                 raise UnimplementedError(f"{name}: stateful sequences are not served by this version")
+    expiration_ms = settings.expiration_ms(request.priority, asked_ms)
     if expiration_ms is not None:
         request.deadline_us = request.arrival_us + expiration_ms * 1000
 
@@ -429,6 +427,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"reason", b"").decode(),
         int(raw.get(b"dispatched_us", b"0")),
         raw.get(b"lane", b"").decode(),
+        int(raw.get(b"result_ttl_ms", 60_000)),
     )
 
 
@@ -453,65 +452,3 @@ def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
     for name, value in (request.extra or {}).items():
         flat += [name, value]
     return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
-
-
-# --- results -----------------------------------------------------------------------------------------------
-
-
-def encode_result(result: Result) -> bytes:
-    """The envelope on a result's own list: JSON where the request was JSON, else msgpack."""
-    if result.content_type == JSON:
-        return _json_envelope(result)
-    return bytes(msgpack.packb(_envelope(result)))
-
-
-def encode_results(results: Iterable[Result]) -> bytes:
-    """The `results` field of one entry on a reply stream: a msgpack array of envelopes."""
-    return bytes(msgpack.packb([_envelope(result) for result in results]))
-
-
-def _envelope(result: Result) -> Fields:
-    correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us = result
-    if status == OK:
-        return {
-            "correlation_id": correlation_id,
-            "status": status,
-            "content_type": content_type,
-            "body": body,
-            "final": True,
-            "batch_size": batch_size,
-            "queue_us": queue_us,
-            "compute_us": compute_us,
-        }
-    return {
-        "correlation_id": correlation_id,
-        "status": status,
-        # Of half a surrogate pair, which JSON's \ud800 names, nobody can make UTF-8.
-        "detail": (detail or "")[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode(),
-        "final": True,
-        "batch_size": batch_size,
-        "queue_us": queue_us,
-        "compute_us": compute_us,
-    }
-
-
-def _json_envelope(result: Result) -> bytes:
-    envelope = _envelope(result)
-    if result.body is not None:
-        # The body is JSON already: set it in as it is, instead of parsing it to write it again.
-        envelope["body"] = None
-        head, tail = _compact(envelope).split(b'"body":null', 1)
-        return b"".join((head, b'"body":', result.body, tail))
-    return _compact(envelope)
-
-
-def _compact(value: Fields) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def decode_results(packed: bytes) -> list[Fields]:
-    """The envelopes of one entry on a reply stream."""
-    envelopes = msgpack.unpackb(packed)
-    if type(envelopes) is not list:
-        raise InvalidArgumentError("results: not a msgpack array")
-    return envelopes

@@ -1,0 +1,151 @@
+"""When requests arrive, for the simulator: by chance, in bursts, or as they did once.
+
+A recorded trace is a text file with a request in each line: when it arrived, in seconds from any moment, so
+that Unix times do as well as 0.0125. Empty lines and those that begin with # say nothing; order is of no
+importance.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+PHASE_S: Final = 0.5  # of bursts, on average
+RATIO: Final = 5.0
+
+
+class Arrival(NamedTuple):
+    """A request of the trace. `expiration_us` None: it never expires."""
+
+    at_us: int
+    expiration_us: int | None = None
+    lane: str = ""
+    priority: int = 4
+    cost: int = 1
+
+
+class Traffic(Protocol):
+    """Makes a trace of `number` requests at `per_s` on average; the same for the same seed."""
+
+    def __call__(
+        self, per_s: float, number: int, seed: int = 0, expiration_us: int | None = None
+    ) -> Iterator[Arrival]: ...
+
+
+class TraceError(Exception):
+    """A file is no trace, and why."""
+
+
+def poisson(per_s: float, number: int, seed: int = 0, expiration_us: int | None = None) -> Iterator[Arrival]:
+    """Arrivals that know nothing of each other."""
+    chance = random.Random(seed)  # noqa: S311 (a simulation)
+    at_us = 0.0
+    for _ in range(number):
+        at_us += chance.expovariate(per_s) * 1e6
+        yield Arrival(int(at_us), expiration_us)
+
+
+def bursty(
+    per_s: float,
+    number: int,
+    seed: int = 0,
+    expiration_us: int | None = None,
+    ratio: float = RATIO,
+    phase_s: float = PHASE_S,
+) -> Iterator[Arrival]:
+    """A Poisson process modulated by a Markov chain of two states (MMPP), one `ratio` times as busy as the
+    other; each lasts `phase_s` on average. Together `per_s` on average."""
+    chance = random.Random(seed)  # noqa: S311 (a simulation)
+    slow = 2 * per_s / (1 + ratio)
+    rates = (slow, slow * ratio)
+    at_us, state, until_us = 0.0, 0, chance.expovariate(1 / phase_s) * 1e6
+    made = 0
+    while made < number:
+        gap_us = chance.expovariate(rates[state]) * 1e6
+        if at_us + gap_us > until_us:  # memoryless: begin anew in the other state
+            at_us, state = until_us, 1 - state
+            until_us += chance.expovariate(1 / phase_s) * 1e6
+            continue
+        at_us += gap_us
+        made += 1
+        yield Arrival(int(at_us), expiration_us)
+
+
+class Recorded:
+    """Traffic as it was, made slower or faster to be of the rate that is asked for; there is no chance in it.
+
+    Longer than it was, it begins again.
+    """
+
+    def __init__(self, times_us: Sequence[int]) -> None:
+        self._times_us = times_us
+        gaps = max(1, len(times_us) - 1)
+        self._period_us = max(1.0, (times_us[-1] - times_us[0]) * (1 + 1 / gaps)) if times_us else 1.0
+
+    @property
+    def per_s(self) -> float:
+        """The rate at which they came."""
+        return len(self._times_us) / self._period_us * 1e6
+
+    def __len__(self) -> int:
+        return len(self._times_us)
+
+    def __call__(
+        self, per_s: float, number: int, seed: int = 0, expiration_us: int | None = None
+    ) -> Iterator[Arrival]:
+        stretch = self.per_s / per_s if self._times_us else 1.0
+        for made in range(number if self._times_us else 0):
+            again, at = divmod(made, len(self._times_us))
+            at_us = self._times_us[at] - self._times_us[0] + again * self._period_us
+            yield Arrival(round(at_us * stretch), expiration_us)
+
+
+def recorded(times_us: Sequence[int], expiration_us: int | None = None) -> Iterator[Arrival]:
+    """Arrivals as they were."""
+    for at_us in times_us:
+        yield Arrival(at_us, expiration_us)
+
+
+def traffic(name: str) -> Traffic:
+    """Traffic by its name: poisson, bursty, or the file of a recorded trace. Raises TraceError."""
+    if name in ("poisson", "bursty"):
+        return poisson if name == "poisson" else bursty
+    return Recorded(read_trace(Path(name)))
+
+
+def read_trace(path: Path) -> list[int]:
+    """The times of a recorded trace, in order, the first at 0. Raises TraceError."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not text"
+        raise TraceError(f"arrivals: poisson, bursty, or a file of them; {path}: {why}") from None
+    times_s = [
+        _seconds(path, number, line)
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not times_s:
+        raise TraceError(f"{path}: nothing arrives")
+    first_s = min(times_s)
+    return sorted(round((one - first_s) * 1e6) for one in times_s)
+
+
+def _seconds(path: Path, number: int, line: str) -> float:
+    try:
+        seconds = float(line)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise TraceError(f"{path}, line {number}: {line.strip()!r:.60} must be a number of seconds")
+    return seconds
+
+
+def write_trace(path: Path, times_us: Sequence[int], title: str) -> None:
+    """Write a trace that `read_trace` reads."""
+    first_us = min(times_us, default=0)
+    lines = [f"# {title}", *(f"{(at_us - first_us) / 1e6:.6f}" for at_us in sorted(times_us))]
+    path.write_text("\n".join([*lines, ""]))

@@ -1,0 +1,149 @@
+"""`carpool config MODEL [KEY=VALUE ...]`: a model's settings, who said each, and another value for some."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, NamedTuple
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
+
+from carpool.errors import UnavailableError
+from carpool.link import CommandError, Link
+from carpool.model_settings import ModelSettings
+from carpool.settings import ProducerSettings, read_settings
+from carpool.store import Directory
+from carpool_cli.report import Screen, table
+
+LONGEST_SHOWN: Final = 60
+
+
+def _split(joined: object) -> object:
+    """KEY=VALUEs, which arrive here with a comma between them, and perhaps in their values."""
+    return re.split(r",(?=[\w-]+=)", joined) if isinstance(joined, str) else joined
+
+
+# Of settings that take them from the command line.
+Changes = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+
+
+class ConfigSettings(ProducerSettings):
+    """Show a model's settings, or change some while it runs; batchers follow within a second.
+
+    KEY=VALUE says another value, which holds whatever the model's workers register, until KEY= takes it back.
+    """
+
+    model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
+
+    model: CliPositionalArg[str] = Field(description="the model's name")
+    change: CliPositionalArg[Changes] = Field(
+        [], description="KEY=VALUE, as many as you like; KEY= takes it back"
+    )
+    as_json: bool = Field(False, description="an object of objects, for a program")
+
+
+class Line(NamedTuple):
+    """A setting as it holds now. `source`: default, model, or operator."""
+
+    value: str
+    source: str
+    meaning: str
+
+
+class ConfigError(Exception):
+    """What was asked for cannot be done, and why."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Change what is to be changed, then show. 1 if Redis cannot be asked, 2 if a change makes no sense."""
+    settings = read_settings(ConfigSettings, argv, "carpool config")
+    link = Link(settings.redis_url, name=f"carpool-config-{os.getpid()}")
+    directory = Directory(link, settings.prefix)
+    try:
+        lines = configure(directory, settings.model, settings.change)
+    except ConfigError as error:
+        print(f"carpool config: {error}", file=sys.stderr)
+        return 2
+    except (UnavailableError, CommandError) as error:
+        print(f"carpool config: {error}", file=sys.stderr)
+        return 1
+    finally:
+        directory.close()
+    if settings.as_json:
+        print(json.dumps({name: line._asdict() for name, line in lines.items()}))
+    else:
+        show(lines, Screen())
+    return 0
+
+
+def configure(directory: Directory, model: str, changes: Sequence[str]) -> dict[str, Line]:
+    """Make these changes, all or none, and return the settings as they are then. Raises ConfigError."""
+    known = directory.models()
+    if model not in known:
+        there = f"there are {', '.join(known)}" if known else "none is; `carpool up square` serves one"
+        raise ConfigError(f"no model {model!r:.140} is registered; {there}")
+    registered, said = directory.config(model)
+    values, back = parse(changes)
+    wanted = {name: value for name, value in {**said, **values}.items() if name not in back}
+    try:
+        ModelSettings.from_mapping({**registered, **wanted})
+    except ValueError as error:
+        raise ConfigError(f"{error}; nothing was changed") from None
+    if values or back:
+        directory.configure(model, values, back)
+    return resolve(registered, wanted)
+
+
+def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """New values, and settings to take back. Raises ConfigError."""
+    values: dict[str, str] = {}
+    back: list[str] = []
+    for change in changes:
+        name, equals, value = change.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in ModelSettings.names():
+            meant = difflib.get_close_matches(name, ModelSettings.names(), n=1)
+            says = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(ModelSettings.names())}"
+            raise ConfigError(f"no setting {name!r:.80}; {says}")
+        if not equals:
+            raise ConfigError(f"{name}: say what it is to be, as in {name}=VALUE, or {name}= to take it back")
+        if value:
+            values[name] = value
+        else:
+            back.append(name)
+    return values, back
+
+
+def resolve(registered: Mapping[str, str], said: Mapping[str, str]) -> dict[str, Line]:
+    """Each setting as it holds: an operator's word goes before the model's, that before the default."""
+    holds = ModelSettings.from_mapping({**registered, **said}).as_text()
+    models, defaults = ModelSettings.from_mapping(registered).as_text(), ModelSettings().as_text()
+
+    def source(name: str) -> str:
+        if name in said:
+            return "operator"
+        return "model" if models[name] != defaults[name] else "default"
+
+    meanings = ModelSettings.meanings()
+    return {name: Line(value, source(name), meanings[name]) for name, value in holds.items()}
+
+
+def show(lines: Mapping[str, Line], screen: Screen) -> None:
+    """The table."""
+    rows = [("setting", "value", "from", "meaning")]
+    rows += [(name, _short(line.value), line.source, line.meaning) for name, line in lines.items()]
+    head, *rest = table(rows)
+    screen.say(screen.bold(head))
+    for text in rest:
+        screen.say(text)
+
+
+def _short(value: str) -> str:
+    if not value:
+        return "-"
+    return value if len(value) <= LONGEST_SHOWN else value[: LONGEST_SHOWN - 3] + "..."

@@ -1,0 +1,86 @@
+"""A model that is being served, as the simulator needs to know it: its settings, its processes, its speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, NamedTuple
+
+from carpool import wire
+from carpool.keys import Keys
+from carpool.link import Link
+from carpool.model_settings import ModelSettings
+from carpool.store import Directory, Store
+from carpool_batcher.core.latency import REMEMBERED, Line, fit
+
+_READ_BATCHES: Final = 64
+_BLOCK_MS: Final = 200
+
+
+class NotServedError(Exception):
+    """There is nothing to learn from this model, and why."""
+
+
+class Live(NamedTuple):
+    """What Redis tells of a model. `line` is None if no batch of it was settled of late."""
+
+    registered: ModelSettings  # as its workers say
+    settings: ModelSettings  # as they hold
+    processes: int
+    seen: list[tuple[int, int]]  # batches of late: size, and us
+    line: Line | None
+
+
+class Recording(NamedTuple):
+    """When requests arrived, as exact as entry IDs: to the millisecond. `missed`: batches gone before they
+    could be read (Redis counts them from 7 on)."""
+
+    times_us: list[int]
+    missed: int
+
+
+def look(link: Link, prefix: str, model: str) -> Live:
+    """The model as it is now; nothing is sent to it. Raises NotServedError."""
+    known = Directory(link, prefix).models()
+    if model not in known:
+        there = f"there are {', '.join(known)}" if known else "none is; `carpool up square` serves one"
+        raise NotServedError(f"no model {model!r:.140} is registered; {there}")
+    keys = Keys(model, prefix)
+    census = Store(link, keys).census()
+    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", REMEMBERED)
+    settled = [wire.decode_settled(flat) for _, flat in latest]
+    seen = [(one.size, one.compute_us) for one in settled if one.size and one.compute_us]
+    return Live(
+        ModelSettings.from_mapping(census.registration),
+        ModelSettings.from_mapping({**census.registration, **census.config}),
+        len(census.workers),
+        seen,
+        fit(seen) if seen else None,
+    )
+
+
+def record(link: Link, keys: Keys, seconds: float) -> Recording:
+    """Watch a model for so long.
+
+    Batches are followed and not requests, because a request may leave before anybody could look, and one that
+    is put back would be seen twice.
+    """
+    began = _stream(link, keys.batches)
+    after = began[b"last-generated-id"].decode()
+    times_us: list[int] = []
+    batches = 0
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        reply = link.call("XREAD", "COUNT", _READ_BATCHES, "BLOCK", _BLOCK_MS, "STREAMS", keys.batches, after)
+        for _, entries in reply or ():
+            batches += len(entries)
+            for entry_id, flat in entries:
+                times_us += [one.arrival_us for one in wire.decode_batch(entry_id, flat, 0).requests]
+            after = entries[-1][0].decode()
+    left_unseen = len(link.call("XRANGE", keys.batches, f"({after}", "+"))
+    added = _stream(link, keys.batches).get(b"entries-added", 0) - began.get(b"entries-added", 0)
+    return Recording(times_us, max(0, added - batches - left_unseen))
+
+
+def _stream(link: Link, key: str) -> dict[bytes, Any]:
+    flat = link.call("XINFO", "STREAM", key)
+    return dict(zip(flat[::2], flat[1::2], strict=True))

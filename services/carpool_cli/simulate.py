@@ -1,0 +1,205 @@
+"""`carpool simulate`: what settings would come to, in virtual time, with the production scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from carpool.errors import UnavailableError
+from carpool.keys import Keys
+from carpool.link import CommandError, Link
+from carpool.model_settings import POLICIES, ModelSettings
+from carpool.settings import ProducerSettings, read_settings
+from carpool_batcher.core.scheduler import Scheduler
+from carpool_cli.arrivals import Recorded, TraceError, traffic, write_trace
+from carpool_cli.config import Changes, ConfigError, parse
+from carpool_cli.live import NotServedError, look, record
+from carpool_cli.report import Progress, Screen, count, table
+from carpool_cli.simulator import Outcome, Simulation, World
+
+INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # where no model says otherwise
+RATE = 1000.0
+
+
+class SimulateSettings(ProducerSettings):
+    """Try settings in virtual time: the production scheduler, made-up requests and model processes.
+
+    A batch of n takes intercept + slope n. With --model these, the settings and the number of processes are
+    those of a model that is being served; nothing is sent to it. KEY=VALUE says another setting, as in
+    `carpool config`.
+
+      carpool simulate --rate 4000 --expiration-ms 50 policy=deferred max_batch_size=256
+      carpool simulate --record trace.txt --model square --seconds 60
+      carpool simulate --arrivals trace.txt --model square max_queue_delay_ms=5
+    """
+
+    model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
+
+    change: CliPositionalArg[Changes] = Field(
+        [], description="KEY=VALUE, as many as you like; `carpool config MODEL` lists them"
+    )
+    rate: float | None = Field(None, gt=0, description="requests/s (default: 1000, or as they were recorded)")
+    arrivals: str = Field("poisson", description="poisson, bursty, or a FILE with a time in seconds a line")
+    requests: int | None = Field(
+        None, ge=1, le=100_000_000, description="how many (default: 100000, or as many as were recorded)"
+    )
+    workers: int | None = Field(None, ge=1, le=100_000, description="model processes (default: 1)")
+    intercept_ms: float | None = Field(None, ge=0, description=f"l(0) (default: {INTERCEPT_MS:g})")
+    slope_ms: float | None = Field(None, ge=0, description=f"l(n + 1) - l(n) (default: {SLOPE_MS:g})")
+    trip_ms: float = Field(0.6, ge=0, description="the way to the model and back")
+    noise: float = Field(0.0, ge=0, le=1, description="how much a batch's time varies, as a share of it")
+    expiration_ms: float | None = Field(None, gt=0, description="when requests expire (default: the model's)")
+    seed: int = Field(0, description="of what is chance")
+    model: str | None = Field(None, description="a model that is being served, instead of a made-up one")
+    record: Path | None = Field(None, description="write --model's arrivals into this file, and do no more")
+    seconds: float = Field(10.0, gt=0, le=86_400, description="how long to record")
+    as_json: bool = Field(False, description="an object, for a program")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate, or record. 1 if Redis cannot be asked, 2 if what was asked for makes no sense."""
+    settings = read_settings(SimulateSettings, argv, "carpool simulate")
+    try:
+        if settings.record is not None:
+            _record(settings, settings.record)
+        else:
+            _simulate(settings)
+    except (ConfigError, TraceError, NotServedError) as error:
+        print(f"carpool simulate: {error}", file=sys.stderr)
+        return 2
+    except (UnavailableError, CommandError, OSError) as error:
+        print(f"carpool simulate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _record(settings: SimulateSettings, path: Path) -> None:
+    if settings.model is None:
+        raise ConfigError("--record: say with --model whose arrivals")
+    link = Link(settings.redis_url, name=f"carpool-simulate-{os.getpid()}")
+    try:
+        look(link, settings.prefix, settings.model)
+        recording = record(link, Keys(settings.model, settings.prefix), settings.seconds)
+    finally:
+        link.close()
+    if not recording.times_us:
+        raise NotServedError(f"nothing arrived at {settings.model} within {settings.seconds:g} s")
+    write_trace(path, recording.times_us, f"requests of {settings.model}, in seconds from the first")
+    print(f"{count(len(recording.times_us), 'arrival')} in {path}")
+    if recording.missed:
+        print(f"carpool simulate: {recording.missed:,} batches went by unseen", file=sys.stderr)
+
+
+# --- simulating --------------------------------------------------------------------------------------------
+
+
+def _simulate(settings: SimulateSettings) -> None:
+    model, world = _around(settings)
+    arrives = traffic(settings.arrivals)
+    rate, requests = settings.rate or RATE, settings.requests or 100_000
+    if isinstance(arrives, Recorded):
+        rate, requests = settings.rate or arrives.per_s, settings.requests or len(arrives)
+    errors = Screen(sys.stderr)
+    progress = Progress(errors, requests)
+    expiration_us = _expiration_us(settings, model)
+    simulation = Simulation(Scheduler(model, world.processes), world, settings.seed, progress.step)
+    outcome = simulation.run(arrives(rate, requests, settings.seed, expiration_us))
+    progress.end()
+    if settings.as_json:
+        print(json.dumps(figures(outcome, rate)))
+    else:
+        show(outcome, rate, model, world, Screen())
+
+
+def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
+    """Settings and world: a live model's, where one is named; what was said goes before."""
+    values, back = parse(settings.change)
+    declared: dict[str, str] = {}
+    processes, intercept_ms, slope_ms = 1, INTERCEPT_MS, SLOPE_MS
+    if settings.model is not None:
+        link = Link(settings.redis_url, name=f"carpool-simulate-{os.getpid()}")
+        try:
+            live = look(link, settings.prefix, settings.model)
+        finally:
+            link.close()
+        declared, processes = live.settings.as_text(), max(1, live.processes)
+        if live.line is not None:
+            intercept_ms, slope_ms = live.line.intercept_us / 1000, live.line.slope_us / 1000
+        elif settings.intercept_ms is None or settings.slope_ms is None:
+            raise NotServedError(
+                f"{settings.model} has settled no batch of late, so nobody knows how long one takes: say "
+                "--intercept-ms and --slope-ms"
+            )
+    try:
+        kept = {name: value for name, value in declared.items() if name not in back}
+        model = ModelSettings.from_mapping({**kept, **values})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if model.policy not in POLICIES:
+        raise ConfigError(
+            f"policy: {model.policy!r:.80} is not simulated; there are {' and '.join(POLICIES)}"
+        )
+    trip_us = int(settings.trip_ms * 1000)
+    return model, World(
+        settings.workers or processes,
+        1000 * (intercept_ms if settings.intercept_ms is None else settings.intercept_ms),
+        1000 * (slope_ms if settings.slope_ms is None else settings.slope_ms),
+        settings.noise,
+        trip_us // 2,
+        trip_us - trip_us // 2,
+    )
+
+
+def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | None:
+    expiration_ms = settings.expiration_ms or model.default_expiration_ms
+    return None if expiration_ms is None else int(1000 * expiration_ms)
+
+
+# --- what came of it ---------------------------------------------------------------------------------------
+
+
+def figures(outcome: Outcome, rate: float) -> dict[str, Any]:
+    """What came of a trace, for a program."""
+    return {
+        "requests": outcome.requests,
+        "offered_per_s": round(rate, 3),
+        "served_per_s": round(1e6 * outcome.good / max(1, outcome.took_us), 3),
+        "goodput": round(outcome.good / max(1, outcome.requests), 6),
+        "p50_ms": outcome.latency_ms(0.5),
+        "p99_ms": outcome.latency_ms(0.99),
+        "mean_batch": round(outcome.mean_batch, 3),
+        "batches": len(outcome.sizes),
+        "reasons": outcome.reasons,
+        "late": outcome.late,
+        "refused": outcome.refused,
+    }
+
+
+def show(outcome: Outcome, rate: float, model: ModelSettings, world: World, screen: Screen) -> None:
+    """The same for a person."""
+    law = f"{world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
+    who = count(world.processes, "process", "processes")
+    screen.say(screen.bold(f"{model.policy}, up to {model.max_batch_size} in a batch, {who}, l(n) = {law}"))
+    found = figures(outcome, rate)
+    batches = max(1, len(outcome.sizes))
+    reasons = sorted(outcome.reasons.items(), key=lambda one: -one[1])
+    rows = [
+        ("requests/s offered", f"{rate:,.0f}"),
+        ("requests/s served", f"{found['served_per_s']:,.0f}"),
+        ("goodput", f"{found['goodput']:.2%}"),
+        ("late", f"{outcome.late:,}"),
+        ("refused", f"{outcome.refused:,}"),
+        ("p50", f"{found['p50_ms']:.2f} ms"),
+        ("p99", f"{found['p99_ms']:.2f} ms"),
+        ("mean batch", f"{outcome.mean_batch:.1f}"),
+        *((f"left: {reason}", f"{number / batches:.1%}") for reason, number in reasons),
+    ]
+    for line in table(rows):
+        screen.say(f"  {line}")

@@ -1,0 +1,204 @@
+"""The production scheduler in virtual time, between producers and model processes that are made up.
+
+What is simulated is the world around the core, not the core: requests arrive, dispatched batches reach a
+process after a trip, take l(n), and are heard of after a trip back. Pure: no clock, no Redis.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, NamedTuple, Protocol
+
+from carpool.errors import DEADLINE_EXCEEDED
+from carpool.messages import JSON, Entry, Refusal, Request
+from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
+from carpool_cli.arrivals import Arrival
+
+STEP: Final = 1000
+_NOWHERE: Final = Entry("", 0)  # no stream carries these requests
+
+
+class World(NamedTuple):
+    """What is around the scheduler: l(n) = intercept + slope n in us, times 1 +- noise, and the way."""
+
+    processes: int = 1
+    intercept_us: float = 5000.0
+    slope_us: float = 50.0
+    noise: float = 0.0
+    out_us: int = 250  # from the batcher's decision to the model's start
+    back_us: int = 350  # from the model's end to the batcher's, and the producer's, knowledge
+
+    def takes_us(self, size: int) -> float:
+        """l(size)."""
+        return self.intercept_us + self.slope_us * size
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a trace. Of every request one thing: good, late or refused."""
+
+    latencies_us: list[int] = field(default_factory=list)  # of those answered OK, and in time
+    good_arrivals_us: list[int] = field(default_factory=list)  # when those arrived
+    late: int = 0  # answered DEADLINE_EXCEEDED
+    refused: int = 0  # any other refusal
+    sizes: list[int] = field(default_factory=list)  # of batches
+    reasons: dict[str, int] = field(default_factory=dict)  # why they left
+    took_us: int = 0  # from the first arrival to the last result
+
+    @property
+    def good(self) -> int:
+        """Requests answered in time."""
+        return len(self.latencies_us)
+
+    @property
+    def requests(self) -> int:
+        """All of them."""
+        return self.good + self.late + self.refused
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests in a batch, on average."""
+        return sum(self.sizes) / max(1, len(self.sizes))
+
+    def latency_ms(self, quantile: float) -> float:
+        """A quantile of the latency of those answered in time; 0 if none was."""
+        ordered = sorted(self.latencies_us)
+        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] / 1000 if ordered else 0.0
+
+
+class Decides(Protocol):
+    """What a scheduler is asked and told: see `carpool_batcher.core.scheduler`."""
+
+    def offer(self, request: Request, now_us: int) -> Refusal | None: ...
+    def departed(self, batch_id: str | None, requests: Sequence[Request], now_us: int) -> None: ...
+    def settle(self, batch_id: str, now_us: int, compute_us: int) -> None: ...
+    def poll(self, now_us: int) -> list[Decision]: ...
+    def wake_at(self) -> int | None: ...
+
+
+class Ride(NamedTuple):
+    """A batch under way; `compute_us` once a process has begun it."""
+
+    batch_id: str
+    requests: list[Request]
+    compute_us: int = 0
+
+
+class Simulation:
+    """Runs one trace through one scheduler, which nobody else may use.
+
+    `step` is called with STEP when so many more requests have arrived.
+    """
+
+    def __init__(
+        self, scheduler: Decides, world: World, seed: int = 0, step: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._world = world
+        self._random = random.Random(seed)  # noqa: S311 (a simulation)
+        self._scheduler = scheduler
+        # What will happen: when, in which order, what, to whom. A heap.
+        self._events: list[tuple[int, int, Callable[[int, Ride], None], Ride]] = []
+        self._number = count(1)
+        self._idle = world.processes
+        self._queue: deque[Ride] = deque()
+        self._answered: set[Request] = set()  # in flight, and answered by their deadline
+        self._outcome = Outcome()
+        self._step = step
+
+    def run(self, arrivals: Iterable[Arrival]) -> Outcome:
+        """Everything that happens, until the last request has its result. `arrivals` in order of time."""
+        scheduler, events = self._scheduler, self._events
+        trace = iter(arrivals)
+        arrival = next(trace, None)
+        first_us = now_us = 0 if arrival is None else arrival.at_us
+        arrived = 0
+        while True:
+            next_us = scheduler.wake_at()
+            if events and (next_us is None or events[0][0] < next_us):
+                next_us = events[0][0]
+            if arrival is not None and (next_us is None or arrival.at_us < next_us):
+                next_us = arrival.at_us
+            if next_us is None:
+                break
+            now_us = max(now_us, next_us)
+            while arrival is not None and arrival.at_us <= now_us:
+                self._arrive(arrival)
+                arrival = next(trace, None)
+                arrived += 1
+                if not arrived % STEP:
+                    self._step(STEP)
+            while events and events[0][0] <= now_us:
+                at_us, _, happen, ride = heapq.heappop(events)
+                happen(at_us, ride)
+            self._decide(now_us)
+        self._outcome.took_us = now_us - first_us
+        return self._outcome
+
+    def _arrive(self, one: Arrival) -> None:
+        at_us, expiration_us, lane, priority, cost = one
+        deadline_us = None if expiration_us is None else at_us + expiration_us
+        request = Request(_NOWHERE, "", b"", JSON, None, at_us, deadline_us, priority, lane, cost)
+        if self._scheduler.offer(request, at_us) is not None:
+            self._outcome.refused += 1
+
+    def _decide(self, now_us: int) -> None:
+        outcome = self._outcome
+        for one in self._scheduler.poll(now_us):
+            if type(one) is Dispatch:
+                batch_id = str(next(self._number))
+                self._scheduler.departed(batch_id, one.requests, now_us)
+                outcome.sizes.append(len(one.requests))
+                outcome.reasons[one.reason] = outcome.reasons.get(one.reason, 0) + 1
+                self._at(now_us + self._world.out_us, self._reach, Ride(batch_id, one.requests))
+            elif type(one) is Expire:
+                self._answered.add(one.request)
+                outcome.late += 1
+            elif type(one) is Refusal:
+                late = one.status == DEADLINE_EXCEEDED
+                outcome.late += late
+                outcome.refused += not late
+
+    # --- the workers ---------------------------------------------------------------------------------------
+
+    def _at(self, at_us: int, happen: Callable[[int, Ride], None], ride: Ride) -> None:
+        heapq.heappush(self._events, (at_us, next(self._number), happen, ride))
+
+    def _reach(self, at_us: int, ride: Ride) -> None:
+        """A batch is where the processes are."""
+        self._queue.append(ride)
+        self._begin(at_us)
+
+    def _begin(self, at_us: int) -> None:
+        """An idle process, if there is one, takes the next batch, if there is one."""
+        if self._idle and self._queue:
+            self._idle -= 1
+            ride = self._queue.popleft()
+            takes_us = self._world.takes_us(len(ride.requests))
+            if self._world.noise:
+                takes_us *= max(0.1, self._random.gauss(1.0, self._world.noise))
+            compute_us = max(1, int(takes_us))
+            self._at(at_us + compute_us, self._end, ride._replace(compute_us=compute_us))
+
+    def _end(self, at_us: int, ride: Ride) -> None:
+        """A process is done with a batch."""
+        self._idle += 1
+        self._at(at_us + self._world.back_us, self._hear, ride)
+        self._begin(at_us)
+
+    def _hear(self, at_us: int, ride: Ride) -> None:
+        """Everybody knows that a batch is done."""
+        outcome, answered = self._outcome, self._answered
+        self._scheduler.settle(ride.batch_id, at_us, ride.compute_us)
+        for request in ride.requests:
+            if answered and request in answered:
+                answered.discard(request)
+            elif request.deadline_us is not None and request.deadline_us < at_us:
+                outcome.late += 1  # of a scheduler that does not see to it
+            else:
+                outcome.latencies_us.append(at_us - request.arrival_us)
+                outcome.good_arrivals_us.append(request.arrival_us)

@@ -1,0 +1,231 @@
+"""`carpool tune MODEL`: measures a live model, tries settings in the simulator, says which are best."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from carpool.aio import AsyncClient
+from carpool.errors import CarpoolError
+from carpool.link import CommandError, Link
+from carpool.model_settings import POLICIES
+from carpool.settings import ProducerSettings, read_settings
+from carpool_cli.arrivals import TraceError, traffic
+from carpool_cli.calibrate import LONE, Measured, bursts, calibrate, noise_of
+from carpool_cli.infer import read_body
+from carpool_cli.live import Live, NotServedError, look
+from carpool_cli.report import Progress, Screen, count, table
+from carpool_cli.search import (
+    Candidate,
+    Figures,
+    Goal,
+    candidates,
+    changes,
+    most_in_time,
+    most_requests,
+    recommended,
+)
+from carpool_cli.simulator import World
+
+TRIP_US: Final = 600  # where it was not measured
+PLOTTED: Final = 12  # rates
+
+
+class TuneSettings(ProducerSettings):
+    """Find the settings with which a model serves the most requests within a latency.
+
+    Sends bursts of BODY to the model, one at a time, to learn how long a batch of n takes; without BODY, what
+    the model served of late tells. Then tries settings in the simulator, prints the best, and the command
+    that applies them. It changes nothing. BODY is as for `carpool infer`: JSON, text, @FILE or -.
+
+      carpool tune square 7 --latency-ms 20
+      carpool tune square 7 --latency-ms 20 --rate 3000
+    """
+
+    model_config = SettingsConfigDict(cli_parse_none_str="\0")
+
+    model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
+    body: CliPositionalArg[str] = Field("", description="a request like those that will come")
+    latency_ms: float = Field(gt=0, le=3_600_000, description="what 99 of 100 requests are to take at most")
+    rate: float | None = Field(
+        None, gt=0, description="requests/s that will come (default: find the most that can)"
+    )
+    arrivals: str = Field("poisson", description="poisson, bursty, or a FILE, as for `carpool simulate`")
+    raw: bool = Field(False, description="send the body as it is, as bytes")
+    rounds: int = Field(5, ge=1, le=100, description="how often each size of burst is sent")
+    plot: str = Field("tune.png", description="where to draw p99 over rate")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, search, say. 1 if the model cannot be asked, 2 if what was asked for makes no sense."""
+    settings = read_settings(TuneSettings, argv, "carpool tune")
+    try:
+        _tune(settings, Screen())
+    except (TraceError, NotServedError) as error:
+        print(f"carpool tune: {error}", file=sys.stderr)
+        return 2
+    except (CarpoolError, CommandError, OSError) as error:
+        print(f"carpool tune: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _tune(settings: TuneSettings, screen: Screen) -> None:
+    arrives = traffic(settings.arrivals)
+    live = _look(settings)
+    if not live.processes:
+        raise NotServedError(f"no process serves {settings.model} at present")
+    measured = _measure(settings, live, screen)
+    world = _world(live, measured)
+    screen.title("Measured")
+    screen.say(
+        f"  l(n) = {world.intercept_us / 1000:.3g} + {world.slope_us / 1000:.3g} n ms, give or take "
+        f"{world.noise:.1%}; the trip: {(world.out_us + world.back_us) / 1000:.2f} ms; "
+        f"{count(world.processes, 'process', 'processes')}"
+    )
+    if measured.line.known_to:
+        screen.say(f"  (only batches of about {measured.line.known_to} were seen: other sizes are a guess)")
+    if live.settings.policy not in POLICIES:
+        screen.say(f"  (the policy {live.settings.policy} is simulated as if it were eager)")
+    goal = Goal(world, settings.latency_ms, arrives)
+    alone_ms = (world.takes_us(1) + world.out_us + world.back_us) / 1000
+    if alone_ms > settings.latency_ms:
+        raise NotServedError(
+            f"a request alone takes {alone_ms:.3g} ms: no settings can bring 99 of 100 under "
+            f"{settings.latency_ms:g}"
+        )
+    max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
+    tried = list(candidates(live.settings, max_size, settings.latency_ms))
+    progress = Progress(Screen(sys.stderr), len(tried))
+    if settings.rate is None:
+        found = most_requests(goal, tried, max_size, progress.step)
+    else:
+        found = most_in_time(goal, tried, settings.rate, progress.step)
+    progress.end()
+    best = recommended(found, live.settings, at_one_rate=settings.rate is not None)
+    _show(settings, live, found, best, screen)
+    if settings.plot:
+        _plot(settings, goal, measured, live, best, screen)
+
+
+def _look(settings: TuneSettings) -> Live:
+    link = Link(settings.redis_url, name=f"carpool-tune-{os.getpid()}")
+    try:
+        return look(link, settings.prefix, settings.model)
+    finally:
+        link.close()
+
+
+# --- measuring -----------------------------------------------------------------------------------------
+
+
+def _measure(settings: TuneSettings, live: Live, screen: Screen) -> Measured:
+    """What the model shows, or has shown of late where there is nothing to send. Raises NotServedError."""
+    if not settings.body:
+        if live.line is None:
+            raise NotServedError(
+                f"{settings.model} has settled no batch of late: say a BODY to send, as in `carpool tune "
+                f"{settings.model} 7 --latency-ms {settings.latency_ms:g}`"
+            )
+        return Measured(live.seen, live.line, noise_of(live.seen, live.line), TRIP_US)
+    body = read_body(settings.body, raw=settings.raw)
+    sizes = bursts(live.settings.max_batch_size, settings.rounds)
+    screen.say(
+        f"sending {sum(sizes) + LONE + 1:,} requests to {settings.model}, at most {max(sizes):,} at a time; "
+        "Ctrl-C stops"
+    )
+    progress = Progress(Screen(sys.stderr), len(sizes) + LONE)
+    measured = asyncio.run(_send(settings, live, body, sizes, progress))
+    progress.end()
+    return measured
+
+
+async def _send(
+    settings: TuneSettings, live: Live, body: Any, sizes: Sequence[int], progress: Progress
+) -> Measured:
+    holds_back = bool(live.settings.max_queue_delay_ms) or live.settings.policy != "eager"
+    async with AsyncClient(settings.redis_url, prefix=settings.prefix) as client:
+        return await calibrate(client, settings.model, body, sizes, holds_back=holds_back, step=progress.step)
+
+
+def _world(live: Live, measured: Measured) -> World:
+    line, trip_us = measured.line, measured.trip_us
+    way = (trip_us // 2, trip_us - trip_us // 2)
+    return World(live.processes, line.intercept_us, line.slope_us, min(0.5, measured.noise), *way)
+
+
+# --- saying --------------------------------------------------------------------------------------------
+
+
+def _show(
+    settings: TuneSettings, live: Live, found: Sequence[Figures], best: Figures, screen: Screen
+) -> None:
+    within = f"{settings.latency_ms:g} ms"
+    if settings.rate is None:
+        screen.title(f"The most requests/s of which 99% take {within} at most, simulated")
+    else:
+        screen.title(f"At {settings.rate:,.0f} requests/s, simulated")
+    rows = [("", "requests/s", f"within {within}", "p50 ms", "p99 ms", "mean batch", "settings")]
+    for one in found:
+        changed = changes(one.candidate.settings, live.settings)
+        words = " ".join(f"{name}={value}" for name, value in changed.items())
+        mark = "*" if one is best else " "
+        rows.append(
+            (
+                f"{mark} {one.candidate.kind}", f"{one.rate:,.0f}", f"{one.within:.1%}", _ms(one.p50_ms),
+                _ms(one.p99_ms), f"{one.mean_batch:.1f}", words,
+            )
+        )  # fmt: skip
+    words_of = [row[-1] for row in rows]
+    for line, words in zip(table([row[:-1] for row in rows]), words_of, strict=True):
+        screen.say(f"  {line}  {words}".rstrip())
+    changed = changes(best.candidate.settings, live.settings)
+    if not best.rate or not best.within:
+        screen.say(
+            f"\nNo settings keep {within}: a lone request takes too long, or more processes are needed."
+        )
+    elif not changed:
+        screen.say("\nThe present settings are the best of these.")
+    else:
+        pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changed.items())
+        if "default_expiration_ms" in changed:
+            screen.say(f"\nRequests that cannot be answered within {within} would be refused. To apply it:")
+        else:
+            screen.say("\nTo apply it:")
+        screen.say(f"  carpool config {shlex.quote(settings.model)} {pairs}")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if math.isfinite(value) else "-"
+
+
+def _plot(
+    settings: TuneSettings, goal: Goal, measured: Measured, live: Live, best: Figures, screen: Screen
+) -> None:
+    from carpool_cli.plot import plot  # noqa: PLC0415 (it is not always wanted)
+
+    top = 1.15 * max(best.rate, settings.rate or 0.0, 1.0)
+    rates = [top * (step + 1) / PLOTTED for step in range(PLOTTED)]
+    shown = {"present settings": Candidate("as it is", live.settings)}
+    if best.candidate.settings != live.settings:
+        shown[f"best: {best.candidate.kind}"] = best.candidate
+    try:
+        import matplotlib as _  # noqa: F401, PLC0415
+
+        curves = {label: [goal.try_at(one, rate) for rate in rates] for label, one in shown.items()}
+        path = Path(settings.plot)
+        max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
+        plot(path, settings.model, settings.latency_ms, curves, goal.world, measured.seen, max_size)
+    except ImportError:
+        screen.say("\nThere is no plot: it needs matplotlib (pip install 'carpool[plot]').")
+    else:
+        screen.say(f"\nThe plot is in {path}.")

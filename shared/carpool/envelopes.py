@@ -1,0 +1,75 @@
+"""The envelopes that results travel in: a JSON object or a msgpack map, or many packed for a reply stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgpack
+
+from carpool.errors import OK, InvalidArgumentError
+from carpool.messages import JSON, Result
+
+MAX_DETAIL_CHARS: Final = 1000
+
+Fields = dict[str, Any]
+
+
+def encode_result(result: Result) -> bytes:
+    """The envelope on a result's own list: JSON where the request was JSON, else msgpack."""
+    if result.content_type == JSON:
+        return _json_envelope(result)
+    return bytes(msgpack.packb(_envelope(result)))
+
+
+def encode_results(results: Iterable[Result]) -> bytes:
+    """The `results` field of one entry on a reply stream: a msgpack array of envelopes."""
+    return bytes(msgpack.packb([_envelope(result) for result in results]))
+
+
+def _envelope(result: Result) -> Fields:
+    correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us = result
+    if status == OK:
+        return {
+            "correlation_id": correlation_id,
+            "status": status,
+            "content_type": content_type,
+            "body": body,
+            "final": True,
+            "batch_size": batch_size,
+            "queue_us": queue_us,
+            "compute_us": compute_us,
+        }
+    return {
+        "correlation_id": correlation_id,
+        "status": status,
+        # Of half a surrogate pair, which JSON's \ud800 names, nobody can make UTF-8.
+        "detail": (detail or "")[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode(),
+        "final": True,
+        "batch_size": batch_size,
+        "queue_us": queue_us,
+        "compute_us": compute_us,
+    }
+
+
+def _json_envelope(result: Result) -> bytes:
+    envelope = _envelope(result)
+    if result.body is not None:
+        # The body is JSON already: set it in as it is, instead of parsing it to write it again.
+        envelope["body"] = None
+        head, tail = _compact(envelope).split(b'"body":null', 1)
+        return b"".join((head, b'"body":', result.body, tail))
+    return _compact(envelope)
+
+
+def _compact(value: Fields) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decode_results(packed: bytes) -> list[Fields]:
+    """The envelopes of one entry on a reply stream."""
+    envelopes = msgpack.unpackb(packed)
+    if type(envelopes) is not list:
+        raise InvalidArgumentError("results: not a msgpack array")
+    return envelopes
