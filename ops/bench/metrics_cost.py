@@ -16,8 +16,10 @@ from typing import Final
 from prometheus_client import generate_latest
 
 from carpool.errors import OK
-from carpool.messages import MSGPACK, Batch, BatchedRequest, Entry, ModelSettings, Request, Result
+from carpool.messages import MSGPACK, Batch, BatchedRequest, Entry, Request, Result
+from carpool.model_settings import ModelSettings
 from carpool.store import Departed
+from carpool_batcher.core.fleet import Riding
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.job import Job
@@ -36,7 +38,13 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     scheduler = Scheduler(ModelSettings(max_batch_size=size), workers=1)
     requests = [Request(Entry("1-1", 1000 + at), str(at), b"") for at in range(size)]
     decided, departed = [Dispatch(requests, "full", "")], [Departed("1-1", requests)]
-    return lambda: meter.dispatched(decided, departed, scheduler, 5_000), metrics
+    riding = Riding(2_000, size, "", {}, [request.arrival_us for request in requests])
+
+    def share() -> None:
+        meter.dispatched(decided, departed, scheduler, 5_000)
+        meter.settled(riding, 7_000)
+
+    return share, metrics
 
 
 def committed(size: int) -> tuple[Callable[[], None], WorkerMetrics]:

@@ -1,4 +1,4 @@
-"""A model that takes time and no CPU, as one on an accelerator does: what is left to see is the batching."""
+"""Models that take time and no CPU, as one on an accelerator does: what is left to see is the batching."""
 
 from __future__ import annotations
 
@@ -15,4 +15,16 @@ class Sleeper:
     def predict(self, batch: list[int]) -> list[int]:
         """The batch is its own result."""
         time.sleep(self.seconds)
+        return batch
+
+
+class Linear:
+    """5 ms and 0.05 ms for each request: fuller batches pay."""
+
+    name = "linear"
+    max_batch_size = 256
+
+    def predict(self, batch: list[int]) -> list[int]:
+        """The batch is its own result."""
+        time.sleep(0.005 + 0.00005 * len(batch))
         return batch

@@ -11,20 +11,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from carpool import wire
+from carpool import envelopes, wire
 from carpool.bodies import decode_body, encode_body
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
-from carpool.messages import (
-    JSON,
-    MSGPACK,
-    Batch,
-    BatchedRequest,
-    ModelSettings,
-    Refusal,
-    Request,
-    Result,
-    Withdrawal,
-)
+from carpool.messages import JSON, MSGPACK, Batch, BatchedRequest, Refusal, Request, Result, Withdrawal
+from carpool.model_settings import ModelSettings
 from carpool.tensors import from_bytes, to_bytes
 from contract import make_vectors
 
@@ -121,14 +112,14 @@ def result_of(written: Case) -> Result:
 
 @cases("envelopes", "results.json")
 def test_a_result_is_written_as_the_vector_says(case: Case) -> None:
-    assert wire.encode_result(result_of(case["result"])) == as_bytes(case["envelope"])
+    assert envelopes.encode_result(result_of(case["result"])) == as_bytes(case["envelope"])
 
 
 @cases("replies", "results.json")
 def test_results_on_a_reply_stream_are_written_as_the_vector_says(case: Case) -> None:
     packed = as_bytes(case["entry"])
-    assert wire.encode_results(map(result_of, case["results"])) == packed
-    assert wire.decode_results(packed) == msgpack.unpackb(packed)
+    assert envelopes.encode_results(map(result_of, case["results"])) == packed
+    assert envelopes.decode_results(packed) == msgpack.unpackb(packed)
 
 
 # --- batches -----------------------------------------------------------------------------------------------

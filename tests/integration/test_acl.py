@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -271,12 +272,42 @@ def test_the_command_line_signs_in_by_files_and_shows_no_password(trip: Locked) 
     shown = carpool(trip, "admin", "models", "--json")
     assert {one["model"] for one in json.loads(shown.stdout)} >= {"square", "Echo"}
 
+    for role in ("admin", "metrics"):
+        page = carpool(trip, role, "top", "--once")
+        assert "no batcher" not in page.stdout
+        assert re.search(r"^square +0 +- +0 \(0\) +1 ", page.stdout, re.MULTILINE), page.stdout + page.stderr
+
     for role in ROLES:
         password = trip.password(role)
         for service in trip.stack.services:
             assert password not in service.log.read_text()
             if service.alive:
                 assert password.encode() not in Path(f"/proc/{service.pid}/cmdline").read_bytes()
+
+
+def test_an_admin_says_how_a_model_is_to_be_batched(trip: Locked) -> None:
+    key = Keys("square").config
+    changed = carpool(trip, "admin", "config", "square", "max_queue_size=77", "--json")
+    assert changed.returncode == 0, changed.stderr
+    assert json.loads(changed.stdout)["max_queue_size"]["value"] == "77"
+    assert trip.stack.redis.hgetall(key) == {b"max_queue_size": b"77"}
+
+    def followed() -> bool:
+        return any(event["max_queue_size"] == "77" for event in trip.stack.events("settings changed"))
+
+    wait_until(followed, description="the batcher, who may read it, follows")
+    assert carpool(trip, "admin", "config", "square", "max_queue_size=").returncode == 0
+    assert not trip.stack.redis.exists(key)
+
+
+@pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin"}))
+def test_nobody_else_says_how_a_model_is_to_be_batched(locked: Locked, role: str) -> None:
+    refused = carpool(locked, role, "config", "square", "max_queue_size=1")
+    assert refused.returncode == 1
+    assert "permissions" in refused.stderr
+    with locked.signed_in(role) as client, pytest.raises(NoPermissionError):
+        client.hset(Keys("square").config, "max_queue_size", 1)
+    assert not locked.stack.redis.exists(Keys("square").config)
 
 
 def test_who_may_not_is_told_by_the_command_line(locked: Locked) -> None:
@@ -357,14 +388,14 @@ def signs_in(url: str) -> bool:
 R, B, M, W = "carpool:{m}:requests", "carpool:{m}:batches", "carpool:{m}:model", "workers"
 S, D, L = "carpool:{m}:settled", "carpool:{m}:dead", "carpool:{m}:batcher"
 P, A, Z = "carpool:{m}:progress:1-1", "carpool:{m}:result:x", "carpool:{m}:workers"
-Y = "carpool:{m}:replies:x"
+Y, T = "carpool:{m}:replies:x", "carpool:{m}:status"
 
 NOBODY_MAY: Final = [
     "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG SET maxmemory 1", "CONFIG REWRITE",
     "SHUTDOWN NOSAVE", "MODULE LIST", "REPLICAOF NO ONE", "SAVE", "MONITOR", "SCRIPT FLUSH",
     "SCRIPT KILL", "ACL SETUSER producer nopass", "ACL SETUSER default on nopass ~* +@all",
     "ACL GETUSER worker", "ACL SAVE", "ACL DELUSER worker", "SUBSCRIBE x", "PUBLISH x y", "SELECT 1",
-    "SWAPDB 0 1", "CLIENT PAUSE 10", "MULTI", "GET another", "SET another x", "XADD another * a b",
+    "SWAPDB 0 1", "CLIENT PAUSE 10", "GET another", "SET another x", "XADD another * a b",
     "XADD carpool:x:requests * body 1", "XADD other:{m}:requests * body 1", "DEL other:{m}:model",
     "MIGRATE h 1 k 0 1", "FAILOVER", "EVAL return(1) 1 another", "RESTORE k 0 x", f"RENAME {R} x",
     f"EXPIRE {R} 1", f"DUMP {R}", "SORT another",
@@ -383,7 +414,9 @@ MAY_NOT: Final = {
         f"LRANGE {A} 0 -1", "TIME", "INFO", "EVAL return(1) 0",
         "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
         "ACL WHOAMI", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "SLOWLOG GET", f"XSETID {R} 1-1",
-        "XAUTOCLAIM x y z 0 0", f"BLMOVE {A} another LEFT LEFT 1", "BLPOP another 1",
+        f"GET {T}", f"SET {T} x", "MULTI",
+        "SCAN 0", "XAUTOCLAIM x y z 0 0", f"BLMOVE {A} another LEFT LEFT 1",
+        "BLPOP another 1",
     ],
     "batcher": [
         f"HSET {M} max_batch_size 1", "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
@@ -391,26 +424,27 @@ MAY_NOT: Final = {
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZADD {Z} 1 me", f"ZREM {Z} x",
         f"XRANGE {D} - +", f"BLPOP {A} 1", f"LRANGE {A} 0 -1", f"XTRIM {R} MAXLEN 0", "INFO",
         "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"DEL {D}",
+        "MULTI", "SCAN 0",
     ],
     "worker": [
         *READS_REQUESTS, f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
         f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}", f"XRANGE {B} - +", f"XRANGE {D} - +",
         f"XGROUP DESTROY {B} {W}", f"XTRIM {B} MAXLEN 0", f"BLPOP {A} 1", f"XREAD STREAMS {Y} 0",
         "SREM carpool:models m", "SMEMBERS carpool:models", "INFO", "CONFIG GET *", "ACL LOAD",
-        "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1",
+        "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", "MULTI", "SCAN 0",
     ],
     "metrics": [
         *READS_REQUESTS, *WRITES_MODEL, f"XREAD STREAMS {R} 0", f"XRANGE {B} - +", f"XINFO STREAM {B}",
         f"XRANGE {D} - +", f"XREAD STREAMS {D} 0", f"XADD {R} * body 1", f"XDEL {R} 1-1", f"DEL {R}",
         f"BLPOP {A} 1", f"XREAD STREAMS {Y} 0", f"HGETALL {P}", f"XACK {B} {W} 1-1",
-        f"XCLAIM {B} {W} me 0 1-1", f"GET {L}", f"SET {L} me", "EVAL return(1) 0", "CONFIG GET *",
-        "ACL LOAD", "ACL LIST", "CLIENT LIST", "SLOWLOG GET", "CLIENT KILL ID 1",
+        f"XCLAIM {B} {W} me 0 1-1", f"SET {T} x", f"SET {L} me", "EVAL return(1) 0", "CONFIG GET *",
+        "ACL LOAD", "ACL LIST", "CLIENT LIST", "SLOWLOG GET", "CLIENT KILL ID 1", "MULTI", "SCAN 0",
     ],
     "admin": [
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me",
-        f"ZADD {Z} 1 me", f"HSET {P} answered:0 1", f"RPUSH {A} forged", f"XREAD STREAMS {Y} 0",
+        f"ZADD {Z} 1 me", f"HSET {P} answered:0 1", f"RPUSH {A} forged",
         f"HGETALL {P}", "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
-        "CLIENT UNBLOCK 1",
+        "CLIENT UNBLOCK 1", f"SET {T} x",
     ],
 }  # fmt: skip
 
@@ -424,10 +458,14 @@ MAY_NOT_WITH_SELECTORS: Final = {
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",
         f"DEL {M}", f"DEL {Z}", f"HDEL {M} max_batch_size", f"HDEL {R} x", f"DEL {B}",
+        f"GET {T}",
     ],
     "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x"],
-    "metrics": [f"HGETALL {R}", f"EXISTS {R}"],
-    "admin": [f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}"],
+    "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
+    "admin": [
+        f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}",
+        f"XREAD STREAMS {Y} 0",
+    ],
 }  # fmt: skip
 
 

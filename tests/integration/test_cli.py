@@ -169,7 +169,7 @@ def test_alone_it_shows_its_commands_and_loads_nothing_heavy() -> None:
         "print({'numpy', 'pydantic', 'redis', 'structlog'} & set(sys.modules))"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout.decode()
-    for command in ("up", "infer", "models", "demo", "worker", "batcher", "version"):
+    for command in ("up", "infer", "models", "top", "demo", "worker", "batcher", "version"):
         assert f"carpool {command}" in said
     assert said.endswith("set()\n")
 

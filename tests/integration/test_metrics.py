@@ -125,6 +125,8 @@ def crowd(stack: Stack, producer: Producer, gate: Path) -> None:
     """While the worker waits at a gate: expirations, withdrawals, and more than may wait."""
     held = producer.send({"gate": str(gate)}, expiration=1000)
     wait_until(lambda: stack.pending(MODEL) == 1, description="the worker waits at the gate")
+    ahead = producer.pack(*range(8))  # a full batch ahead of the worker: from now on nothing else leaves
+    wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches) == 2, description="a batch waits ahead")
     late = [producer.send(number, expiration=50) for number in range(3)]
     producer.receive("DEADLINE_EXCEEDED", "waiting", *late)
     regretted = producer.pack(1, 2, 3)
@@ -134,7 +136,7 @@ def crowd(stack: Stack, producer: Producer, gate: Path) -> None:
     many = producer.pack(*range(29))  # of which 16 may wait
     producer.receive("RESOURCE_EXHAUSTED", "queue_size", *many[16:])
     gate.touch()
-    producer.receive("OK", "", *many[:16])
+    producer.receive("OK", "", *ahead, *many[:16])
 
 
 def hold(stack: Stack, producer: Producer, gate: Path) -> list[str]:

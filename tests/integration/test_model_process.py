@@ -152,8 +152,8 @@ def test_it_says_what_its_model_is(process_of: Start) -> None:
     process = process_of("Obedient")
     assert not process.alive and process.pid is None
     ready = process.start()
-    assert ready["settings"]["max_batch_size"] == 5
-    assert ready["settings"]["max_queue_delay_ms"] == 1.5
+    assert ready["settings"]["max_batch_size"] == "5"
+    assert ready["settings"]["max_queue_delay_ms"] == "1.5"
     assert (ready["inputs"], ready["outputs"], ready["wants_requests"]) == ([], [], False)
     assert process.alive and process.pid != os.getpid()
 

@@ -52,12 +52,16 @@ def held_up(stack: Stack, spec: str, gate: Path) -> Iterator[str]:
     """Inside the block the model's one worker is busy, and what is sent waits."""
     model = stack.serve(spec)
     stack.wait_until_idle(model)
-    # A busy worker is given a second batch if that is full: where batches are of one, there are two plugs.
-    plugs = 2 if stack.redis.hget(Keys(model).registration, "max_batch_size") == b"1" else 1
-    for _ in range(plugs):
-        stack.send(model, body=json.dumps({"gate": str(gate)}))
     batches = Keys(model).batches
-    wait_until(lambda: stack.redis.xlen(batches) == plugs, description=f"{model} is held up")
+    stack.send(model, body=json.dumps({"gate": str(gate)}))
+    wait_until(lambda: stack.redis.xlen(batches) == 1, description=f"{model} is held up")
+    # A busy worker may be given a second batch: with a full one ahead of it, nothing else leaves.
+    size, cost = stack.redis.hmget(Keys(model).registration, "max_batch_size", "max_batch_cost")
+    if cost != b"none":
+        stack.send(model, body="0", cost=int(cost))
+    else:
+        stack.send_packed(model, [{"correlation_id": f"plug{at}", "body": b"0"} for at in range(int(size))])
+    wait_until(lambda: stack.redis.xlen(batches) == 2, description="a batch waits ahead")
     try:
         yield model
     finally:

@@ -167,10 +167,11 @@ class Stack:
 
     # --- services ------------------------------------------------------------------------------------------
 
-    def batcher(self, *flags: str, planted: Path | None = None) -> Service:
-        """Start one more batcher, and wait until it looks for models."""
+    def batcher(self, *flags: str, planted: Path | None = None, ready: bool = True) -> Service:
+        """Start one more batcher, and wait until it looks for models unless `ready` is False."""
         service = self._start("batcher", ["-m", "carpool_batcher", *flags], planted)
-        service.wait_for("batcher started")
+        if ready:
+            service.wait_for("batcher started")
         return service
 
     def worker(self, spec: str, *flags: str, planted: Path | None = None, ready: bool = True) -> Service:

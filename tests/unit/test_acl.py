@@ -190,7 +190,7 @@ def test_what_the_client_says_a_producer_may() -> None:
 
 
 SCRIPTS: Final = {
-    "batcher": {"lease", "dispatch", "refuse", "answer", "missing"},
+    "batcher": {"lease", "status", "dispatch", "refuse", "answer", "missing"},
     "worker": {"join", "leave", "renew", "reclaim", "answer", "commit"},
 }
 # answer.lua does some of it for a worker, and some for a batcher.

@@ -26,7 +26,7 @@ def run(*words: str) -> int:
         return exits.code
 
 
-@pytest.mark.parametrize("command", ["up", "infer", "models", "demo", "worker", "batcher"])
+@pytest.mark.parametrize("command", ["up", "infer", "models", "top", "demo", "worker", "batcher"])
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["help", command], [command, "--help"]):
         assert run(*words) == 0

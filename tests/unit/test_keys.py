@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, models_key
 
-KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher")
+KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher", "status")
 
 fast = settings(deadline=None)
 
@@ -30,6 +30,7 @@ def test_keys_are_named_as_the_contract_says() -> None:
         "carpool:{square}:model",
         "carpool:{square}:workers",
         "carpool:{square}:batcher",
+        "carpool:{square}:status",
         "carpool:{square}:result:c",
         "carpool:{square}:replies:r",
         "carpool:{square}:progress:1-0",

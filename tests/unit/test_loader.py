@@ -110,7 +110,7 @@ def test_no_such_file_says_from_where_it_was_looked_for(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.py").mkdir()
     for file in ("missing.py", "folder.py"):
-        with pytest.raises(ValueError, match=f"model file '{file}' does not exist") as caught:
+        with pytest.raises(ValueError, match=f"file '{file}' does not exist") as caught:
             find_model(f"{file}:Model")
         assert str(tmp_path) in str(caught.value)
 

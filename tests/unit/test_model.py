@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import ModelSettings
+from carpool.model_settings import ModelSettings
 from carpool.tensors import TensorSpec
 from carpool_worker.model import RequestInfo, adapt
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import Entry, ModelSettings, Refusal, Request
+from carpool.messages import Entry, Refusal, Request
+from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import MAX_BATCH_BYTES, Dispatch, Expire, Scheduler
 
 MS = 1000
@@ -525,6 +526,132 @@ def test_a_forgotten_request_hurries_nobody() -> None:
     desk.scheduler.workers = 1
     assert desk.poll(99) == []
     assert desk.poll(1000) == ["delay: b"]
+
+
+# --- what a model may say of it ----------------------------------------------------------------------------
+
+
+def known(desk: Desk, *, intercept: float = 10, slope: float = 1) -> Desk:
+    """The model's l(n) was learned: so many milliseconds; there is no way to speak of."""
+    for size in (1, 11):
+        desk.scheduler.ride(f"before {size}", requests("x " * size), dispatched_us=-1000 * MS)
+        compute_us = int((intercept + slope * size) * MS)
+        desk.scheduler.settle(f"before {size}", -1000 * MS + compute_us, compute_us)
+    return desk
+
+
+def test_preferred_the_largest_size_that_can_be_filled() -> None:
+    desk = Desk(workers=3, max_batch_size=8, preferred_batch_sizes=(2, 4), max_queue_delay_ms=10)
+    desk.offer("a")
+    assert desk.poll() == []
+    desk.offer("b c d e f g")
+    assert desk.poll() == ["preferred: a b c d", "preferred: e f"]
+    # Past the delay what there is goes
+    assert desk.wake_at() == 10
+    assert desk.poll(10) == ["delay: g"]
+
+
+def test_preferred_waits_for_an_idle_process_or_one_that_soon_is() -> None:
+    desk = known(Desk(preferred_batch_sizes=(2,), max_queue_delay_ms=1000), slope=0)
+    desk.offer("a b")
+    assert desk.poll() == ["preferred: a b"]
+    desk.offer("c d")
+    assert desk.poll(1) == []
+    assert desk.wake_at() == 10  # and not only when the delay of c ends
+    assert desk.poll(10) == ["preferred: c d"]
+
+
+def test_a_busy_worker_gets_its_next_batch_just_before_it_is_free() -> None:
+    desk = known(Desk())
+    desk.offer("a b c d")
+    assert desk.poll() == ["idle: a b c d"]
+    desk.offer("e", at=1)
+    assert desk.wake_at() == pytest.approx(14, abs=0.01)
+    assert desk.poll(13.9) == []
+    desk.offer("f", at=13.9)
+    assert desk.poll(14.1) == ["idle: e f"]
+
+
+def test_a_priority_may_have_a_smaller_queue() -> None:
+    desk = Desk(workers=0, max_queue_size=4, priority_policies={0: {"max_queue_size": 1}})
+    assert desk.offer("a", priority=0) == []
+    (refusal,) = desk.offer("b", priority=0)
+    assert (refusal.status, refusal.reason) == ("RESOURCE_EXHAUSTED", "queue_size")
+    assert refusal.detail == "the queue is full for priority 0 (priority_policies); try again later"
+    # Others have what the model allows, and those of that priority again when there is room
+    assert [one.correlation_id for one in desk.offer("c d e f", priority=4)] == ["f"]
+    desk.scheduler.withdraw(frozenset("ac"))
+    assert desk.offer("g", priority=0) == []
+
+
+def test_delay_who_has_expired_goes_behind_all_others_and_is_never_answered_by_the_clock() -> None:
+    desk = Desk(workers=0, max_batch_size=2, expiration_action="delay")
+    desk.offer("late", expiration=10, priority=9)
+    assert desk.poll(10) == []
+    desk.offer("a b", at=11, expiration=10, priority=0)
+    desk.scheduler.workers = 1
+    assert desk.poll(12) == ["full: a b"]
+    assert desk.poll(50) == []
+    desk.settle(1, at=60)
+    assert desk.poll(60) == ["idle: late"]
+    assert desk.poll(1000) == []
+    assert desk.wake_at() is None
+
+
+def test_delay_who_is_late_already_stays_so_when_settings_change() -> None:
+    desk = Desk(workers=0, expiration_action="delay")
+    desk.offer("late", expiration=10)
+    assert desk.poll(10) == []
+    desk.scheduler.settings = ModelSettings(expiration_action="reject", max_queue_delay_ms=5)
+    desk.scheduler.workers = 1
+    assert desk.poll(20) == ["delay: late"]
+    assert desk.poll(30) == []
+
+
+def test_deferred_a_batch_leaves_as_late_as_its_deadlines_allow() -> None:
+    desk = known(Desk(max_batch_size=100, policy="deferred"))
+    desk.offer("a", expiration=50)
+    assert desk.wake_at() == pytest.approx(50 - 12, abs=0.01)  # when two would just be in time
+    desk.offer("b", at=20, expiration=50)
+    assert desk.wake_at() == pytest.approx(50 - 13, abs=0.01)
+    assert desk.poll(30) == []
+    assert desk.poll(37.1) == ["deadline: a b"]
+
+
+def test_deferred_who_cannot_be_met_is_told_before_anything_is_computed() -> None:
+    desk = known(Desk(workers=0, max_batch_size=8, policy="deferred"))
+    desk.offer("hopeless", expiration=19)
+    desk.offer("a", expiration=25)
+    desk.scheduler.workers = 1
+    (refused, dispatched) = desk.scheduler.poll(13 * MS)
+    assert isinstance(refused, Refusal)
+    assert (refused.correlation_id, refused.status, refused.reason) == (
+        "hopeless",
+        "DEADLINE_EXCEEDED",
+        "early",
+    )
+    assert refused.detail == "expired: it could not have been computed in the 6 ms that were left"
+    assert isinstance(dispatched, Dispatch)
+    assert names_of(dispatched.requests) == "a"
+
+
+def test_deferred_more_hopeless_ones_than_are_looked_at_are_all_told() -> None:
+    desk = known(Desk(workers=0, max_batch_size=2, policy="deferred"))
+    desk.offer(" ".join(f"h{number}" for number in range(30)), expiration=19)
+    desk.scheduler.workers = 1
+    assert desk.poll(13) == [f"DEADLINE_EXCEEDED: h{number}" for number in range(30)]
+
+
+def test_deferred_what_is_only_aimed_at_or_delayed_is_no_reason_to_be_given_up() -> None:
+    desk = known(Desk(workers=0, max_batch_size=8, policy="deferred", target_latency_ms=5))
+    desk.offer("aims")
+    desk.scheduler.workers = 1
+    assert desk.poll(13) == ["deadline: aims"]
+    desk = known(Desk(workers=0, max_batch_size=8, policy="deferred", expiration_action="delay"))
+    desk.offer("served", expiration=19)
+    desk.scheduler.workers = 1
+    assert desk.poll(13) == ["deadline: served"]
+    assert desk.poll(30) == []
 
 
 # --- memory ------------------------------------------------------------------------------------------------

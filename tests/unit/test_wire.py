@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool import wire
+from carpool.envelopes import MAX_DETAIL_CHARS, decode_results, encode_result, encode_results
 from carpool.errors import INVALID_ARGUMENT, OK, UNIMPLEMENTED, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
 from carpool.messages import (
@@ -27,15 +28,14 @@ from carpool.messages import (
     BatchedRequest,
     DeadLetter,
     Entry,
-    ModelSettings,
     Refusal,
     Request,
     Result,
     Settled,
     Withdrawal,
 )
+from carpool.model_settings import ModelSettings
 from carpool.wire import (
-    MAX_DETAIL_CHARS,
     MAX_EXTRA_BYTES,
     MAX_FIELDS,
     MAX_LANE_CHARS,
@@ -46,8 +46,6 @@ from carpool.wire import (
     decode_entry,
     encode_batch,
     encode_requests,
-    encode_result,
-    encode_results,
 )
 
 fast = settings(deadline=None)
@@ -91,6 +89,7 @@ def told(request: Request) -> tuple[Any, ...]:
         request.deadline_us,
         request.priority,
         request.lane,
+        request.tenant,
         request.cost,
         dict(request.extra or {}),
     )
@@ -218,7 +217,7 @@ requests = st.fixed_dictionaries(
         "priority": st.integers(0, 9),
         "lane": texts,
         "cost": st.integers(0, 1 << 40),
-        "tenant": st.binary(max_size=8),
+        "tenant": names,
     },
 )
 
@@ -228,7 +227,8 @@ requests = st.fixed_dictionaries(
 def test_a_request_is_what_was_sent(sent: dict[str, Any], others: dict[str, bytes]) -> None:
     others.pop("tenant", None)
     request = one(decode(sent | others))
-    tenant = {"tenant": sent["tenant"]} if "tenant" in sent else {}
+    # The model may read whose it is, as it may any field that is not Carpool's alone
+    tenant = {"tenant": sent["tenant"].encode()} if "tenant" in sent else {}
     asked_ms = min(sent["expiration"], DEFAULTS.max_expiration_ms) if "expiration" in sent else None
     assert told(request) == (
         sent["correlation_id"],
@@ -239,6 +239,7 @@ def test_a_request_is_what_was_sent(sent: dict[str, Any], others: dict[str, byte
         None if asked_ms is None else ARRIVAL_US + asked_ms * 1000,
         sent.get("priority", 4),
         sent.get("lane", ""),
+        sent.get("tenant", ""),
         sent.get("cost", 1),
         others | tenant,
     )
@@ -486,7 +487,7 @@ def test_an_envelope_in_msgpack_says_it_all(result: Result) -> None:
 @given(st.lists(results | failures, max_size=5))
 @example([Result("a", "INTERNAL", JSON, detail="\ud800")])
 def test_reply_streams_are_in_msgpack_whatever_was_sent(several: list[Result]) -> None:
-    assert wire.decode_results(encode_results(several)) == [served(result) for result in several]
+    assert decode_results(encode_results(several)) == [served(result) for result in several]
 
 
 @fast
@@ -508,14 +509,14 @@ def test_an_envelope_in_json_says_it_all(result: Result) -> None:
 def test_a_detail_is_a_sentence_and_not_a_book() -> None:
     for content_type in (JSON, MSGPACK):
         result = Result("a", "INTERNAL", content_type, detail="ä" * 5000)
-        (envelope,) = wire.decode_results(encode_results([result]))
+        (envelope,) = decode_results(encode_results([result]))
         assert envelope["detail"] == "ä" * MAX_DETAIL_CHARS
 
 
 @pytest.mark.parametrize("value", [{}, None, 7, "a"])
 def test_results_are_an_array(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="results: "):
-        wire.decode_results(msgpack.packb(value))
+        decode_results(msgpack.packb(value))
 
 
 def test_an_arrival_is_the_entrys_millisecond() -> None:

@@ -1,0 +1,78 @@
+"""What a request costs in the scheduler, by how many wait: it should not matter how many.
+
+    .venv/bin/python ops/bench/core.py [--requests 50000]
+
+At each depth requests are offered and batches of 64 leave and settle, so that as many wait all the time.
+Printed are microseconds for each request, and the ratio to the shallowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Final
+
+from carpool.messages import Entry, Request
+from carpool.model_settings import ModelSettings
+from carpool_batcher.core.scheduler import Dispatch, Scheduler
+
+DEPTHS: Final = (10, 1_000, 100_000)
+BATCH: Final = 64
+COMPUTE_US: Final = 5_000
+KINDS: Final = {
+    "eager": {"policy": "eager"},
+    "eager, expiring": {"policy": "eager"},
+    "deferred, expiring": {"policy": "deferred"},
+    "eager, 100 tenants": {"policy": "eager"},
+}
+
+
+def cost_us(kind: str, depth: int, requests: int) -> float:
+    """Microseconds of a request's offer, and of its share of poll and settle."""
+    settings = ModelSettings(
+        max_batch_size=BATCH, max_queue_size=2 * depth + requests, policy=KINDS[kind]["policy"]
+    )
+    scheduler = Scheduler(settings, workers=0)
+    made = [_request(kind, number) for number in range(depth + requests)]
+    for request in made[:depth]:
+        scheduler.offer(request, 0)
+    scheduler.workers = 1
+    began_s, now_us, number = time.perf_counter(), 0, 0
+    for at in range(depth, depth + requests, BATCH):
+        for request in made[at : at + BATCH]:
+            scheduler.offer(request, now_us)
+        for one in scheduler.poll(now_us):
+            if type(one) is Dispatch:
+                number += 1
+                scheduler.departed(str(number), one.requests, now_us)
+        now_us += COMPUTE_US
+        for batch_id in list(scheduler.in_flight()):
+            scheduler.settle(batch_id, now_us, COMPUTE_US)
+    return (time.perf_counter() - began_s) / requests * 1e6
+
+
+def _request(kind: str, number: int) -> Request:
+    entry = Entry(f"{number}-0", 0)
+    deadline_us = 3_600_000_000 if "expiring" in kind else None
+    tenant = f"tenant-{number % 100}" if "tenants" in kind else ""
+    request = Request(entry, str(number), b"body", deadline_us=deadline_us, tenant=tenant)
+    entry.requests.append(request)
+    return request
+
+
+def main() -> None:
+    """The table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=50_000, help="at each depth")
+    options = parser.parse_args()
+    print(f"{'':20}" + "".join(f"{depth:>22,}" for depth in DEPTHS))
+    for kind in KINDS:
+        costs = [min(cost_us(kind, depth, options.requests) for _ in range(2)) for depth in DEPTHS]
+        cells = [f"{cost:8.2f} us  x{cost / costs[0]:5.2f}" for cost in costs]
+        print(f"{kind:20}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

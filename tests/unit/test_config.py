@@ -1,0 +1,148 @@
+"""`carpool config` without Redis: what was asked for, and who said what holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+
+from carpool.model_settings import ModelSettings
+from carpool.settings import read_settings
+from carpool_cli.config import (
+    LONGEST_SHOWN,
+    ConfigError,
+    ConfigSettings,
+    Line,
+    configure,
+    parse,
+    resolve,
+    show,
+)
+from carpool_cli.report import Screen
+
+
+class Directory:
+    """What `configure` asks of Redis."""
+
+    def __init__(self, registered: dict[str, str], said: dict[str, str]) -> None:
+        self.registered = registered
+        self.said = said
+        self.asked_for: list[Any] = []
+
+    def models(self) -> list[str]:
+        return ["m"]
+
+    def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
+        return self.registered, self.said
+
+    def configure(self, model: str, values: dict[str, str], back: Sequence[str]) -> None:
+        self.asked_for.append((model, values, list(back)))
+
+
+def test_values_and_what_is_taken_back() -> None:
+    assert parse([]) == ({}, [])
+    assert parse(["max_batch_size=8", "max-queue-size=5", "policy="]) == (
+        {"max_batch_size": "8", "max_queue_size": "5"},
+        ["policy"],
+    )
+    assert parse(["tenant_weights=gold:4,silver:2"]) == ({"tenant_weights": "gold:4,silver:2"}, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("max_batchsize=8", "no setting 'max_batchsize'; did you mean max_batch_size?"),
+        ("colour=blue", "no setting 'colour'; there are max_batch_size, "),
+        ("=8", "no setting ''; there are "),
+        (
+            "max_batch_size",
+            "max_batch_size: say what it is to be, as in max_batch_size=VALUE, or max_batch_size=",
+        ),
+    ],
+)
+def test_what_is_no_change_is_told_what_would_be(change: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(["max_queue_size=5", change])
+    assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], []),
+        (["max_batch_size=8"], ["max_batch_size=8"]),
+        (["max_batch_size=8", "policy="], ["max_batch_size=8", "policy="]),
+        (
+            ["tenant_weights=gold:4,silver:2", "preferred_batch_sizes=4,8", "max_queue_size=9"],
+            ["tenant_weights=gold:4,silver:2", "preferred_batch_sizes=4,8", "max_queue_size=9"],
+        ),
+        (
+            ['priority_policies={"0": {"max_queue_size": 5, "expiration_action": "delay"}}'],
+            ['priority_policies={"0": {"max_queue_size": 5, "expiration_action": "delay"}}'],
+        ),
+    ],
+)
+def test_commas_in_a_value_are_its_own(words: list[str], changes: list[str]) -> None:
+    settings = read_settings(ConfigSettings, ["square", *words], "carpool config")
+    assert (settings.model, settings.change) == ("square", changes)
+
+
+REGISTERED: Final = {**ModelSettings(max_batch_size=16, max_queue_size=50).as_text(), "inputs": "[]"}
+
+
+def test_an_operators_word_goes_before_the_models_and_that_before_the_default() -> None:
+    lines = resolve(REGISTERED, {"max_batch_size": "4", "result_ttl_ms": "9000"})
+    assert list(lines) == ModelSettings.names()
+    told = {name: (line.value, line.source) for name, line in lines.items()}
+    assert told["max_batch_size"] == ("4", "operator")
+    assert told["max_queue_size"] == ("50", "model")
+    assert told["result_ttl_ms"] == ("9000", "operator")
+    assert told["max_batch_cost"] == ("none", "default")
+    assert all(line.meaning for line in lines.values())
+
+
+def test_what_an_operator_says_is_shown_as_it_is_understood() -> None:
+    assert resolve({}, {"preferred_batch_sizes": "16 4,8"})["preferred_batch_sizes"].value == "4,8,16"
+
+
+def test_changes_are_made_all_or_none() -> None:
+    directory: Any = Directory(REGISTERED, {"policy": "deferred"})
+    lines = configure(directory, "m", ["max_batch_size=2", "policy="])
+    assert directory.asked_for == [("m", {"max_batch_size": "2"}, ["policy"])]
+    assert lines["max_batch_size"][:2] == ("2", "operator")
+    assert lines["policy"][:2] == ("eager", "default")
+    with pytest.raises(
+        ConfigError, match="max_queue_size: '0' must be a number, 1 or more; nothing was changed"
+    ):
+        configure(directory, "m", ["max_batch_size=3", "max_queue_size=0"])
+    assert len(directory.asked_for) == 1
+
+
+def test_looking_changes_nothing() -> None:
+    directory: Any = Directory(REGISTERED, {})
+    configure(directory, "m", [])
+    assert directory.asked_for == []
+
+
+def test_a_wrong_word_of_before_can_be_taken_back() -> None:
+    directory: Any = Directory(REGISTERED, {"max_batch_size": "many"})
+    assert configure(directory, "m", ["max_batch_size="])["max_batch_size"][:2] == ("16", "model")
+
+
+def test_a_model_that_is_not_there() -> None:
+    directory: Any = Directory({}, {})
+    with pytest.raises(ConfigError, match="no model 'other' is registered; there are m"):
+        configure(directory, "other", ["max_batch_size=1"])
+    assert directory.asked_for == []
+
+
+def test_a_page_is_narrow_whatever_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    show(
+        {"tenant_weights": Line("x" * 500, "operator", "shares"), "policy": Line("", "model", "which")},
+        Screen(),
+    )
+    said = capsys.readouterr().out
+    assert "x" * (LONGEST_SHOWN - 3) + "..." in said
+    assert "x" * (LONGEST_SHOWN - 2) not in said
+    assert any(line.split() == ["policy", "-", "model", "which"] for line in said.splitlines())

@@ -1,0 +1,159 @@
+"""What a batch of n takes, learned from what some took: a line, in spite of what is not on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool_batcher.core import latency as module
+from carpool_batcher.core.latency import Latency, fit
+
+SIZES = (1, 4, 8, 16, 32)
+
+
+def true_us(size: int, intercept_us: float = 5000, slope_us: float = 50) -> int:
+    return int(intercept_us + slope_us * size)
+
+
+def learned(observed: Sequence[tuple[int, int]]) -> Latency:
+    latency = Latency()
+    for size, took_us in observed:
+        latency.observe(size, took_us)
+    return latency
+
+
+def on_the_line(number: int, intercept_us: float = 5000, slope_us: float = 50) -> list[tuple[int, int]]:
+    sizes = [SIZES[at % len(SIZES)] for at in range(number)]
+    return [(size, true_us(size, intercept_us, slope_us)) for size in sizes]
+
+
+def test_nothing_is_known_before_anything_was_observed() -> None:
+    latency = Latency()
+    assert not latency.known
+    assert (latency.of(8), latency.at_most(8)) == (0, 0)
+
+
+def test_a_line_is_found() -> None:
+    latency = learned(on_the_line(20))
+    assert latency.known
+    for size in (1, 2, 10, 32, 100):
+        assert latency.of(size) == pytest.approx(true_us(size), abs=2)
+        assert latency.at_most(size) == pytest.approx(true_us(size), abs=4)
+
+
+def test_two_sizes_are_enough() -> None:
+    latency = learned([(1, 2000), (11, 3000)])
+    assert latency.of(6) == pytest.approx(2500, abs=1)
+
+
+def test_one_size_says_nothing_of_smaller_ones_and_little_of_larger_ones() -> None:
+    latency = learned([(8, 1000)] * 20)
+    assert (latency.of(1), latency.of(8)) == (1000, 1000)
+    assert latency.of(16) == 1250  # a quarter of what it would be in proportion: it is to be tried
+    # And once it was tried a few times it is known
+    for _ in range(module.REFIT_EVERY):
+        latency.observe(16, 1100)
+    assert latency.of(16) == pytest.approx(1100, abs=30)
+
+
+def test_what_lies_far_off_counts_for_nothing() -> None:
+    chance = random.Random(1)
+    observed = [(size, int(took_us * chance.gauss(1, 0.02))) for size, took_us in on_the_line(60)]
+    for at in (3, 30, 50):
+        observed[at] = (observed[at][0], 400_000)  # the machine paused
+    latency = learned(observed)
+    for size in SIZES:
+        assert latency.of(size) == pytest.approx(true_us(size), rel=0.05)
+        assert latency.at_most(size) < 1.2 * true_us(size)
+
+
+def test_a_cold_start_is_forgotten() -> None:
+    latency = learned([(1, 900_000), (1, 300_000), *on_the_line(40)])
+    assert latency.of(16) == pytest.approx(true_us(16), rel=0.02)
+
+
+def test_one_in_ten_takes_longer_than_at_most() -> None:
+    chance = random.Random(2)
+    observed = [(size, took_us + chance.randrange(2000)) for size, took_us in on_the_line(64)]
+    latency = learned(observed)
+    longer = sum(took_us > latency.at_most(size) for size, took_us in observed)
+    assert 2 <= longer <= 13
+    assert all(latency.at_most(size) >= latency.of(size) for size in SIZES)
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.5, 2, 10])
+def test_a_model_that_changes_its_speed_is_soon_known_again(factor: float) -> None:
+    latency = learned(on_the_line(64))
+    for size, took_us in on_the_line(14, 5000 * factor, 50 * factor):
+        latency.observe(size, took_us)
+    assert latency.of(16) == pytest.approx(factor * true_us(16), rel=0.15)
+
+
+def test_slow_and_fast_by_turns_is_no_change() -> None:
+    """Only several in a row are: or what was learned would be forgotten again and again."""
+    latency = learned(on_the_line(64))
+    for size, took_us in on_the_line(40):
+        latency.observe(size, 2 * took_us)
+        latency.observe(size, took_us)
+    assert len(latency._seen) == module.REMEMBERED
+
+
+def test_fuller_is_not_faster() -> None:
+    latency = learned([(1, 9000), (8, 5000), (16, 3000)] * 4)
+    assert latency.of(1) == latency.of(16) == latency.of(100)
+
+
+def test_nothing_takes_less_than_nothing() -> None:
+    latency = learned([(1, 1), (2, 1000), (4, 6000), (8, 20_000)] * 4)
+    assert latency.of(1) >= 0
+    assert latency.of(8) > latency.of(4) > 0
+
+
+observations = st.lists(st.tuples(st.integers(1, 1024), st.integers(1, 10_000_000)), min_size=1, max_size=80)
+
+
+@settings(deadline=None)
+@given(observations)
+def test_whatever_was_observed_more_takes_no_less_time(observed: list[tuple[int, int]]) -> None:
+    latency = learned(observed)
+    some = (1, 2, 8, 100, 1024, 5000)
+    assert latency.known
+    assert [latency.of(size) for size in some] == sorted(latency.of(size) for size in some)
+    assert all(0 <= latency.of(size) <= latency.at_most(size) for size in some)
+
+
+@settings(deadline=None)
+@given(observations)
+def test_a_line_has_neither_a_negative_slope_nor_a_negative_intercept(
+    observed: list[tuple[int, int]],
+) -> None:
+    line = fit(observed)
+    assert line.slope_us >= 0
+    assert line.intercept_us >= -1e-6 * max(took_us for _, took_us in observed)
+
+
+def test_what_is_not_new_costs_no_fit() -> None:
+    with mock.patch.object(module, "fit", wraps=fit) as fits:
+        latency = learned(on_the_line(module.REMEMBERED))
+        before = fits.call_count
+        for size, took_us in on_the_line(800):
+            latency.observe(size, took_us)
+        for size in range(1000):
+            latency.at_most(size)
+    assert before <= 4 + 4 * module.REFIT_EVERY
+    assert fits.call_count - before == 800 // module.REFIT_EVERY
+    assert max(len(call.args[0]) for call in fits.call_args_list) <= module.REMEMBERED
+
+
+def test_the_version_tells_that_something_else_is_believed() -> None:
+    latency = learned(on_the_line(32))
+    seen = {latency.version: latency.of(16)}
+    for size, took_us in on_the_line(64, 9000, 100):
+        latency.observe(size, took_us)
+        assert seen.setdefault(latency.version, latency.of(16)) == latency.of(16)
+    assert len(set(seen.values())) > 1

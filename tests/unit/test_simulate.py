@@ -1,0 +1,87 @@
+"""`carpool simulate` without Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from carpool_cli.simulate import main
+
+BRIEF = ("--requests", "400")
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None of Carpool's in the environment, and no `.env` where we are."""
+    for name in [name for name in os.environ if name.startswith("CARPOOL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main([*BRIEF, *words, "--json"]) == 0
+    said: dict[str, object] = json.loads(capsys.readouterr().out)
+    return said
+
+
+def test_the_table_says_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BRIEF, "--rate", "100", "--intercept-ms", "2", "--slope-ms", "0.5"]) == 0
+    said = capsys.readouterr()
+    head, *rows = said.out.splitlines()
+    assert head == "eager, up to 32 in a batch, 1 process, l(n) = 2 + 0.5 n ms"
+    values = {name: value for name, _, value in (row.strip().rpartition("  ") for row in rows)}
+    figures = {name.strip(): value for name, value in values.items()}
+    assert figures["requests/s offered"] == "100"
+    assert figures["goodput"] == "100.00%"
+    assert figures["left: idle"] == "100.0%"
+    assert said.err == ""
+
+
+def test_settings_and_flags_are_heeded(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = simulated(capsys, "--rate", "4000")
+    waits = simulated(capsys, "--rate", "4000", "max_queue_delay_ms=20", "max-batch-size=64")
+    assert waits["mean_batch"] > plain["mean_batch"]  # type: ignore[operator]
+    assert waits["reasons"] != plain["reasons"]
+    quick = simulated(capsys, "--rate", "4000", "--workers", "4", "--slope-ms", "0", "--trip-ms", "0")
+    assert quick["p99_ms"] < plain["p99_ms"]  # type: ignore[operator]
+    expires = simulated(capsys, "--rate", "4000", "--expiration-ms", "5")
+    assert expires["late"] == 400 and expires["goodput"] == 0  # l(1) alone is 5.05 ms
+    model_expires = simulated(capsys, "--rate", "4000", "default_expiration_ms=5")
+    assert model_expires["late"] == 400
+
+
+def test_the_seed_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    first = simulated(capsys, "--noise", "0.2", "--arrivals", "bursty")
+    assert first == simulated(capsys, "--noise", "0.2", "--arrivals", "bursty", "--seed", "0")
+    assert first != simulated(capsys, "--noise", "0.2", "--arrivals", "bursty", "--seed", "1")
+
+
+def test_a_recorded_trace_is_replayed_once_at_its_own_rate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "trace.txt").write_text("\n".join(str(at / 50) for at in range(101)))
+    assert main(["--arrivals", "trace.txt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["offered_per_s"]) == (101, 50)
+    assert found["p99_ms"] == pytest.approx(5.65)  # each alone
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--arrivals", "nowhere"], "poisson, bursty, or a file"),
+        (["max_batch_size=0"], "must be a number, 1 or more"),
+        (["policy=mine:Mine"], "is not simulated"),
+        (["polcy=eager"], "did you mean policy?"),
+        (["policy"], "policy=VALUE"),
+        (["--record", "trace.txt"], "--model"),
+    ],
+)
+def test_what_makes_no_sense_is_said_so(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""The simulator: every request has one end, and times are exact."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from carpool.model_settings import ModelSettings
+from carpool_batcher.core.scheduler import Scheduler
+from carpool_cli.arrivals import Arrival, bursty, poisson, recorded
+from carpool_cli.simulator import STEP, Outcome, Simulation, World
+
+# A batch of n takes 1000 + 100 n, and is there after 200 and heard of after 300 more.
+WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)
+
+
+def run(arrivals: Any, world: World = WORLD, seed: int = 0, **settings: Any) -> Outcome:
+    scheduler = Scheduler(ModelSettings(**settings), world.processes)
+    return Simulation(scheduler, world, seed).run(arrivals)
+
+
+def test_a_request_alone_takes_the_way_and_its_computation() -> None:
+    outcome = run(recorded([70]))
+    assert outcome.latencies_us == [200 + 1100 + 300]
+    assert (outcome.sizes, outcome.reasons, outcome.took_us) == ([1], {"idle": 1}, 1600)
+
+
+def test_who_comes_meanwhile_rides_together_and_leaves_in_time_for_the_process_to_go_on() -> None:
+    outcome = run(recorded([0, 100, 150, 2000]))
+    # The first is heard of at 1600. Until then nothing is known of l(n), so the next two leave at 1600, are
+    # computed from 1800 to 3000, and heard of at 3300. One alone took 1100, so two are thought to take a
+    # quarter more, 1375, and to be heard of at 1600 + 500 + 1375 = 3475. The last leaves a trip before that,
+    # at 2975, is computed from 3175 to 4275, and heard of at 4575.
+    assert outcome.sizes == [1, 2, 1]
+    assert outcome.latencies_us == [1600, 3200, 3150, 2575]
+    assert outcome.took_us == 4575
+
+
+def test_two_processes_compute_side_by_side() -> None:
+    times_us = [0, 10]
+    assert run(recorded(times_us), WORLD._replace(processes=2)).latencies_us == [1600, 1600]
+    assert run(recorded(times_us)).latencies_us == [1600, 1600 - 10 + 1600]
+
+
+def test_a_deadline_is_answered_when_it_passes_and_not_again_when_the_batch_is_done() -> None:
+    outcome = run([Arrival(0), Arrival(0, expiration_us=1599), Arrival(5, expiration_us=100)])
+    # The first two ride together until 1700; one of them expires in flight, the third while it waits.
+    assert outcome.latencies_us == [1700]
+    assert (outcome.late, outcome.refused) == (2, 0)
+
+
+def test_a_result_at_the_very_deadline_is_in_time() -> None:
+    assert run([Arrival(0, expiration_us=1600)]).good == 1
+    assert run([Arrival(0, expiration_us=1599)]).late == 1
+
+
+def test_who_finds_the_queue_full_is_refused() -> None:
+    # One is computed, one is ahead of the process, two wait.
+    outcome = run(recorded([0, 1, 2, 3, 4]), max_queue_size=2, max_batch_size=1)
+    assert (outcome.good, outcome.refused) == (4, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_has_exactly_one_end(seed: int) -> None:
+    chance = random.Random(seed)
+    arrivals = [
+        one._replace(
+            expiration_us=chance.choice([None, 2000, 5000, 20_000]),
+            lane=chance.choice(["", "a", "b"]),
+            priority=chance.randrange(10),
+        )
+        for one in bursty(chance.choice([500, 2000, 8000]), 3000, seed)
+    ]
+    outcome = run(
+        arrivals,
+        WORLD._replace(processes=chance.choice([1, 3]), noise=0.3),
+        seed,
+        policy=chance.choice(["eager", "deferred"]),
+        max_batch_size=chance.choice([1, 4, 16]),
+        max_queue_delay_ms=chance.choice([0, 3]),
+        max_queue_size=chance.choice([50, 10_000]),
+        expiration_action=chance.choice(["reject", "delay"]),
+    )
+    assert outcome.requests == len(arrivals)
+    assert len(outcome.good_arrivals_us) == outcome.good > 0
+    assert sum(outcome.reasons.values()) == len(outcome.sizes)
+    assert sum(outcome.sizes) >= outcome.good
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    noisy = WORLD._replace(noise=0.2)
+    first, again, other = (run(poisson(1500, 500, 1), noisy, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.latencies_us != other.latencies_us
+
+
+def test_noise_moves_each_batch_and_not_the_mean() -> None:
+    apart = recorded(range(0, 5_000_000, 5000))  # each alone, so that a latency is a computation and the way
+    took_us = [one - 500 for one in run(apart, WORLD._replace(noise=0.2)).latencies_us]
+    assert sum(took_us) / len(took_us) == pytest.approx(1100, rel=0.05)
+    spread = (sum((one - 1100) ** 2 for one in took_us) / len(took_us)) ** 0.5
+    assert spread == pytest.approx(220, rel=0.15)
+
+
+def test_more_processes_serve_more() -> None:
+    def served(processes: int) -> float:
+        outcome = run(poisson(20_000, 4000, 1), WORLD._replace(processes=processes), max_batch_size=4)
+        return 1e6 * outcome.good / outcome.took_us
+
+    one, three = served(1), served(3)
+    assert one == pytest.approx(4 / 0.0014, rel=0.02)  # full batches of 4, one after another
+    assert three == pytest.approx(3 * one, rel=0.02)
+
+
+def test_progress_is_told_of_each_step() -> None:
+    told: list[int] = []
+    Simulation(Scheduler(ModelSettings(), 1), WORLD, step=told.append).run(poisson(1000, 2 * STEP + 1))
+    assert told == [STEP, STEP]
+
+
+def test_nothing_comes_of_nothing() -> None:
+    outcome = run([])
+    assert (outcome.requests, outcome.took_us, outcome.latency_ms(0.99), outcome.mean_batch) == (0, 0, 0, 0)
