@@ -8,6 +8,7 @@ not hang on the lease: a dispatch takes effect at most once, whoever sends it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Event
@@ -54,9 +55,7 @@ class Active(NamedTuple):
 class ModelBatcher:
     """Serves one model, or stands by while another batcher does. `run_once` is one turn of the loop."""
 
-    def __init__(
-        self, url: str, keys: Keys, name: str, meter: Meter, policies: Mapping[str, Callable[[], Any]]
-    ) -> None:
+    def __init__(self, url: str, keys: Keys, name: str, meter: Meter, policies: Policies) -> None:
         self._url = url
         self._keys = keys
         self._name = name
@@ -107,7 +106,7 @@ class ModelBatcher:
             self._stopping.wait(CENSUS_EVERY_US / 1e6)
             return
         census = self._store.census()
-        settings = self._settings(census, ModelSettings())
+        settings = self._settings(census, None)
         tail = Tail(Link(self._url, name=f"{self._name}:reads"), self._keys, self._store.last_settled_id())
         scheduler = Scheduler(settings, len(census.workers))
         scheduler.custom = self._custom(settings)
@@ -278,18 +277,32 @@ class ModelBatcher:
             self._status_at_us = now_us + STATUS_REFUSED_US
             self._log.warning("status not published", reason=str(error))
 
-    def _settings(self, census: Census, otherwise: ModelSettings) -> ModelSettings:
-        """What is registered, and an operator's word before it; what makes no sense changes nothing."""
+    def _settings(self, census: Census, otherwise: ModelSettings | None) -> ModelSettings:
+        """What is registered, and an operator's word before it; what makes no sense changes nothing.
+
+        One who has just taken over has no settings to keep: it goes by what the model itself says, and
+        eagerly where it does not know the model's policy.
+        """
         try:
-            settings = ModelSettings.from_mapping({**census.registration, **census.config})
-            if settings.policy not in (*POLICIES, *self._policies):
-                raise ValueError(f"policy: {settings.policy!r} is none of this batcher's --policies")
+            settings = self._understood({**census.registration, **census.config})
         except ValueError as error:
             if str(error) != self._nonsense:  # once, and not a few times a second
                 self._log.error("settings make no sense", reason=str(error))
             self._nonsense = str(error)
+        else:
+            self._nonsense = ""
+            return settings
+        if otherwise is not None:
             return otherwise
-        self._nonsense = ""
+        for words in (census.registration, {**census.registration, "policy": POLICIES[0]}):
+            with contextlib.suppress(ValueError):
+                return self._understood(words)
+        return ModelSettings()
+
+    def _understood(self, words: Mapping[str, str]) -> ModelSettings:
+        settings = ModelSettings.from_mapping(words)
+        if settings.policy not in (*POLICIES, *self._policies):
+            raise ValueError(f"policy: {settings.policy!r} is none of this batcher's --policies")
         return settings
 
     def _custom(self, settings: ModelSettings) -> CustomPolicy | None:

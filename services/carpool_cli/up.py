@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Final, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_settings import CliPositionalArg, NoDecode
+from pydantic import Field, model_validator
+from pydantic_settings import CliPositionalArg
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
@@ -18,17 +18,13 @@ from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
 from carpool.link import CommandError
 from carpool.logs import configure_logs
-from carpool.settings import LogLevel, Prefix, RedisSettings, RedisUrl, read_settings
+from carpool.settings import Listed, LogLevel, Prefix, RedisSettings, RedisUrl, read_settings
 from carpool_cli import paste
 from carpool_cli.embedded import EmbeddedRedisError
 from carpool_cli.report import Screen, count
 from carpool_cli.supervisor import POLL_S, Plan, StartError, Supervisor, WorkerService, preferred_port
 
 STILL_LOADING_EVERY_S: Final = 10.0
-
-
-def _split(text: object) -> object:
-    return [name for name in text.split(",") if name] if isinstance(text, str) else text
 
 
 class UpSettings(RedisSettings):
@@ -38,7 +34,7 @@ class UpSettings(RedisSettings):
     have in hand.
     """
 
-    model: CliPositionalArg[Annotated[list[str], NoDecode, BeforeValidator(_split)]] = Field(
+    model: CliPositionalArg[Listed] = Field(
         min_length=1,
         description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch; "
         "NAME=... to name it",

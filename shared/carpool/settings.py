@@ -60,6 +60,7 @@ def _listed(text: object) -> object:
     return [name for name in text.split(",") if name] if isinstance(text, str) else text
 
 
+Listed = Annotated[list[str], NoDecode, BeforeValidator(_listed)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
@@ -177,7 +178,7 @@ class CommonSettings(ProducerSettings):
 class BatcherSettings(CommonSettings):
     """Group waiting requests into batches, for every registered model."""
 
-    policies: Annotated[list[str], NoDecode, BeforeValidator(_listed)] = Field(
+    policies: Listed = Field(
         default_factory=list,
         description="policies of your own that models may name: module:Name or path/file.py:Name, ...",
     )

@@ -55,6 +55,16 @@ def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
     assert stack.result(MODEL, entry_id)["status"] == "OK"
 
 
+def test_a_batcher_that_takes_over_goes_by_the_rest_of_what_the_model_says(tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack:
+        stack.worker("plain.py:Echo")
+        stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
+        stack.send_packed(MODEL, [{"correlation_id": f"p{at}", "body": b"7"} for at in range(20)])
+        stack.batcher()
+        sizes = [stack.result(MODEL, f"p{at}")["batch_size"] for at in range(20)]
+        assert max(sizes) == 16, "the model's own max_batch_size"
+
+
 def test_one_that_cannot_be_found_ends_the_batcher_with_a_sentence(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         batcher = stack.batcher("--policies", "policies.py:Nobody", ready=False)
