@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from carpool.errors import OK
 from carpool.messages import MSGPACK, Batch, BatchedRequest, Entry, Request, Result
 from carpool.model_settings import ModelSettings
-from carpool.store import Departed
+from carpool.store.batcher import Departed
 from carpool_batcher.core.fleet import Riding
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter

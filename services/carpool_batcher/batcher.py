@@ -23,7 +23,9 @@ from carpool.keys import Keys
 from carpool.link import CommandError, Link
 from carpool.messages import BatchedRequest, Entry, Refusal, Request, Result, Settled, Withdrawal
 from carpool.model_settings import POLICIES, ModelSettings
-from carpool.store import Answer, Census, Departure, RawEntry, Store, Tail
+from carpool.store.batcher import BatcherStore, Departure, RawEntry, Tail
+from carpool.store.delivery import Answer
+from carpool.store.directory import Census
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.meter import Meter
@@ -63,7 +65,7 @@ class ModelBatcher:
         self._policies = policies
         self._nonsense = ""  # why the settings in Redis are not followed
         self._clock = RedisClock()
-        self._store = Store(Link(url, name=f"{name}:moves"), keys, self._clock)
+        self._store = BatcherStore(Link(url, name=f"{name}:moves"), keys, self._clock)
         self._active: Active | None = None
         self._census_at_us = 0
         self._status_at_us = 0

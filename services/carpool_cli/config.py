@@ -17,7 +17,7 @@ from carpool.errors import UnavailableError
 from carpool.link import CommandError, Link
 from carpool.model_settings import ModelSettings
 from carpool.settings import ProducerSettings, read_settings
-from carpool.store import Directory
+from carpool.store.directory import Directory
 from carpool_cli.report import Screen, table
 
 LONGEST_SHOWN: Final = 60

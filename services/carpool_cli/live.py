@@ -6,10 +6,11 @@ import time
 from typing import Any, Final, NamedTuple
 
 from carpool import wire
+from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.link import Link
 from carpool.model_settings import ModelSettings
-from carpool.store import Directory, Store
+from carpool.store.directory import Directory, take_census
 from carpool_batcher.core.latency import REMEMBERED, Line, fit
 
 _READ_BATCHES: Final = 64
@@ -45,7 +46,7 @@ def look(link: Link, prefix: str, model: str) -> Live:
         there = f"there are {', '.join(known)}" if known else "none is; `carpool up square` serves one"
         raise NotServedError(f"no model {model!r:.140} is registered; {there}")
     keys = Keys(model, prefix)
-    census = Store(link, keys).census()
+    census = take_census(link, keys, RedisClock())
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", REMEMBERED)
     settled = [wire.decode_settled(flat) for _, flat in latest]
     seen = [(one.size, one.compute_us) for one in settled if one.size and one.compute_us]

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.link import CommandError, Link
 from carpool.settings import ProducerSettings, read_settings
-from carpool.store import Directory, Store
+from carpool.store.directory import Directory, take_census
 from carpool_cli.report import Screen, duration, table
 
 
@@ -76,8 +77,8 @@ def look(link: Link, prefix: str) -> list[ModelState]:
     states = []
     for model in directory.models():
         keys = Keys(model, prefix)
-        store = Store(link, keys)
-        census = store.census()
+        clock = RedisClock()
+        census = take_census(link, keys, clock)
         arrival_us = directory.oldest_arrival_us(model)
         batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
         size = census.registration.get("max_batch_size", "")
@@ -85,7 +86,7 @@ def look(link: Link, prefix: str) -> list[ModelState]:
             ModelState(
                 model,
                 census.waiting_entries,
-                None if arrival_us is None else max(0, store.clock.now_us() - arrival_us) // 1000,
+                None if arrival_us is None else max(0, clock.now_us() - arrival_us) // 1000,
                 census.batches_in_flight,
                 len(census.workers),
                 bool(batcher),

@@ -21,12 +21,13 @@ from typing import Final, Protocol
 
 import structlog
 
+from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.link import CommandError, Link
 from carpool.settings import RedisSettings
-from carpool.store import Store
+from carpool.store.directory import take_census
 from carpool_cli.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.loader import model_name
 
@@ -306,7 +307,7 @@ class Supervisor:
         """Whether all of this worker's model processes take batches, and somebody dispatches them."""
         assert self._link is not None
         keys = Keys(worker.model, self._plan.prefix)
-        census = Store(self._link, keys).census()
+        census = take_census(self._link, keys, RedisClock())
         ours = f"{socket.gethostname()[:40]}-{worker.pid}-"  # how a worker names its processes
         processes = sum(name.startswith(ours) for name in census.workers)
         if processes < self._plan.replicas or not self._link.call("EXISTS", keys.batcher):

@@ -9,7 +9,8 @@ from typing import Final
 import structlog
 
 from carpool.link import CommandError
-from carpool.store import Answer, FencedError, Store
+from carpool.store.delivery import Answer, FencedError
+from carpool.store.worker import WorkerStore
 from carpool_worker.job import Job
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.slot import Slot
@@ -21,7 +22,7 @@ COMMIT_BYTES: Final = 256 * 1024 * 1024
 class Committer:
     """`run_once` finishes and commits at most one batch. What it could not commit it tries again."""
 
-    def __init__(self, slot: Slot, store: Store, metrics: WorkerMetrics) -> None:
+    def __init__(self, slot: Slot, store: WorkerStore, metrics: WorkerMetrics) -> None:
         self._slot = slot
         self._metrics = metrics
         self._store = store

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from carpool.store import Store
+from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.slot import Slot
 
@@ -23,9 +23,9 @@ class Heartbeat:
     def __init__(
         self,
         slots: Sequence[Slot],
-        store: Store,
+        store: WorkerStore,
         lease_ms: int,
-        register: Callable[[Store], None],
+        register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
         self._slots = slots

@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from carpool.link import CommandError
-from carpool.store import Store
+from carpool.store.worker import WorkerStore
 from carpool_worker.job import Job
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.slot import Slot
@@ -23,9 +23,9 @@ class Intake:
     def __init__(
         self,
         slot: Slot,
-        store: Store,
+        store: WorkerStore,
         lease_ms: int,
-        register: Callable[[Store], None],
+        register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
         self._slot = slot

@@ -28,7 +28,7 @@ from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.link import Argument, CommandError, Link
-from carpool.store import Store
+from carpool.store.worker import WorkerStore
 from carpool_worker.committer import Committer
 from carpool_worker.heartbeat import Heartbeat
 from carpool_worker.intake import Intake
@@ -130,10 +130,10 @@ class Worker:
             loop.start()
         self._store.join(slot.consumer, self._lease_ms)
 
-    def _new_store(self, role: str) -> Store:
-        return Store(Link(self._url, name=f"{self._name}:{role}"), self._keys, self._clock)
+    def _new_store(self, role: str) -> WorkerStore:
+        return WorkerStore(Link(self._url, name=f"{self._name}:{role}"), self._keys, self._clock)
 
-    def _register(self, store: Store) -> None:
+    def _register(self, store: WorkerStore) -> None:
         store.register(self._registration)
         for slot in self._slots:
             store.join(slot.consumer, self._lease_ms)

@@ -24,7 +24,7 @@ import pytest
 
 from carpool.keys import Keys
 from carpool.link import Link
-from carpool.store import Directory
+from carpool.store.directory import Directory
 from carpool_batcher.status import Status
 from carpool_cli.top import look
 from carpool_cli.top_page import figures

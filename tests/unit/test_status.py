@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from carpool.messages import JSON, Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool.store import Departed
+from carpool.store.batcher import Departed
 from carpool_batcher.core.fleet import Riding
 from carpool_batcher.core.scheduler import Dispatch, Reason, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter

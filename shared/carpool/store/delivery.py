@@ -1,0 +1,104 @@
+"""How results get to their producers: on lists of their own, or many in one entry of a reply stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from carpool import envelopes
+from carpool.keys import Keys
+from carpool.link import Argument, Link, Script
+from carpool.messages import Result
+
+ENTRY_BYTES: Final = 16 * 1024 * 1024
+PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
+
+_ANSWER: Final = Script("answer")
+
+
+class Answer(NamedTuple):
+    """One request's result ahead of its batch's commit; `position` is its place in the batch."""
+
+    position: int
+    reply_to: str | None
+    result: Result
+
+
+class FencedError(Exception):
+    """The batch belongs to another worker now: its lease ran out here. What was computed is dropped."""
+
+
+class Keyring:
+    """KEYS of a script, each once, with its index as Lua counts."""
+
+    def __init__(self, *keys: str) -> None:
+        self.keys = list(keys)
+        self._index: dict[str, int] = {}
+
+    def index(self, key: str) -> int:
+        """The index of `key`, which is added if it is new."""
+        at = self._index.get(key)
+        if at is None:
+            self.keys.append(key)
+            at = self._index[key] = len(self.keys)
+        return at
+
+
+def answer(
+    link: Link,
+    keys: Keys,
+    consumer: str,
+    batch_id: str,
+    epoch: int,
+    answers: Sequence[Answer],
+    starting: int | None,
+    result_ttl_ms: int,
+) -> set[int]:
+    """Write results of some requests of a batch ahead of its commit, each once.
+
+    Returns the positions that were written: the others had been answered. Raises FencedError.
+    """
+    keyring = Keyring(keys.batches, keys.progress(batch_id))
+    args: list[Argument] = [consumer, batch_id, epoch, result_ttl_ms, PROGRESS_TTL_MS]
+    args += ["" if starting is None else starting, len(answers)]
+    for position, reply_to, result in answers:
+        args += [position, *result_args(keys, keyring, [(reply_to, result)])]
+    answered = link.run(_ANSWER, keyring.keys, args)
+    if answered == b"FENCED":
+        raise FencedError(batch_id)
+    return set() if answered == b"SETTLED" else set(answered)
+
+
+def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[str | None, Result]]) -> list[Argument]:
+    """Key index, kind and payload of each list; of each reply stream once for all its results."""
+    args: list[Argument] = []
+    by_stream: dict[str, list[Result]] = {}
+    for reply_to, result in results:
+        if reply_to is None:
+            key = keyring.index(keys.result(result.correlation_id))
+            args += [key, "list", envelopes.encode_result(result)]
+        else:
+            of_stream = by_stream.get(reply_to)
+            if of_stream is None:
+                by_stream[reply_to] = [result]
+            else:
+                of_stream.append(result)
+    for reply_to, of_stream in by_stream.items():
+        key = keyring.index(keys.replies(reply_to))
+        for some in _of_moderate_size(of_stream):
+            args += [key, "stream", envelopes.encode_results(some)]
+    return args
+
+
+def _of_moderate_size(results: list[Result]) -> Iterable[list[Result]]:
+    """Results for entries of about ENTRY_BYTES: Redis takes no more than 512 MiB in one string."""
+    some: list[Result] = []
+    size_bytes = 0
+    for result in results:
+        if some and size_bytes > ENTRY_BYTES:
+            yield some
+            some, size_bytes = [], 0
+        some.append(result)
+        size_bytes += len(result.body or b"")
+    if some:
+        yield some

@@ -1,0 +1,176 @@
+"""The worker's moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from carpool import wire
+from carpool.clock import RedisClock
+from carpool.keys import WORKERS_GROUP, Keys, models_key
+from carpool.link import Argument, Link, Script
+from carpool.messages import Batch, DeadLetter, Result
+from carpool.store.delivery import Answer, FencedError, Keyring, answer, result_args
+from carpool.store.directory import no_errors
+
+SETTLED_LENGTH: Final = 10_000
+DEAD_LENGTH: Final = 10_000
+
+_COMMIT: Final = Script("commit")
+_RENEW: Final = Script("renew")
+_RECLAIM: Final = Script("reclaim")
+_JOIN: Final = Script("join")
+_LEAVE: Final = Script("leave")
+
+
+class Reclaimed(NamedTuple):
+    """A batch taken over: who was answered already, and how often each was started alone."""
+
+    batch: Batch
+    answered: frozenset[int]
+    started: Mapping[int, int]
+
+
+class WorkerStore:
+    """One connection to one model. Not for two threads: each loop has a store of its own."""
+
+    def __init__(self, link: Link, keys: Keys, clock: RedisClock | None = None) -> None:
+        self._link = link
+        self.keys = keys
+        self.clock = clock or RedisClock()
+
+    def register(self, registration: Mapping[str, Argument]) -> None:
+        """Say what the model is. Nobody else writes it down."""
+        flat = [part for pair in registration.items() for part in pair]
+        replies = self._link.call_many(
+            ("HSET", self.keys.registration, *flat),
+            ("SADD", models_key(self.keys.prefix), self.keys.model),
+            ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),
+        )
+        no_errors([reply for reply in replies if getattr(reply, "code", "") != "BUSYGROUP"])
+
+    def join(self, consumer: str, lease_ms: int) -> None:
+        """A model process is ready for batches."""
+        keys = [self.keys.workers, self.keys.batches, self.keys.settled]
+        self._link.run(_JOIN, keys, [consumer, lease_ms, SETTLED_LENGTH])
+
+    def leave(self, consumer: str) -> None:
+        """A model process takes no more batches."""
+        keys = [self.keys.workers, self.keys.batches, self.keys.settled]
+        self._link.run(_LEAVE, keys, [consumer, SETTLED_LENGTH])
+
+    def fetch(self, consumer: str, block_ms: int | None) -> Batch | None:
+        """The next batch; waits up to `block_ms`, None not at all. CommandError NOGROUP: register again."""
+        block: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", block_ms)
+        self._link.send(
+            "XREADGROUP",
+            "GROUP",
+            WORKERS_GROUP,
+            consumer,
+            "COUNT",
+            1,
+            *block,
+            "STREAMS",
+            self.keys.batches,
+            ">",
+        )
+        reply = self._link.receive()
+        if not reply or not reply[0][1]:
+            return None
+        entry_id, flat = reply[0][1][0]
+        return wire.decode_batch(entry_id, flat, epoch=1)
+
+    def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
+        """Take over a batch whose owner's lease ran out, if there is one."""
+        reply = self._link.run(_RECLAIM, [self.keys.batches, self.keys.progress("")], [consumer, lease_ms])
+        if reply is None:
+            return None
+        entry_id, flat, epoch, progress = reply
+        answered, started = set(), {}
+        for field, value in zip(progress[::2], progress[1::2], strict=True):
+            kind, _, position = field.decode().partition(":")
+            if kind == "answered":
+                answered.add(int(position))
+            else:
+                started[int(position)] = int(value)
+        return Reclaimed(wire.decode_batch(entry_id, flat, epoch), frozenset(answered), started)
+
+    def renew(self, consumer: str, lease_ms: int, held: Iterable[tuple[str, int]]) -> tuple[bool, set[str]]:
+        """Extend the lease of a model process and of the batches (ID, epoch) it holds.
+
+        Returns whether the model is still registered, and the IDs of batches that were lost.
+        """
+        args: list[Argument] = [consumer, lease_ms]
+        for batch_id, epoch in held:
+            args += [batch_id, epoch]
+        keys = [self.keys.workers, self.keys.batches, self.keys.registration]
+        registered, *lost = self._link.run(_RENEW, keys, args)
+        return bool(registered), {batch_id.decode() for batch_id in lost}
+
+    def look_at_clock(self) -> None:
+        """Set the clock by Redis's."""
+        self.clock.set(self._link.call("TIME"), time.monotonic_ns())
+
+    def answer(
+        self,
+        consumer: str,
+        batch: Batch,
+        answers: Sequence[Answer],
+        starting: int | None,
+    ) -> set[int]:
+        """Write results ahead of the commit, and note which request is started next, alone.
+
+        Returns the positions that were written: the others had been answered. Raises FencedError.
+        """
+        return answer(
+            self._link, self.keys, consumer, batch.id, batch.epoch, answers, starting, batch.result_ttl_ms
+        )
+
+    def commit(
+        self,
+        consumer: str,
+        batch: Batch,
+        results: Mapping[int, tuple[str | None, Result]],
+        dead: Sequence[DeadLetter],
+        compute_us: int,
+    ) -> set[int]:
+        """Settle a batch. `results` by position, each with its `reply_to`; those left out were answered.
+
+        Returns the positions of which nothing was written, because they were answered meanwhile. Raises
+        FencedError.
+        """
+        left_out = set(range(len(batch.requests))) - results.keys()
+        meanwhile: set[int] = set()
+        while True:
+            answered = self._commit(consumer, batch, results, left_out | meanwhile, dead, compute_us)
+            if not answered:
+                return meanwhile
+            meanwhile |= answered
+
+    def _commit(
+        self,
+        consumer: str,
+        batch: Batch,
+        results: Mapping[int, tuple[str | None, Result]],
+        left_out: set[int],
+        dead: Sequence[DeadLetter],
+        compute_us: int,
+    ) -> set[int]:
+        keys = self.keys
+        keyring = Keyring(keys.batches, keys.settled, keys.progress(batch.id), keys.dead)
+        if left_out:
+            results = {position: one for position, one in results.items() if position not in left_out}
+        settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
+        settled += ["compute_us", compute_us]
+        delivered = result_args(self.keys, keyring, results.values())
+        args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
+        args += [SETTLED_LENGTH, DEAD_LENGTH]
+        args += [len(left_out), *left_out, len(settled), *settled, len(delivered) // 3, *delivered, len(dead)]
+        for letter in dead:
+            fields = wire.encode_dead_letter(letter)
+            args += [len(fields), *fields]
+        reply = self._link.run(_COMMIT, keyring.keys, args)
+        if reply == b"FENCED":
+            raise FencedError(batch.id)
+        return set() if reply == b"OK" else set(reply)
