@@ -24,7 +24,7 @@ from carpool.link import CommandError, Link
 from carpool.messages import BatchedRequest, Entry, Refusal, Request, Result, Settled, Withdrawal
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.store.batcher import BatcherStore, Departure, RawEntry, Tail
-from carpool.store.delivery import Answer
+from carpool.store.delivery import Address, Answer
 from carpool.store.directory import Census
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
@@ -168,16 +168,19 @@ class ModelBatcher:
         scheduler, _, entries = active
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
+        in_order = scheduler.settings.preserve_ordering
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
             entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_SLACK_US)
             entries[entry.id] = entry
-            for one in decoded:
+            for at, one in enumerate(decoded):
                 if type(one) is Request:
                     refused = scheduler.offer(one, now_us)
                     if refused is not None:
                         refusals.append(refused)
+                    elif in_order and one.slot is None:
+                        one.slot = wire.slot_of(entry.id, at)
                 elif type(one) is Refusal:
                     refusals.append(one)
                 elif type(one) is Withdrawal:
@@ -185,6 +188,9 @@ class ModelBatcher:
                     emptied.append(entry)
         if arrived:
             self._pace(arrived)
+            if in_order:
+                read = [entries[entry_id.decode()] for entry_id, _ in arrived]
+                scheduler.held = _held(scheduler, self._store.admit(read))
         return refusals, emptied
 
     def _pace(self, arrived: Sequence[RawEntry]) -> None:
@@ -241,7 +247,8 @@ class ModelBatcher:
         for batch_id, position, request in in_flight:
             detail = "expired: its batch was dispatched, but not done by its deadline"
             result = Result(request.correlation_id, DEADLINE_EXCEEDED, request.content_type, detail=detail)
-            by_batch.setdefault(batch_id, []).append(Answer(position, request.reply_to, result))
+            address = Address(request.reply_to, request.slot)
+            by_batch.setdefault(batch_id, []).append(Answer(position, address, result))
         for batch_id, answers in by_batch.items():
             answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
         self._meter.expired_in_flight(answered)
@@ -265,6 +272,9 @@ class ModelBatcher:
         now_us = self._clock.now_us()
         self._census_at_us = now_us + CENSUS_EVERY_US
         self._find_unseen(active, census, now_us)
+        scheduler.held = _held(scheduler, census.slots)
+        if census.slots:
+            self._store.release()
         self._meter.looked(scheduler, now_us)
         if now_us >= self._status_at_us:
             self._publish_status(scheduler, now_us)
@@ -352,6 +362,12 @@ def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]
             active.entries[entry.id] = entry
 
 
+def _held(scheduler: Scheduler, slots: int) -> int:
+    """Of the slots taken, those of results that are done, and wait for the ones before them."""
+    riding = sum(one.size for one in scheduler.in_flight().values())
+    return max(0, slots - scheduler.waiting - riding)
+
+
 def _as_request(one: BatchedRequest) -> Request:
     """A request in flight as the scheduler knows it."""
     return Request(
@@ -362,4 +378,5 @@ def _as_request(one: BatchedRequest) -> Request:
         one.reply_to,
         one.arrival_us,
         one.deadline_us,
+        slot=one.slot,
     )

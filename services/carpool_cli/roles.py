@@ -35,6 +35,8 @@ _CLOCK: Final = Grant("Redis's clock, which decides when something expires", "ti
 _DELIVER: Final = (
     Grant("deliver.lua: a result, where its producer looks for it", "rpush pexpire", "result"),
     Grant("deliver.lua: many of them on a reply stream", "xadd pexpire", "replies"),
+    Grant("order.lua: whose turn it is", "lindex lpop", "order"),
+    Grant("order.lua, move.lua: what is held until then", "hget hdel hsetnx", "held"),
 )
 # What is counted tells nothing of what is in it. XINFO STREAM would: it shows the first entry and the last.
 _COUNTS: Final = (
@@ -42,6 +44,7 @@ _COUNTS: Final = (
     Grant("which models there are", "smembers", "models"),
     Grant("what a model's workers registered", "hgetall", "registration"),
     Grant("how much waits, is in flight, was given up", "xlen", "requests batches settled dead"),
+    Grant("how many results come in order, and have not yet", "llen", "order"),
     Grant("which model processes live", "zrange", "workers"),
     Grant("whether a batcher is active", "exists", "batcher"),
     Grant("what it says of itself: counts, and no request's", "get", "status"),
@@ -67,10 +70,11 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("what is new: requests, and batches that are done", "xread", "requests settled"),
         Grant("where to read on", "xrevrange", "settled"),
         Grant("what is there, when it takes over or misses something", "xlen xrange", "requests batches"),
+        Grant("admit.lua: slots in the order of results", "rpush llen", "order"),
         Grant(
-            "the scripts lease, status, dispatch, refuse, answer, missing",
+            "the scripts lease, status, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
-            "batcher status requests batches progress result replies",
+            "batcher status requests batches progress order held result replies",
         ),
         Grant("lease.lua", "get set del", "batcher"),
         Grant("status.lua", "set del", "status"),
@@ -86,9 +90,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model; renew.lua looks whether it still is", "hset exists", "registration"),
         Grant("take batches", "xgroup|create xreadgroup", "batches"),
         Grant(
-            "the scripts join, leave, renew, reclaim, answer, commit",
+            "the scripts join, leave, renew, reclaim, answer, commit, release",
             "evalsha eval",
-            "workers batches settled registration progress dead result replies",
+            "workers batches settled registration progress dead order held result replies",
         ),
         Grant("join.lua, leave.lua, renew.lua: leases", "zadd zrem zscore zremrangebyscore", "workers"),
         Grant("join.lua, leave.lua: sweep out consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
@@ -118,7 +122,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("a stream whose IDs somebody used up, by choosing the last there is", "xsetid", "requests"),
         Grant("forget a model that is not served any more", "srem", "models"),
         Grant("and all that it has", "del", "registration config requests batches settled dead workers"),
-        Grant("and what is left of its results", "del", "result replies"),
+        Grant("and what is left of its results", "del", "order held result replies"),
         Grant("carpool config: another value for a setting", "multi exec hgetall hset hdel", "config"),
         Grant("these rules, when `carpool acl` changed them; who broke them", "acl|load acl|log acl|whoami"),
         Grant("who is connected, and hang up on them", "client|list client|kill"),
@@ -147,6 +151,8 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "result": keys.result("*"),
         "replies": keys.replies("*"),
         "progress": keys.progress("*"),
+        "order": keys.order,
+        "held": keys.held,
     }
     everyone = {name: key.replace("{M}", "{*}") for name, key in of_a_model.items()}
     return {"models": models_key(keys.prefix), **everyone}

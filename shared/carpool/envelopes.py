@@ -18,8 +18,11 @@ Fields = dict[str, Any]
 
 def encode_result(result: Result) -> bytes:
     """The envelope on a result's own list: JSON where the request was JSON, else msgpack."""
-    if result.content_type == JSON:
-        return _json_envelope(result)
+    return _json_envelope(result) if result.content_type == JSON else encode_envelope(result)
+
+
+def encode_envelope(result: Result) -> bytes:
+    """An envelope as a msgpack map, one of those in a `results` field."""
     return bytes(msgpack.packb(_envelope(result)))
 
 

@@ -80,6 +80,16 @@ class Keys:
         """String that expires: what the active batcher says of itself, JSON, about once a second."""
         return self._of("status")
 
+    @property
+    def order(self) -> str:
+        """List: the slots of requests whose results are to come in order, until they did."""
+        return self._of("order")
+
+    @property
+    def held(self) -> str:
+        """Hash: for each slot where its request is, or its result, held until those before it are done."""
+        return self._of("held")
+
     def result(self, correlation_id: str) -> str:
         """List that expires: one request's result, when it named no `reply_to`."""
         return self._of(f"result:{correlation_id}")

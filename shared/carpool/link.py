@@ -115,15 +115,13 @@ def _pack(command: tuple[Argument, ...]) -> bytes:
 
 
 class Script:
-    """A Lua script of `carpool/lua`, known by its hash; `deliver.lua` comes before those that use it."""
+    """A Lua script of `carpool/lua`, known by its hash. `after` names files of functions that it calls."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, after: Sequence[str] = ()) -> None:
+        self.name: Final = name
         folder = resources.files("carpool") / "lua"
-        source = (folder / f"{name}.lua").read_text()
-        if "deliver(" in source:
-            source = (folder / "deliver.lua").read_text() + source
-        self.source: Final = source
-        self.sha: Final = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        self.source: Final = "".join((folder / f"{one}.lua").read_text() for one in (*after, name))
+        self.sha: Final = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class Request:
     cost: int = 1
     extra: Mapping[str, bytes] | None = None
     tenant: str = ""
+    slot: str | None = None  # its place in the order of results, where that is preserved
 
 
 class Withdrawal(NamedTuple):
@@ -74,6 +75,7 @@ class BatchedRequest(NamedTuple):
     deadline_us: int | None
     body: bytes
     extra: Mapping[str, bytes] | None
+    slot: str | None = None
 
 
 class Batch(NamedTuple):

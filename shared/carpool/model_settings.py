@@ -204,6 +204,9 @@ class ModelSettings:
     priority_policies: Mapping[int, PriorityPolicy] = _setting(
         MappingProxyType({}), Kind(_read_policies, _show_policies), "limits of single priorities"
     )
+    preserve_ordering: bool = _setting(
+        False, FLAG, "results come in the order of arrival: one that is done early is held"
+    )
     tenant_weights: Mapping[str, float] = _setting(
         MappingProxyType({}), WEIGHTS, "shares of tenants under load; 1 for who is not named"
     )

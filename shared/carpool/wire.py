@@ -5,6 +5,7 @@ Nothing here raises on a producer's input but InvalidArgumentError, and its deta
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -62,6 +63,7 @@ _KNOWN: Final = frozenset(
     }
 )
 _SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
+_SLOT: Final = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}:[0-9]{1,4}")
 _NAMES: Final = {name.encode(): name for name in _KNOWN}
 _PLAIN: Final = frozenset({"correlation_id", "body"})
 
@@ -75,6 +77,11 @@ Decoded = Request | Refusal | Withdrawal
 def arrival_of(entry_id: str) -> int:
     """When Redis accepted an entry, in microseconds (to the millisecond)."""
     return int(entry_id.partition("-")[0]) * 1000
+
+
+def slot_of(entry_id: str, position: int) -> str:
+    """The name of a request's slot in the order of results: the entry in which it arrived, its place there."""
+    return f"{entry_id}:{position}"
 
 
 def decode_entry(
@@ -104,7 +111,10 @@ def decode_entry(
     else:
         # What was put back says more than it did at first: it may be larger, and so is never refused for it.
         limit = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES
+        slots = raw.pop("slots", b"") if arrival is not None else b""
         decoded = _decode_packed(entry, packed, raw, settings, limit)
+        if slots:
+            _keep_slots(decoded, slots)
     entry.requests = [one for one in decoded if type(one) is Request]
     return entry, decoded
 
@@ -115,6 +125,15 @@ def _kept_arrival(value: bytes, entry_arrival_us: int) -> int:
         return min(int(value) * 1000, entry_arrival_us) if value.isdigit() else entry_arrival_us
     except ValueError:  # Python reads no more than a few thousand digits
         return entry_arrival_us
+
+
+def _keep_slots(decoded: Sequence[Decoded], slots: bytes) -> None:
+    """Requests that were put back keep their slots. Who wrote something else there has none."""
+    names = slots.split()
+    if len(names) == len(decoded) and all(map(_SLOT.fullmatch, names)):
+        for one, name in zip(decoded, names, strict=True):
+            if type(one) is Request:
+                one.slot = name.decode()
 
 
 def _withdrawal(entry: Entry, names: bytes) -> Withdrawal:
@@ -370,6 +389,11 @@ def encode_requests(requests: Iterable[Request]) -> bytes:
     return bytes(msgpack.packb([_request_map(request) for request in requests]))
 
 
+def slots_of(requests: Iterable[Request]) -> str:
+    """The `slots` field that goes with it, in which all requests of an entry have one, or none."""
+    return " ".join(request.slot for request in requests if request.slot is not None)
+
+
 def _request_map(request: Request) -> Fields:
     raw: Fields = {
         "correlation_id": request.correlation_id,
@@ -392,30 +416,30 @@ def _request_map(request: Request) -> Fields:
 
 
 def encode_batch(requests: Sequence[Request]) -> bytes:
-    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples."""
-    return bytes(
-        msgpack.packb(
-            [
-                (
-                    request.entry.id,
-                    request.correlation_id,
-                    request.content_type,
-                    request.reply_to,
-                    request.arrival_us,
-                    request.deadline_us,
-                    request.body,
-                    request.extra,
-                )
-                for request in requests
-            ]
+    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples, with a slot who has one."""
+    tuples: list[tuple[Any, ...]] = [
+        (
+            request.entry.id,
+            request.correlation_id,
+            request.content_type,
+            request.reply_to,
+            request.arrival_us,
+            request.deadline_us,
+            request.body,
+            request.extra,
         )
-    )
+        for request in requests
+    ]
+    for at, request in enumerate(requests):
+        if request.slot is not None:
+            tuples[at] += (request.slot,)
+    return bytes(msgpack.packb(tuples))
 
 
 def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     """A batch as Redis returns it. Only batchers write these: a malformed one raises."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    requests = [BatchedRequest._make(one) for one in msgpack.unpackb(raw[b"requests"])]
+    requests = [BatchedRequest(*one) for one in msgpack.unpackb(raw[b"requests"])]
     gone = raw.get(b"gone")
     if gone:
         left_out = frozenset(gone.decode().split())

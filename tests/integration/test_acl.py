@@ -458,9 +458,11 @@ MAY_NOT_WITH_SELECTORS: Final = {
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",
         f"DEL {M}", f"DEL {Z}", f"HDEL {M} max_batch_size", f"HDEL {R} x", f"DEL {B}",
-        f"GET {T}",
+        f"GET {T}", f"LPOP {A}", f"HGET {M} max_batch_size",
     ],
-    "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x"],
+    "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x",
+        f"LPOP {A}",
+    ],
     "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
     "admin": [
         f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import stat
 from hashlib import sha256
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
 import pytest
 
-from carpool import aio, pipeline, store
+from carpool import aio, pipeline
 from carpool.keys import Keys
 from carpool.link import Script
+from carpool.store import batcher, delivery, directory, worker
 from carpool_cli import acl
 from carpool_cli.roles import ROLES, patterns, rules
 
@@ -174,12 +174,21 @@ def test_selectors_give_each_command_its_own_keys() -> None:
     )
 
 
+STORES: Final = {"batcher": (batcher, delivery), "worker": (worker, delivery)}
+
+
+def scripts_of(role: str) -> list[Script]:
+    """Those that a role's store runs."""
+    return [one for module in STORES[role] for one in vars(module).values() if isinstance(one, Script)]
+
+
 @pytest.mark.parametrize("role", ["batcher", "worker"])
 def test_what_a_service_may_do_is_what_its_code_does(role: str) -> None:
-    """Each command that is granted is said in a script, or by the store; whichever is not has no use."""
-    scripts = "".join(path.read_text() for path in (resources.files("carpool") / "lua").iterdir())
+    """Each command that is granted is said in its scripts, or by its store; whichever is not has no use."""
     ours = {"ping", "client|setname", "eval", "evalsha"}
-    said = set(re.findall(r"""["']([A-Z]{2,})["']""", scripts + source(store)))
+    sources = [source(module) for module in (*STORES[role], directory)]
+    sources += [script.source for script in scripts_of(role)]
+    said = set(re.findall(r"""["']([A-Z]{2,})["']""", "".join(sources)))
     granted = {command.partition("|")[0].upper() for command in commands(role) - ours}
     assert granted <= said
 
@@ -189,21 +198,21 @@ def test_what_the_client_says_a_producer_may() -> None:
     assert said - {"client"} <= commands("producer")
 
 
-SCRIPTS: Final = {
-    "batcher": {"lease", "status", "dispatch", "refuse", "answer", "missing"},
-    "worker": {"join", "leave", "renew", "reclaim", "answer", "commit"},
+# Two scripts do some of it for a worker, and some for a batcher.
+ONLY_OTHERS: Final = {
+    ("answer", "batcher"): {"xpending", "hincrby"},
+    ("answer", "worker"): {"xrange"},
+    ("release", "worker"): {"xrange"},
 }
-# answer.lua does some of it for a worker, and some for a batcher.
-ONLY_OTHERS: Final = {("answer", "batcher"): {"xpending", "hincrby"}, ("answer", "worker"): {"xrange"}}
 
 
-@pytest.mark.parametrize("role", SCRIPTS)
+@pytest.mark.parametrize("role", STORES)
 def test_all_that_a_script_does_is_granted_to_those_who_run_it(role: str) -> None:
     """Or a service would be stopped at a command that is rare, in production only."""
-    for name in SCRIPTS[role]:
-        said = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]{5,})')?", Script(name).source)
+    for script in scripts_of(role):
+        said = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]{5,})')?", script.source)
         done = {"|".join(filter(None, words)).lower() for words in said if words[1] not in ("IDLE", "MAXLEN")}
-        assert done - ONLY_OTHERS.get((name, role), set()) <= commands(role), name
+        assert done - ONLY_OTHERS.get((script.name, role), set()) <= commands(role), script.name
 
 
 def source(module: ModuleType) -> str:

@@ -43,6 +43,7 @@ def test_the_names_are_those_of_the_registration() -> None:
         "allow_expiration_override",
         "expiration_action",
         "priority_policies",
+        "preserve_ordering",
         "tenant_weights",
         "policy",
         "target_latency_ms",

@@ -93,6 +93,7 @@ class Scheduler:
         self.custom: CustomPolicy | None = None  # a user's own, which says who may join a batch
         self.waiting = 0
         self.waiting_bytes = 0
+        self.held = 0  # results that are done, and held until those before them are
         self._by_priority = [0] * PRIORITY_LEVELS
         self._lanes: dict[str, Lane] = {"": Lane("")}
         self._alarms: list[tuple[int, int, Alarm]] = []
@@ -132,8 +133,11 @@ class Scheduler:
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
             detail = f"cost: {request.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
             return refusal(request, INVALID_ARGUMENT, "cost", detail)
-        if self.waiting >= settings.max_queue_size:
-            detail = f"the queue is full: {self.waiting} requests wait (max_queue_size); try again later"
+        if self.waiting + self.held >= settings.max_queue_size:
+            who = f"{self.waiting} requests wait"
+            if self.held:
+                who += f", {self.held} results are held until those before them are done"
+            detail = f"the queue is full: {who} (max_queue_size); try again later"
             return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
         if settings.priority_policies and self._level_is_full(request.priority):
             detail = f"the queue is full for priority {request.priority} (priority_policies); try again later"

@@ -3,10 +3,10 @@
 -- redelivery, when it executes one request at a time: what is done stays done if it is killed again, and the
 -- count of starts tells who killed it.
 --
--- KEYS  1 batches   2 progress of this batch   3.. the keys of results
+-- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results
 -- ARGV  1 consumer or ''  2 batch ID  3 epoch  4 result TTL (ms)  5 progress TTL (ms)
 --       6 position that the worker starts next, '' for none
---       7 R, then R times: position in the batch, index in KEYS, kind, payload
+--       7 R, then R times: position in the batch, index in KEYS, kind, slot or '', payload
 -- Returns { positions answered now }, or 'FENCED' (worker), or 'SETTLED' (batcher: the batch is no longer there)
 -- O(results); without a consumer also O(bytes of the batch).
 if ARGV[1] == '' then
@@ -17,14 +17,17 @@ else
 end
 
 redis.call('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
-local answered = {}
+local answered, ordered = {}, false
 for r = 1, tonumber(ARGV[7]) do
-  local at = 4 + 4 * r
+  local at = 3 + 5 * r
+  local key, kind, slot, payload = KEYS[tonumber(ARGV[at + 1])], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
+  ordered = ordered or slot ~= ''
   if redis.call('HSETNX', KEYS[2], 'answered:' .. ARGV[at], '1') == 1 then
-    deliver(KEYS[tonumber(ARGV[at + 1])], ARGV[at + 2], ARGV[at + 3], tonumber(ARGV[4]))
+    deliver_in_order(KEYS[4], slot, key, kind, payload, ARGV[4])
     answered[#answered + 1] = tonumber(ARGV[at])
   end
 end
+if ordered then release(KEYS[3], KEYS[4]) end
 if ARGV[6] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[6], 1) end
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 return answered

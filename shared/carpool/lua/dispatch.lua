@@ -4,10 +4,11 @@
 -- each batch that was formed with some of them names it in a field `gone`. So a request is dispatched at most
 -- once, whoever dispatches, and a batch of 32 does not start over because one producer left.
 --
--- KEYS  1 requests   2 batches
+-- KEYS  1 requests   2 batches   3 held
 -- ARGV  E, then E entry IDs
---       P, then P times: index of an entry of which some requests stay, their arrival (ms), their payload
---       B, then B times: number of its entries, their indexes, number of field strings, the fields
+--       P, then P times: index of an entry of which some requests stay, their payload, arrival (ms) and slots
+--       B, then B times: number of its entries, their indexes, number of field strings, the fields, number of
+--          slots, and for each: the index of the request's entry, the slot
 -- Returns { IDs that were gone }, { new entry ID for each of P, '' if gone }, { batch ID for each of B, '' if
 --       all of it was gone }
 -- O(entries), and O(bytes) for the payloads.
@@ -29,11 +30,8 @@ end
 
 local stayed = {}
 for p = 1, tonumber(take()) do
-  local index, arrival_ms, payload = tonumber(take()), take(), take()
-  stayed[p] = ''
-  if not is_gone[index] then
-    stayed[p] = redis.call('XADD', KEYS[1], '*', 'requests', payload, 'arrival', arrival_ms)
-  end
+  local index, payload, arrival_ms, slots = tonumber(take()), take(), take(), take()
+  stayed[p] = is_gone[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, slots)
 end
 
 local batches = {}
@@ -52,6 +50,10 @@ for b = 1, tonumber(take()) do
       fields[#fields + 1] = table.concat(missing, ' ')
     end
     batches[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
+  end
+  for _ = 1, tonumber(take()) do
+    local index, slot = tonumber(take()), take()
+    if not is_gone[index] then move(KEYS[3], slot, 'b' .. batches[b]) end
   end
 end
 

@@ -10,11 +10,21 @@ from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.link import Argument, Link, Script
 from carpool.messages import Batch, Entry, Refusal, Request, Result, Settled
-from carpool.store.delivery import Answer, Keyring, answer, result_args
+from carpool.store.delivery import (
+    IN_ORDER,
+    RESULT_ARGS,
+    Address,
+    Answer,
+    Keyring,
+    answer,
+    release,
+    result_args,
+)
 from carpool.store.directory import Census, take_census
 
-_DISPATCH: Final = Script("dispatch")
-_REFUSE: Final = Script("refuse")
+_ADMIT: Final = Script("admit")
+_DISPATCH: Final = Script("dispatch", after=("move", "put_back"))
+_REFUSE: Final = Script("refuse", after=(*IN_ORDER, "put_back"))
 _LEASE: Final = Script("lease")
 _MISSING: Final = Script("missing")
 _STATUS: Final = Script("status")
@@ -77,6 +87,21 @@ class BatcherStore:
         """Which of these entries are no longer in the stream."""
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
+    def admit(self, entries: Sequence[Entry]) -> int:
+        """The requests of these entries, which have slots, take them in the order of results.
+
+        Returns how many slots are taken: by who waits or is in flight, and by results that are held.
+        """
+        args: list[Argument] = [len(entries)]
+        for entry in entries:
+            slots = [request.slot for request in entry.requests if request.slot is not None]
+            args += [entry.id, len(slots), *slots]
+        return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], args))
+
+    def release(self) -> None:
+        """Deliver what is held and need not be, also where a slot before it was given up without a word."""
+        release(self._link, self.keys, free_lost=True)
+
     def dispatch(
         self, departures: Sequence[Departure], result_ttl_ms: int
     ) -> tuple[list[Departed], list[Entry]]:
@@ -92,11 +117,13 @@ class BatcherStore:
         staying = self._staying(departures, leaving)
         args: list[Argument] = [len(entries), *(entry.id for entry in entries), len(staying)]
         for entry, rest in staying.items():
-            args += [entries[entry], entry.arrival_us // 1000, wire.encode_requests(rest)]
+            args += [entries[entry], *_put_back_args(entry, rest)]
         args.append(len(departures))
         for departure in departures:
             args += self._departure_args(departure, entries, result_ttl_ms)
-        gone, new_ids, batch_ids = self._link.run(_DISPATCH, [self.keys.requests, self.keys.batches], args)
+        gone, new_ids, batch_ids = self._link.run(
+            _DISPATCH, [self.keys.requests, self.keys.batches, self.keys.held], args
+        )
 
         gone_ids = {entry_id.decode() for entry_id in gone}
         departed = [
@@ -130,7 +157,11 @@ class BatcherStore:
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if departure.lane:
             fields += ["lane", departure.lane]
-        return [len(indexes), *indexes, len(fields), *fields]
+        slots: list[Argument] = []
+        for request in departure.requests:
+            if request.slot is not None:
+                slots += [entries[request.entry], request.slot]
+        return [len(indexes), *indexes, len(fields), *fields, len(slots) // 2, *slots]
 
     def refuse(
         self, refusals: Sequence[Refusal], emptied: Sequence[Entry], result_ttl_ms: int
@@ -142,15 +173,14 @@ class BatcherStore:
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
-        keyring = Keyring(self.keys.requests)
+        keyring = Keyring(self.keys.requests, self.keys.order, self.keys.held)
         args: list[Argument] = [result_ttl_ms, len(by_entry)]
         staying: dict[Entry, list[Request]] = {}
         for entry, of_entry in by_entry.items():
             leaving = {refusal.request for refusal in of_entry}
             staying[entry] = rest = [request for request in entry.requests if request not in leaving]
             results = result_args(self.keys, keyring, map(_refused, of_entry))
-            payload = wire.encode_requests(rest) if rest else b""
-            args += [entry.id, payload, entry.arrival_us // 1000, len(results) // 3, *results]
+            args += [entry.id, *_put_back_args(entry, rest), len(results) // RESULT_ARGS, *results]
         new_ids = dict(zip(by_entry, self._link.run(_REFUSE, keyring.keys, args), strict=True))
         vanished = [entry for entry, new_id in new_ids.items() if new_id is None]
         _leave(by_entry.keys() - set(vanished), new_ids, staying)
@@ -209,6 +239,12 @@ class Tail:
         self._link.close()
 
 
+def _put_back_args(entry: Entry, staying: Sequence[Request]) -> list[Argument]:
+    """Payload, arrival (ms) and slots of those who stay; '' for the payload if nobody does."""
+    payload = wire.encode_requests(staying) if staying else b""
+    return [payload, entry.arrival_us // 1000, wire.slots_of(staying)]
+
+
 def _leave(
     entries: Iterable[Entry], new_ids: Mapping[Entry, bytes | None], staying: Mapping[Entry, list[Request]]
 ) -> None:
@@ -219,6 +255,7 @@ def _leave(
             entry.id = (new_ids[entry] or b"").decode()
 
 
-def _refused(refusal: Refusal) -> tuple[str | None, Result]:
+def _refused(refusal: Refusal) -> tuple[Address, Result]:
+    slot = None if refusal.request is None else refusal.request.slot
     result = Result(refusal.correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
-    return refusal.reply_to, result
+    return Address(refusal.reply_to, slot), result

@@ -13,14 +13,26 @@ from carpool.messages import Result
 ENTRY_BYTES: Final = 16 * 1024 * 1024
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 
-_ANSWER: Final = Script("answer")
+RESULT_ARGS: Final = 4
+IN_ORDER: Final = ("deliver", "move", "order")  # what scripts need that deliver results
+
+_ANSWER: Final = Script("answer", after=IN_ORDER)
+
+_RELEASE: Final = Script("release", after=IN_ORDER)
+
+
+class Address(NamedTuple):
+    """Where a result goes: to `reply_to`, or a list of its own; in which order, if its request has a slot."""
+
+    reply_to: str | None
+    slot: str | None
 
 
 class Answer(NamedTuple):
     """One request's result ahead of its batch's commit; `position` is its place in the batch."""
 
     position: int
-    reply_to: str | None
+    address: Address
     result: Result
 
 
@@ -58,25 +70,38 @@ def answer(
 
     Returns the positions that were written: the others had been answered. Raises FencedError.
     """
-    keyring = Keyring(keys.batches, keys.progress(batch_id))
+    keyring = Keyring(keys.batches, keys.progress(batch_id), keys.order, keys.held)
     args: list[Argument] = [consumer, batch_id, epoch, result_ttl_ms, PROGRESS_TTL_MS]
     args += ["" if starting is None else starting, len(answers)]
-    for position, reply_to, result in answers:
-        args += [position, *result_args(keys, keyring, [(reply_to, result)])]
+    for position, address, result in answers:
+        args += [position, *result_args(keys, keyring, [(address, result)])]
     answered = link.run(_ANSWER, keyring.keys, args)
     if answered == b"FENCED":
         raise FencedError(batch_id)
     return set() if answered == b"SETTLED" else set(answered)
 
 
-def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[str | None, Result]]) -> list[Argument]:
-    """Key index, kind and payload of each list; of each reply stream once for all its results."""
+def release(link: Link, keys: Keys, *, free_lost: bool = False) -> None:
+    """Deliver all held results that have nobody before them; with `free_lost` also the slots of requests that
+    were withdrawn by XDEL, or whose batch was deleted by hand."""
+    where = [keys.requests, keys.batches] if free_lost else []
+    while link.run(_RELEASE, [keys.order, keys.held, *where], []):
+        pass
+
+
+def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[Address, Result]]) -> list[Argument]:
+    """Key index, kind, slot and payload of each list; of each reply stream once for all its results.
+
+    RESULT_ARGS for each. One that has a slot goes alone, as an envelope: order.lua puts together what can be.
+    """
     args: list[Argument] = []
     by_stream: dict[str, list[Result]] = {}
-    for reply_to, result in results:
+    for (reply_to, slot), result in results:
         if reply_to is None:
             key = keyring.index(keys.result(result.correlation_id))
-            args += [key, "list", envelopes.encode_result(result)]
+            args += [key, "list", slot or "", envelopes.encode_result(result)]
+        elif slot is not None:
+            args += [keyring.index(keys.replies(reply_to)), "stream", slot, envelopes.encode_envelope(result)]
         else:
             of_stream = by_stream.get(reply_to)
             if of_stream is None:
@@ -86,7 +111,7 @@ def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[str | None
     for reply_to, of_stream in by_stream.items():
         key = keyring.index(keys.replies(reply_to))
         for some in _of_moderate_size(of_stream):
-            args += [key, "stream", envelopes.encode_results(some)]
+            args += [key, "stream", "", envelopes.encode_results(some)]
     return args
 
 

@@ -17,6 +17,7 @@ class Census(NamedTuple):
 
     waiting_entries: int
     batches_in_flight: int
+    slots: int  # taken in the order of results: by who waits or is in flight, and by results that are held
     workers: list[str]
     registration: dict[str, str]
     config: dict[str, str]  # what an operator said instead
@@ -92,11 +93,12 @@ class Directory:
 
 def take_census(link: Link, keys: Keys, clock: RedisClock) -> Census:
     """Look at a model, and at the clock."""
-    time_reply, waiting, in_flight, workers, *hashes = no_errors(
+    time_reply, waiting, in_flight, slots, workers, *hashes = no_errors(
         link.call_many(
             ("TIME",),
             ("XLEN", keys.requests),
             ("XLEN", keys.batches),
+            ("LLEN", keys.order),
             ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
             ("HGETALL", keys.registration),
             ("HGETALL", keys.config),
@@ -104,7 +106,7 @@ def take_census(link: Link, keys: Keys, clock: RedisClock) -> Census:
     )
     clock.set(time_reply, time.monotonic_ns())
     alive = _alive(workers, clock.now_us() // 1000)
-    return Census(waiting, in_flight, alive, *map(_texts, hashes))
+    return Census(waiting, in_flight, slots, alive, *map(_texts, hashes))
 
 
 def no_errors(replies: list[Any]) -> list[Any]:

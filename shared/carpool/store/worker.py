@@ -11,13 +11,23 @@ from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.link import Argument, Link, Script
 from carpool.messages import Batch, DeadLetter, Result
-from carpool.store.delivery import Answer, FencedError, Keyring, answer, result_args
+from carpool.store.delivery import (
+    IN_ORDER,
+    RESULT_ARGS,
+    Address,
+    Answer,
+    FencedError,
+    Keyring,
+    answer,
+    release,
+    result_args,
+)
 from carpool.store.directory import no_errors
 
 SETTLED_LENGTH: Final = 10_000
 DEAD_LENGTH: Final = 10_000
 
-_COMMIT: Final = Script("commit")
+_COMMIT: Final = Script("commit", after=IN_ORDER)
 _RENEW: Final = Script("renew")
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
@@ -131,11 +141,11 @@ class WorkerStore:
         self,
         consumer: str,
         batch: Batch,
-        results: Mapping[int, tuple[str | None, Result]],
+        results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
         compute_us: int,
     ) -> set[int]:
-        """Settle a batch. `results` by position, each with its `reply_to`; those left out were answered.
+        """Settle a batch. `results` by position, each with its address; those left out were answered.
 
         Returns the positions of which nothing was written, because they were answered meanwhile. Raises
         FencedError.
@@ -152,13 +162,15 @@ class WorkerStore:
         self,
         consumer: str,
         batch: Batch,
-        results: Mapping[int, tuple[str | None, Result]],
+        results: Mapping[int, tuple[Address, Result]],
         left_out: set[int],
         dead: Sequence[DeadLetter],
         compute_us: int,
     ) -> set[int]:
         keys = self.keys
-        keyring = Keyring(keys.batches, keys.settled, keys.progress(batch.id), keys.dead)
+        keyring = Keyring(
+            keys.batches, keys.settled, keys.progress(batch.id), keys.dead, keys.order, keys.held
+        )
         if left_out:
             results = {position: one for position, one in results.items() if position not in left_out}
         settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
@@ -166,11 +178,21 @@ class WorkerStore:
         delivered = result_args(self.keys, keyring, results.values())
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_LENGTH, DEAD_LENGTH]
-        args += [len(left_out), *left_out, len(settled), *settled, len(delivered) // 3, *delivered, len(dead)]
+        args += [
+            len(left_out),
+            *left_out,
+            len(settled),
+            *settled,
+            len(delivered) // RESULT_ARGS,
+            *delivered,
+            len(dead),
+        ]
         for letter in dead:
             fields = wire.encode_dead_letter(letter)
             args += [len(fields), *fields]
         reply = self._link.run(_COMMIT, keyring.keys, args)
         if reply == b"FENCED":
             raise FencedError(batch.id)
-        return set() if reply == b"OK" else set(reply)
+        if reply == b"MORE":
+            release(self._link, keys)
+        return set() if reply in (b"OK", b"MORE") else set(reply)
