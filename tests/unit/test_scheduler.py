@@ -10,7 +10,8 @@ import pytest
 
 from carpool.messages import Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.scheduler import MAX_BATCH_BYTES, Dispatch, Expire, Scheduler
+from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
+from carpool_batcher.core.waiting import MAX_BATCH_BYTES
 
 MS = 1000
 
@@ -364,7 +365,7 @@ def test_a_lane_that_was_emptied_is_forgotten() -> None:
         desk.offer("b", lane=f"withdrawn {number}", expiration=1)
     desk.scheduler.withdraw(frozenset("b"))
     desk.poll()
-    assert len(desk.scheduler._lanes) == 1
+    assert len(desk.scheduler._waiting.lanes) == 1
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------
@@ -663,7 +664,7 @@ def test_alarms_of_requests_that_have_long_left_do_not_pile_up() -> None:
         desk.offer("a", at=number, expiration=3_600_000)
         assert desk.poll(number) == ["full: a"]
         desk.settle(number + 1, at=number)
-    assert len(desk.scheduler._alarms) <= 1010
+    assert len(desk.scheduler._alarms._heap) <= 1010
     # And the one that still waits is not forgotten among them
     desk.scheduler.workers = 0
     desk.offer("b", at=5000, expiration=10)
@@ -677,7 +678,7 @@ def test_alarms_do_not_keep_the_bodies_of_requests_that_have_long_left() -> None
         desk.offer("a b c d", at=number, expiration=3_600_000, body=body)
         assert desk.poll(number) == ["idle: a b c d"]
         desk.settle(number + 1, at=number)
-    held = sum(len(one.body) for _, _, alarm in desk.scheduler._alarms for one in alarm.requests)
+    held = sum(len(one.body) for _, _, alarm in desk.scheduler._alarms._heap for one in alarm.requests)
     assert held <= MAX_BATCH_BYTES + 4 * len(body)
 
 
@@ -686,7 +687,7 @@ def test_a_tidy_heap_of_alarms_still_takes_the_next_of_an_entry() -> None:
     desk.offer("a", expiration=50)
     assert desk.poll() == ["full: a"]
     # Given that the alarms were tidied while nobody of the last one still waited
-    desk.scheduler._tidy()
+    desk.scheduler._alarms._tidy()
     desk.settle(1)
     desk.scheduler.workers = 0
     # Then one with the same deadline is watched as well as any
