@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusals = [one for one in decisions if isinstance(one, Refusal)]
         assert {one.status for one in refusals} <= {"DEADLINE_EXCEEDED"}
         self._leave([one.request for one in refusals if one.reason == "waiting"], expected=past - delayed)
-        self.late |= delayed
+        self._put_behind(delayed, [one for one in decisions if isinstance(one, Dispatch)])
         self._check_late_ones_only_wait()
 
         expired = [tuple(one) for one in decisions if isinstance(one, Expire)]
@@ -426,6 +426,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert size > settings.max_batch_size or self._done_us(size) > earliest_us
             assert len([one for one in possible if one.lane == lane]) < size, "nobody gains by it"
         self._leave(given_up, expected=self.waiting.keys() & set(given_up))
+
+    def _put_behind(self, delayed: set[Request], dispatches: list[Dispatch]) -> None:
+        """These expired, and stand behind all others. In which order, those of one poll, it believes."""
+        self.late |= delayed
+        in_order = [one for dispatch in dispatches for one in dispatch.requests]
+        in_order += [one for lane in self.scheduler._waiting.lanes.values() for one in lane]
+        for request in in_order:
+            if request in delayed:
+                self.number += 1
+                self.waiting[request] = self.number
 
     def _check_late_ones_only_wait(self) -> None:
         assert self.late <= self.waiting.keys()

@@ -609,6 +609,16 @@ def test_delay_who_is_late_already_stays_so_when_settings_change() -> None:
     assert desk.poll(30) == []
 
 
+def test_delay_who_is_late_already_is_not_given_up_when_settings_change() -> None:
+    desk = known(Desk(workers=0, expiration_action="delay", policy="deferred"))
+    desk.offer("late", expiration=10)
+    assert desk.poll(10) == []
+    desk.offer("a", at=15, expiration=100)
+    desk.scheduler.settings = ModelSettings(expiration_action="reject", policy="deferred")
+    desk.scheduler.workers = 1
+    assert desk.poll(102) == ["deadline: a late"]
+
+
 def test_deferred_a_batch_leaves_as_late_as_its_deadlines_allow() -> None:
     desk = known(Desk(max_batch_size=100, policy="deferred"))
     desk.offer("a", expiration=50)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
+from carpool_batcher.core.lane import NEVER
 from carpool_batcher.core.latency import Latency
 
 EFFICIENT: Final = 0.85  # of the throughput of the largest batch; waiting for more leaves processes idle
@@ -96,7 +97,8 @@ def plan(outlook: Outlook, deadlines_us: Sequence[int], now_us: int) -> Plan:
     begin, size = _worth_most(outlook, tight_us, now_us)
     without = set(hopeless)
     alive = (at for at in range(len(deadlines_us) + len(without)) if at not in without)
-    return Plan([*hopeless, *islice(alive, begin)], size)
+    ahead = zip(islice(alive, begin), deadlines_us, strict=False)
+    return Plan([*hopeless, *(at for at, deadline_us in ahead if deadline_us < NEVER)], size)
 
 
 def _earliest_ahead(deadlines_us: Sequence[int], window: int) -> list[int]:

@@ -133,7 +133,7 @@ class Departures:
         in_order = list(islice(lane.in_order(self._settings.tenant_weights), LOOK_AHEAD * size))
         fleet = self._fleet
         outlook = Outlook(fleet.latency, self._settings.max_batch_size, fleet.trip_us, fleet.frees_us(now_us))
-        planned = plan(outlook, [self._must_be_done_us(one) for one in in_order], now_us)
+        planned = plan(outlook, [self._must_be_done_us(lane, one) for one in in_order], now_us)
         if planned.given_up:
             return [self._give_up(in_order[at], now_us) for at in planned.given_up]
         return [self._dispatch(lane, reason, min(size, planned.leave))]
@@ -149,9 +149,11 @@ class Departures:
             decisions.append(self._dispatch(lane, reason, len(formed.leave)))
         return decisions
 
-    def _must_be_done_us(self, request: Request) -> int:
-        """A request's deadline. What it only aims at is no reason to give it up."""
-        if request.deadline_us is None or self._settings.delays_expired(request.priority):
+    def _must_be_done_us(self, lane: Lane, request: Request) -> int:
+        """A request's deadline. Nobody is given up for what it only aims at, or who is to be served late."""
+        if request.deadline_us is None or request in lane.late:
+            return NEVER
+        if self._settings.delays_expired(request.priority):
             return NEVER
         return request.deadline_us
 
