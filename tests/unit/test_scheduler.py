@@ -532,12 +532,13 @@ def test_a_forgotten_request_hurries_nobody() -> None:
 # --- what a model may say of it ----------------------------------------------------------------------------
 
 
-def known(desk: Desk, *, intercept: float = 10, slope: float = 1) -> Desk:
-    """The model's l(n) was learned: so many milliseconds; there is no way to speak of."""
-    for size in (1, 11):
-        desk.scheduler.ride(f"before {size}", requests("x " * size), dispatched_us=-1000 * MS)
-        compute_us = int((intercept + slope * size) * MS)
-        desk.scheduler.settle(f"before {size}", -1000 * MS + compute_us, compute_us)
+def known(desk: Desk, *, intercept: float = 10, slope: float = 1, lane: str = "", until: float = 0) -> Desk:
+    """l(n) of a lane was learned until then: so many milliseconds; there is no way to speak of."""
+    for at, size in enumerate((1, 11, 1, 11)):
+        compute_us, settled_us = int((intercept + slope * size) * MS), int(until * MS)
+        riders = requests("x " * size, lane=lane)
+        desk.scheduler.ride(f"before {at}", riders, dispatched_us=settled_us - compute_us)
+        desk.scheduler.settle(f"before {at}", settled_us, compute_us)
     return desk
 
 
@@ -651,6 +652,97 @@ def test_deferred_more_hopeless_ones_than_are_looked_at_are_all_told() -> None:
     desk.offer(" ".join(f"h{number}" for number in range(30)), expiration=19)
     desk.scheduler.workers = 1
     assert desk.poll(13) == [f"DEADLINE_EXCEEDED: h{number}" for number in range(30)]
+
+
+def fast_and_slow(workers: int = 1, **settings: Any) -> Desk:
+    """10 + n ms in one lane, ten times as much in the other."""
+    desk = Desk(workers=workers, policy="deferred", **settings)
+    known(desk, lane="fast")
+    return known(desk, intercept=100, slope=10, lane="slow")
+
+
+def test_lanes_leave_each_as_late_as_its_own_pace_allows() -> None:
+    desk = fast_and_slow(workers=2, max_batch_size=100)
+    desk.offer("f", expiration=500, lane="fast")
+    assert desk.wake_at() == pytest.approx(500 - 12, abs=0.01)
+    desk.offer("s", expiration=500, lane="slow")
+    assert desk.wake_at() == pytest.approx(500 - 120, abs=0.01)
+    assert desk.poll(380.1) == ["deadline: s"]
+    assert desk.poll(488.1) == ["deadline: f"]
+
+
+def test_lanes_nobody_is_given_up_for_the_pace_of_another() -> None:
+    desk = fast_and_slow(workers=0, max_batch_size=8)
+    desk.offer("f", expiration=20, lane="fast")
+    desk.offer("s", expiration=100, lane="slow")
+    desk.scheduler.workers = 2
+    assert desk.poll(8) == ["deadline: f", "DEADLINE_EXCEEDED: s"]
+
+
+def test_lanes_are_efficient_each_at_its_own_size() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=8), intercept=0, slope=10, lane="alike")
+    known(desk, intercept=100, slope=0, lane="together")
+    desk.offer("a", expiration=900, lane="alike")
+    desk.offer("b", expiration=900, lane="together")
+    assert desk.poll(1) == ["efficient: a"]
+
+
+def test_lanes_a_process_is_free_by_the_pace_of_what_it_rides() -> None:
+    desk = fast_and_slow()
+    desk.scheduler.settings = ModelSettings()
+    desk.offer("f", lane="fast")
+    assert desk.poll() == ["idle: f"]
+    desk.offer("s", lane="slow")
+    assert desk.wake_at() == pytest.approx(11, abs=0.01)
+    assert desk.poll(11.1) == ["idle: s"]  # ahead: it is begun when the first is heard of
+    desk.settle(1, at=11)
+    desk.offer("g", lane="fast")
+    assert desk.wake_at() == pytest.approx(11 + 110, abs=0.01)
+
+
+def test_lanes_hurry_each_by_its_own_pace() -> None:
+    desk = fast_and_slow(workers=0)
+    desk.scheduler.settings = ModelSettings(max_queue_delay_ms=1000)
+    desk.offer("f", expiration=500, lane="fast")
+    assert desk.wake_at() == pytest.approx(500 - 1.5 * 21 - 2, abs=5)
+    desk.offer("s", expiration=500, lane="slow")
+    assert desk.wake_at() == pytest.approx(500 - 1.5 * 210 - 2, abs=20)
+
+
+def test_a_lane_of_which_little_is_known_goes_by_the_model() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=100))
+    desk.offer("new", expiration=50, lane="new")
+    assert desk.wake_at() == pytest.approx(50 - 12, abs=0.01)
+
+
+def test_trial_who_cannot_be_met_by_what_is_known_of_others_finds_out() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=2), intercept=100, slope=10, lane="slow")
+    for number in range(4):
+        # Given that the model is known to take longer than they have, they are tried
+        desk.offer(f"a{number} b{number}", at=40 * number, expiration=20, lane="fast")
+        assert desk.poll(40 * number) == [f"full: a{number} b{number}"]
+        # But only one batch at a time, ...
+        desk.offer(f"c{number}", at=40 * number, expiration=20, lane="fast")
+        desk.scheduler.workers = 2
+        assert desk.poll(40 * number) == [f"DEADLINE_EXCEEDED: c{number}"]
+        desk.scheduler.workers = 1
+        # ... and not again at once
+        desk.scheduler.settle(str(number + 1), (40 * number + 5) * MS, 5 * MS)
+        if number < 3:
+            desk.offer(f"d{number}", at=40 * number + 29, expiration=20, lane="fast")
+            assert desk.poll(40 * number + 29) == [f"DEADLINE_EXCEEDED: d{number}"]
+    # Then its own pace is known
+    desk.offer("e", at=126, expiration=20, lane="fast")
+    assert desk.poll(146 - 6) == []
+    assert desk.poll(146 - 5) == ["deadline: e"]
+
+
+def test_trial_what_was_seen_of_late_is_believed_and_then_found_out() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=8), intercept=100)
+    desk.offer("a", at=99, expiration=50)
+    assert desk.poll(99) == ["DEADLINE_EXCEEDED: a"]
+    desk.offer("b", at=100, expiration=50)
+    assert desk.poll(100) == ["deadline: b"]
 
 
 def test_deferred_what_is_only_aimed_at_or_delayed_is_no_reason_to_be_given_up() -> None:

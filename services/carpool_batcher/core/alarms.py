@@ -57,7 +57,7 @@ class Alarms:
         """Look at a request that waits when it must leave to be in time, then at its deadline."""
         at_us = deadline_us
         if settings.max_queue_delay_ms:
-            at_us = max(now_us, self._must_leave_us(deadline_us))
+            at_us = max(now_us, self._must_leave_us(request.lane, deadline_us))
         self._watched_bytes += bytes_of(request) + REQUEST_BYTES
         latest = self._latest
         if latest is not None and latest.at_us == at_us and latest.requests[0].entry is request.entry:
@@ -82,8 +82,8 @@ class Alarms:
             first_us = min(request.deadline_us or 0 for request in due.values())
             self._set(Alarm(first_us, [], batch_id))
 
-    def _must_leave_us(self, deadline_us: int) -> int:
-        return deadline_us - int(1.5 * self._fleet.ride_us()) - 2000
+    def _must_leave_us(self, lane: str, deadline_us: int) -> int:
+        return deadline_us - int(1.5 * self._fleet.ride_us(lane)) - 2000
 
     def _set(self, alarm: Alarm) -> None:
         heapq.heappush(self._heap, (alarm.at_us, next(self._number), alarm))

@@ -37,7 +37,6 @@ class Departures:
         """These hold from now on."""
         self._settings = settings
         self._objective = _objective(settings)
-        self._efficient = (-1, 1)  # what is known of the latency, and so the efficient size
 
     def due(self, now_us: int) -> list[Decision]:
         """The batches that leave now, those with the best claim first, and who is given up for them."""
@@ -96,9 +95,10 @@ class Departures:
         delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
         if not self._defers(lane):
             return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
-        if lane.count >= self._efficient_size():
+        latency = self._fleet.latency_of(lane.name)
+        if lane.count >= efficient_size(latency, settings.max_batch_size):
             return 0, "efficient"
-        outlook = Outlook(self._fleet.latency, settings.max_batch_size, self._fleet.trip_us, ())
+        outlook = Outlook(latency, settings.max_batch_size, self._fleet.trip_us, ())
         start_us = latest_start_us(outlook, lane.earliest_us(self._objective), lane.count)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
             return delay_ends_us, "delay"
@@ -114,12 +114,6 @@ class Departures:
             return False
         return lane.earliest_us(self._objective) != NEVER
 
-    def _efficient_size(self) -> int:
-        latency = self._fleet.latency
-        if self._efficient[0] != latency.version:
-            self._efficient = latency.version, efficient_size(latency, self._settings.max_batch_size)
-        return self._efficient[1]
-
     # --- who rides -----------------------------------------------------------------------------------------
 
     def _form(self, lane: Lane, reason: Reason, now_us: int) -> list[Decision]:
@@ -131,12 +125,19 @@ class Departures:
         if not self._defers(lane):
             return [self._dispatch(lane, reason, size)]
         in_order = list(islice(lane.in_order(self._settings.tenant_weights), LOOK_AHEAD * size))
-        fleet = self._fleet
-        outlook = Outlook(fleet.latency, self._settings.max_batch_size, fleet.trip_us, fleet.frees_us(now_us))
-        planned = plan(outlook, [self._must_be_done_us(lane, one) for one in in_order], now_us)
+        planned = plan(
+            self._outlook(lane, now_us), [self._must_be_done_us(lane, one) for one in in_order], now_us
+        )
+        if not planned.leave and self._fleet.begin_trial(lane.name, now_us):
+            return [self._dispatch(lane, reason, size)]
         if planned.given_up:
             return [self._give_up(in_order[at], now_us) for at in planned.given_up]
         return [self._dispatch(lane, reason, min(size, planned.leave))]
+
+    def _outlook(self, lane: Lane, now_us: int) -> Outlook:
+        fleet = self._fleet
+        latency = fleet.latency_of(lane.name)
+        return Outlook(latency, self._settings.max_batch_size, fleet.trip_us, fleet.frees_us(now_us))
 
     def _form_custom(self, lane: Lane, reason: Reason, custom: CustomPolicy) -> list[Decision]:
         """A batch of those that a user's policy lets join it."""
