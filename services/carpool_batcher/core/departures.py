@@ -95,10 +95,9 @@ class Departures:
         delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
         if not self._defers(lane):
             return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
-        latency = self._fleet.latency_of(lane.name)
-        if lane.count >= efficient_size(latency, settings.max_batch_size):
+        outlook = self._outlook(lane)
+        if lane.count >= efficient_size(outlook.latency, settings.max_batch_size):
             return 0, "efficient"
-        outlook = Outlook(latency, settings.max_batch_size, self._fleet.trip_us, ())
         start_us = latest_start_us(outlook, lane.earliest_us(self._objective), lane.count)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
             return delay_ends_us, "delay"
@@ -124,20 +123,23 @@ class Departures:
             return self._form_custom(lane, reason, self.custom)
         if not self._defers(lane):
             return [self._dispatch(lane, reason, size)]
+        outlook = self._outlook(lane)
+        most = min(lane.count, self._settings.max_batch_size)
+        if outlook.done_us(now_us, most) <= lane.earliest_us(self._objective):
+            return [self._dispatch(lane, reason, size)]  # nobody could be late, and so nobody is looked at
         in_order = list(islice(lane.in_order(self._settings.tenant_weights), LOOK_AHEAD * size))
-        planned = plan(
-            self._outlook(lane, now_us), [self._must_be_done_us(lane, one) for one in in_order], now_us
-        )
+        outlook = outlook._replace(frees_us=self._fleet.frees_us(now_us))
+        planned = plan(outlook, [self._must_be_done_us(lane, one) for one in in_order], now_us)
         if not planned.leave and self._fleet.begin_trial(lane.name, now_us):
             return [self._dispatch(lane, reason, size)]
         if planned.given_up:
             return [self._give_up(in_order[at], now_us) for at in planned.given_up]
         return [self._dispatch(lane, reason, min(size, planned.leave))]
 
-    def _outlook(self, lane: Lane, now_us: int) -> Outlook:
+    def _outlook(self, lane: Lane) -> Outlook:
+        """What is known of a lane's batches, whenever a process is free."""
         fleet = self._fleet
-        latency = fleet.latency_of(lane.name)
-        return Outlook(latency, self._settings.max_batch_size, fleet.trip_us, fleet.frees_us(now_us))
+        return Outlook(fleet.latency_of(lane.name), self._settings.max_batch_size, fleet.trip_us, ())
 
     def _form_custom(self, lane: Lane, reason: Reason, custom: CustomPolicy) -> list[Decision]:
         """A batch of those that a user's policy lets join it."""
