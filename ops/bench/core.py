@@ -3,13 +3,16 @@
     .venv/bin/python ops/bench/core.py [--requests 50000]
 
 At each depth requests are offered and batches of 64 leave and settle, so that as many wait all the time.
-Printed are microseconds for each request, and the ratio to the shallowest.
+Printed are microseconds for each request, and the ratio to the shallowest. What is paid once for all who
+wait, when l(n) is first known, is paid before.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from itertools import count
 from typing import Final
 
 from carpool.messages import Entry, Request
@@ -19,6 +22,8 @@ from carpool_batcher.core.scheduler import Dispatch, Scheduler
 DEPTHS: Final = (10, 1_000, 100_000)
 BATCH: Final = 64
 COMPUTE_US: Final = 5_000
+WARM_UP: Final = 4  # batches
+_IDS: Final = count(1)
 KINDS: Final = {
     "eager": {"policy": "eager"},
     "eager, expiring": {"policy": "eager"},
@@ -33,22 +38,29 @@ def cost_us(kind: str, depth: int, requests: int) -> float:
         max_batch_size=BATCH, max_queue_size=2 * depth + requests, policy=KINDS[kind]["policy"]
     )
     scheduler = Scheduler(settings, workers=0)
-    made = [_request(kind, number) for number in range(depth + requests)]
+    before = depth + WARM_UP * BATCH
+    made = [_request(kind, number) for number in range(before + requests)]
     for request in made[:depth]:
         scheduler.offer(request, 0)
     scheduler.workers = 1
-    began_s, now_us, number = time.perf_counter(), 0, 0
-    for at in range(depth, depth + requests, BATCH):
+    now_us = _serve(scheduler, made[depth:before], 0)
+    began_s = time.perf_counter()
+    _serve(scheduler, made[before:], now_us)
+    return (time.perf_counter() - began_s) / requests * 1e6
+
+
+def _serve(scheduler: Scheduler, made: Sequence[Request], now_us: int) -> int:
+    """Offer a batch of these, let one leave and settle it, and again; until when."""
+    for at in range(0, len(made), BATCH):
         for request in made[at : at + BATCH]:
             scheduler.offer(request, now_us)
         for one in scheduler.poll(now_us):
             if type(one) is Dispatch:
-                number += 1
-                scheduler.departed(str(number), one.requests, now_us)
+                scheduler.departed(str(next(_IDS)), one.requests, now_us)
         now_us += COMPUTE_US
         for batch_id in list(scheduler.in_flight()):
             scheduler.settle(batch_id, now_us, COMPUTE_US)
-    return (time.perf_counter() - began_s) / requests * 1e6
+    return now_us
 
 
 def _request(kind: str, number: int) -> Request:

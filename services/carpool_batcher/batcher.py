@@ -190,7 +190,7 @@ class ModelBatcher:
             self._pace(arrived)
             if in_order:
                 read = [entries[entry_id.decode()] for entry_id, _ in arrived]
-                scheduler.held = _held(scheduler, self._store.admit(read))
+                scheduler.hold(_held(scheduler, self._store.admit(read)))
         return refusals, emptied
 
     def _pace(self, arrived: Sequence[RawEntry]) -> None:
@@ -272,7 +272,7 @@ class ModelBatcher:
         now_us = self._clock.now_us()
         self._census_at_us = now_us + CENSUS_EVERY_US
         self._find_unseen(active, census, now_us)
-        scheduler.held = _held(scheduler, census.slots)
+        scheduler.hold(_held(scheduler, census.slots))
         if census.slots:
             self._store.release()
         self._meter.looked(scheduler, now_us)

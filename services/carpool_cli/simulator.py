@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import DEADLINE_EXCEEDED
@@ -20,11 +21,13 @@ from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.arrivals import Arrival
 
 STEP: Final = 1000
+_ALIKE: Final[Mapping[str, float]] = MappingProxyType({})
 _NOWHERE: Final = Entry("", 0)  # no stream carries these requests
 
 
 class World(NamedTuple):
-    """What is around the scheduler: l(n) = intercept + slope n in us, times 1 +- noise, and the way."""
+    """What is around the scheduler: l(n) = intercept + slope n in us, times 1 +- noise, and the way. In lanes
+    that are slower all batches are, by a factor."""
 
     processes: int = 1
     intercept_us: float = 5000.0
@@ -32,10 +35,11 @@ class World(NamedTuple):
     noise: float = 0.0
     out_us: int = 250  # from the batcher's decision to the model's start
     back_us: int = 350  # from the model's end to the batcher's, and the producer's, knowledge
+    slower: Mapping[str, float] = _ALIKE
 
-    def takes_us(self, size: int) -> float:
-        """l(size)."""
-        return self.intercept_us + self.slope_us * size
+    def takes_us(self, size: int, lane: str = "") -> float:
+        """l(size), of a lane."""
+        return (self.intercept_us + self.slope_us * size) * self.slower.get(lane, 1.0)
 
 
 @dataclass(slots=True)
@@ -178,7 +182,7 @@ class Simulation:
         if self._idle and self._queue:
             self._idle -= 1
             ride = self._queue.popleft()
-            takes_us = self._world.takes_us(len(ride.requests))
+            takes_us = self._world.takes_us(len(ride.requests), ride.requests[0].lane)
             if self._world.noise:
                 takes_us *= max(0.1, self._random.gauss(1.0, self._world.noise))
             compute_us = max(1, int(takes_us))

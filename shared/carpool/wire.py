@@ -80,7 +80,7 @@ def arrival_of(entry_id: str) -> int:
 
 
 def slot_of(entry_id: str, position: int) -> str:
-    """The name of a request's slot in the order of results: the entry in which it arrived, its place there."""
+    """The name of a request's slot in the order of results: the entry in which it arrived, its place."""
     return f"{entry_id}:{position}"
 
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from carpool.messages import Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core import scheduler as module
+from carpool_batcher.core import alarms, waiting
 from carpool_batcher.core.lane import NEVER
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
@@ -82,8 +82,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = mock.patch.object(module, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
-        self.limit.start()
+        self.limits = [
+            mock.patch.object(module, "MAX_BATCH_BYTES", MAX_BATCH_BYTES) for module in (waiting, alarms)
+        ]
+        for limit in self.limits:
+            limit.start()
         self.now_us = START_US
         self.waiting: dict[Request, int] = {}
         self.deadlines_us: dict[Request, int | None] = {}  # as they were when each arrived
@@ -101,7 +104,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self._everybody_arrives()
         finally:
-            self.limit.stop()
+            for limit in self.limits:
+                limit.stop()
 
     # --- what happens --------------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusals = [one for one in decisions if isinstance(one, Refusal)]
         assert {one.status for one in refusals} <= {"DEADLINE_EXCEEDED"}
         self._leave([one.request for one in refusals if one.reason == "waiting"], expected=past - delayed)
-        self.late |= delayed
+        self._put_behind(delayed, [one for one in decisions if isinstance(one, Dispatch)])
         self._check_late_ones_only_wait()
 
         expired = [tuple(one) for one in decisions if isinstance(one, Expire)]
@@ -237,9 +241,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_queue_is_what_it_says(self) -> None:
         assert self.scheduler.waiting == len(self.waiting)
         assert self.scheduler.waiting_bytes == sum(map(size_of, self.waiting))
-        held = [one for lane in self.scheduler._lanes.values() for one in lane]
+        held = [one for lane in self.scheduler._waiting.lanes.values() for one in lane]
         assert len(held) == len(self.waiting) and set(held) == self.waiting.keys()
-        late = [one for lane in self.scheduler._lanes.values() for one in lane.late]
+        late = [one for lane in self.scheduler._waiting.lanes.values() for one in lane.late]
         assert self.late == set(late)
 
     @invariant()
@@ -249,12 +253,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.scheduler._lanes) <= 1 + len({one.lane for one in self.waiting})
+        assert len(self.scheduler._waiting.lanes) <= 1 + len({one.lane for one in self.waiting})
         # What alarms hold on to is looked at now and then, while others begin to be watched.
         self.most_waiting_bytes = max(
             self.most_waiting_bytes, self.scheduler.waiting_bytes + 1000 * len(self.waiting)
         )
-        watched = [one for _, _, alarm in self.scheduler._alarms for one in alarm.requests]
+        watched = [one for _, _, alarm in self.scheduler._alarms._heap for one in alarm.requests]
         held_bytes = sum(map(size_of, watched)) + 1000 * len(watched)
         assert held_bytes <= 3 * self.most_waiting_bytes + MAX_BATCH_BYTES
 
@@ -366,7 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return 0
         if not self._defers(lane):
             return self._delay_ends_us(lane)
-        if len(self._in_lane(lane)) >= self._efficient():
+        if len(self._in_lane(lane)) >= self._efficient(lane):
             return 0
         ends_us = self._delay_ends_us(lane) if settings.max_queue_delay_ms else NEVER
         return min(ends_us, self._latest_start_us(lane))
@@ -390,17 +394,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.fleet.latency.known
         return deferred and self._earliest_us(lane) < NEVER
 
-    def _efficient(self) -> int:
-        latency, most = self.scheduler.fleet.latency, self.scheduler.settings.max_batch_size
+    def _efficient(self, lane: str) -> int:
+        latency, most = self.scheduler.fleet.latency_of(lane), self.scheduler.settings.max_batch_size
         rates = {size: size / max(1, latency.of(size)) for size in range(1, most + 1)}
         return min(size for size, rate in rates.items() if rate >= 0.85 * rates[most])
 
-    def _done_us(self, size: int) -> int:
-        return self.now_us + self.scheduler.fleet.trip_us + self.scheduler.fleet.latency.at_most(size)
+    def _done_us(self, lane: str, size: int) -> int:
+        fleet = self.scheduler.fleet
+        return self.now_us + fleet.trip_us + fleet.latency_of(lane).at_most(size)
 
     def _latest_start_us(self, lane: str) -> int:
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
-        return self._earliest_us(lane) - (self._done_us(more) - self.now_us)
+        return self._earliest_us(lane) - (self._done_us(lane, more) - self.now_us)
 
     def _must_be_done_us(self, request: Request) -> int:
         deadline_us = self.deadlines_us[request]
@@ -413,15 +418,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         given_up = [one.request for one in refusals if one.request is not None]
         assert settings.policy == "deferred" or not given_up
         assert {one.reason for one in refusals} <= {"early"}
-        possible = [one for one in given_up if self._done_us(1) <= self._must_be_done_us(one)]
+        possible = [one for one in given_up if self._done_us(one.lane, 1) <= self._must_be_done_us(one)]
         assert all(self._must_be_done_us(one) < NEVER for one in given_up)
         for lane in {one.lane for one in possible}:
-            others = [one for one in self._in_lane(lane) if self._done_us(1) <= self._must_be_done_us(one)]
+            others = [
+                one for one in self._in_lane(lane) if self._done_us(one.lane, 1) <= self._must_be_done_us(one)
+            ]
             size = len(others)
             earliest_us = min(map(self._must_be_done_us, others))
-            assert size > settings.max_batch_size or self._done_us(size) > earliest_us
+            assert size > settings.max_batch_size or self._done_us(lane, size) > earliest_us
             assert len([one for one in possible if one.lane == lane]) < size, "nobody gains by it"
         self._leave(given_up, expected=self.waiting.keys() & set(given_up))
+
+    def _put_behind(self, delayed: set[Request], dispatches: list[Dispatch]) -> None:
+        """These expired, and stand behind all others. In which order, those of one poll, it believes."""
+        self.late |= delayed
+        in_order = [one for dispatch in dispatches for one in dispatch.requests]
+        in_order += [one for lane in self.scheduler._waiting.lanes.values() for one in lane]
+        for request in in_order:
+            if request in delayed:
+                self.number += 1
+                self.waiting[request] = self.number
 
     def _check_late_ones_only_wait(self) -> None:
         assert self.late <= self.waiting.keys()
@@ -492,10 +509,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self._preferred(dispatch.lane) if dispatch.reason == "preferred" else settings.max_batch_size
         assert len(batch) <= size and (len(batch) == 1 or not self._over(batch))
         if self._defers(dispatch.lane):
-            assert all(self._done_us(len(batch)) <= self._must_be_done_us(one) for one in batch)
+            done_us = self._done_us(dispatch.lane, len(batch))
+            in_time = all(done_us <= self._must_be_done_us(one) for one in batch)
+            assert in_time or self._may_be_tried(dispatch)
         elif rest and len(batch) < size:
             first = {one.tenant: one for one in reversed(rest) if self._level(one) == self._level(rest[0])}
             assert any(self._over([*batch, one]) for one in first.values())
+
+    def _may_be_tried(self, dispatch: Dispatch) -> bool:
+        """Nobody could be met, and so nothing would be learned."""
+        lane = dispatch.lane
+        soonest_us = self._done_us(lane, 1)
+        none_in_time = all(self._must_be_done_us(one) < soonest_us for one in self._in_lane(lane))
+        return none_in_time and all(riders[0].lane != lane for riders in self.riding.values())
 
     def _check_dispatch(self, dispatch: Dispatch, departing: int) -> None:
         lane, settings = dispatch.lane, self.scheduler.settings
@@ -516,7 +542,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif self._preferred(lane):
             assert dispatch.reason == "preferred"
         elif dispatch.reason == "efficient":
-            assert self._defers(lane) and len(queue) >= self._efficient()
+            assert self._defers(lane) and len(queue) >= self._efficient(lane)
         elif dispatch.reason == "deadline":
             assert in_a_hurry or (self._defers(lane) and self.now_us >= self._latest_start_us(lane))
         else:
@@ -539,8 +565,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         if self._is_full(lane) and self.scheduler.settings.policy != "deferred":
             return True
-        done_us = [at_us for at_us, _ in fleet._executing][outside - workers :]
-        return fleet.latency.known and bool(done_us) and done_us[0] - fleet.trip_us <= self.now_us
+        executing = fleet._executing[outside - workers :]
+        if not fleet.latency.known or not executing:
+            return False
+        done_us, batch_id = executing[0]
+        # One that takes longer than it should may take any time.
+        return done_us - fleet.trip_us <= self.now_us <= done_us + fleet._grace_us(batch_id)
 
     def _may_leave(self, lane: str, outside: int) -> bool:
         if not self._in_lane(lane) or not self._has_room(lane, outside):

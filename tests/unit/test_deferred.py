@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool_batcher.core.deferred import EFFICIENT, Outlook, efficient_size, latest_start_us, plan
+from carpool_batcher.core.deferred import (
+    EFFICIENT,
+    Outlook,
+    _earliest_ahead,
+    efficient_size,
+    latest_start_us,
+    plan,
+)
 from carpool_batcher.core.lane import NEVER
 from carpool_batcher.core.latency import Latency
 
@@ -110,7 +117,8 @@ def test_nobody_is_given_up_who_does_not_have_to_be(look: Outlook, waiting: list
     others = [at for at in range(len(waiting)) if at not in hopeless]
     assert given_up[: len(hopeless)] == hopeless
     # Of the others a row from the front, and only if there are deadlines that cannot all be met
-    assert given_up[len(hopeless) :] == others[: len(given_up) - len(hopeless)]
+    limited = [at for at in others if waiting[at] < NEVER]
+    assert given_up[len(hopeless) :] == limited[: len(given_up) - len(hopeless)]
     if len(given_up) > len(hopeless):
         assert not eager_is_in_time(look, [waiting[at] for at in others])
 
@@ -150,6 +158,23 @@ def test_a_head_that_keeps_its_batch_small_is_given_up_for_the_rest() -> None:
     assert plan(look, [tight, *rest], 0) == ([0], 8)
     # But not when there is time for both
     assert plan(look, [tight, *[300] * 8], 0) == ([], 1)
+
+
+def test_who_has_no_deadline_is_not_given_up_with_a_head_that_is() -> None:
+    look = outlook(100, 1, max_size=8, trip=0)
+    assert plan(look, [NEVER, 101, NEVER, *[200] * 8], 0) == ([1], 8)
+
+
+def test_who_shares_no_batch_with_the_head_does_not_hurry_it() -> None:
+    look = outlook(10, 5, max_size=4, trip=0)
+    assert plan(look, [100, 100, 100, 100, 20], 0) == ([], 4)
+    assert plan(look, [100, 100, 100, 20], 0).leave == 2
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 5))
+def test_the_earliest_among_those_of_one_batch(deadlines_us: list[int], window: int) -> None:
+    among = [min(deadlines_us[at : at + window]) for at in range(len(deadlines_us))]
+    assert _earliest_ahead(deadlines_us, window) == among
 
 
 def test_all_who_cannot_be_met_are_told_at_once_wherever_they_stand() -> None:

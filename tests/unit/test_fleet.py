@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 
 from carpool_batcher.core.fleet import Fleet, Riding
+from carpool_batcher.core.pace import ENOUGH, LANES
 
 MS = 1000
 TRIP = 1 * MS
@@ -122,9 +123,9 @@ def test_larger_batches_take_longer_as_was_learned() -> None:
 
 def test_what_is_gone_without_having_been_computed_teaches_nothing() -> None:
     depot = Depot()
-    version = depot.fleet.latency.version
+    line = depot.fleet.latency.line
     depot.settle(depot.send(at=0), at=500, compute=0)
-    assert depot.fleet.latency.version == version
+    assert depot.fleet.latency.line == line
     assert depot.fleet.trip_us == TRIP
     assert depot.room_at() == 0
 
@@ -196,3 +197,33 @@ def test_when_each_process_is_free() -> None:
     depot.send(at=6)
     depot.send(at=7)  # waits ahead of the first to be free
     assert sorted(depot.fleet.frees_us(8 * MS)) == [14 * MS, 16 * MS, 20 * MS]
+
+
+def test_lanes_are_remembered_as_long_as_they_are_among_the_last_heard_of() -> None:
+    fleet = Fleet(1)
+    settled_us = count(1)
+
+    def settle(lane: str, compute: int) -> None:
+        for _ in range(ENOUGH):
+            fleet.dispatched(lane, Riding(0, 8, lane, {}))
+            fleet.settled(lane, compute * MS, next(settled_us))
+
+    settle("kept", 3)
+    settle("forgotten", 5)
+    for number in range(LANES - 1):
+        settle(f"lane {number}", 100)
+        settle("kept", 3)
+    assert len(fleet._paces._lanes) == LANES
+    assert fleet.latency_of("kept").of(8) == 3 * MS
+    assert fleet.latency_of("forgotten") is fleet.latency
+
+
+def test_a_lane_goes_by_its_own_once_enough_is_known_of_it() -> None:
+    depot = Depot()
+    for number in range(ENOUGH):
+        assert depot.fleet.latency_of("slow").of(8) == depot.fleet.latency.of(8)
+        depot.fleet.dispatched("s", Riding(1000 * number * MS, 8, "slow", {}))
+        depot.fleet.settled("s", 90 * MS, (1000 * number + 91) * MS)
+    assert depot.fleet.latency_of("slow").of(8) == 90 * MS
+    assert depot.fleet.ride_us("slow") == 91 * MS
+    assert depot.fleet.latency_of("").of(8) == depot.fleet.latency.of(8) != 90 * MS

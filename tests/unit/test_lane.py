@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from itertools import count
 
@@ -288,6 +289,18 @@ def test_the_earliest_is_of_those_who_wait_and_are_not_late() -> None:
     assert lane.earliest_us(deadline) == NEVER
 
 
+@given(st.lists(st.integers(0, 9) | st.just(NEVER), max_size=30), st.randoms(use_true_random=False))
+def test_the_earliest_is_found_whoever_comes_and_goes(deadlines_us: list[int], chance: random.Random) -> None:
+    lane, waiting = Lane(""), []
+    for at, deadline_us in enumerate(deadlines_us):
+        one = request(str(at), deadline_us=deadline_us, priority=chance.randrange(3))
+        lane.add(one)
+        waiting.append(one)
+        if chance.random() < 0.5:
+            lane.remove(waiting.pop(chance.randrange(len(waiting))))
+        assert lane.earliest_us(deadline) == min(map(deadline, waiting), default=NEVER)
+
+
 def test_who_has_left_is_not_kept_for_the_earliest() -> None:
     first = request("first", deadline_us=1)
     lane = lane_of(first)
@@ -297,5 +310,5 @@ def test_who_has_left_is_not_kept_for_the_earliest() -> None:
         one = request(str(at), deadline_us=1000 + at)
         lane.add(one)
         lane.remove(one)
-    assert len(lane._objectives) < 100
+    assert len(lane._earliest or ()) < 100
     assert lane.earliest_us(deadline) == 1

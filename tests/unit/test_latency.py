@@ -72,6 +72,18 @@ def test_what_lies_far_off_counts_for_nothing() -> None:
         assert latency.at_most(size) < 1.2 * true_us(size)
 
 
+@pytest.mark.parametrize("paused_us", [30_000, 400_000])
+def test_a_line_is_not_drawn_through_what_lies_far_off(paused_us: int) -> None:
+    """Of the line itself: what is observed later would forget it, as a speed that changed."""
+    observed = on_the_line(40)
+    for at in (3, 20, 37):
+        observed[at] = (observed[at][0], paused_us)
+    line = fit(observed)
+    for size in SIZES:
+        assert line.at(size) == pytest.approx(true_us(size), rel=0.02)
+    assert line.margin_us < 0.02 * true_us(1)
+
+
 def test_a_cold_start_is_forgotten() -> None:
     latency = learned([(1, 900_000), (1, 300_000), *on_the_line(40)])
     assert latency.of(16) == pytest.approx(true_us(16), rel=0.02)
@@ -148,12 +160,3 @@ def test_what_is_not_new_costs_no_fit() -> None:
     assert before <= 4 + 4 * module.REFIT_EVERY
     assert fits.call_count - before == 800 // module.REFIT_EVERY
     assert max(len(call.args[0]) for call in fits.call_args_list) <= module.REMEMBERED
-
-
-def test_the_version_tells_that_something_else_is_believed() -> None:
-    latency = learned(on_the_line(32))
-    seen = {latency.version: latency.of(16)}
-    for size, took_us in on_the_line(64, 9000, 100):
-        latency.observe(size, took_us)
-        assert seen.setdefault(latency.version, latency.of(16)) == latency.of(16)
-    assert len(set(seen.values())) > 1

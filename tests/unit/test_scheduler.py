@@ -10,7 +10,8 @@ import pytest
 
 from carpool.messages import Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.scheduler import MAX_BATCH_BYTES, Dispatch, Expire, Scheduler
+from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
+from carpool_batcher.core.waiting import MAX_BATCH_BYTES
 
 MS = 1000
 
@@ -364,7 +365,7 @@ def test_a_lane_that_was_emptied_is_forgotten() -> None:
         desk.offer("b", lane=f"withdrawn {number}", expiration=1)
     desk.scheduler.withdraw(frozenset("b"))
     desk.poll()
-    assert len(desk.scheduler._lanes) == 1
+    assert len(desk.scheduler._waiting.lanes) == 1
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------
@@ -531,12 +532,13 @@ def test_a_forgotten_request_hurries_nobody() -> None:
 # --- what a model may say of it ----------------------------------------------------------------------------
 
 
-def known(desk: Desk, *, intercept: float = 10, slope: float = 1) -> Desk:
-    """The model's l(n) was learned: so many milliseconds; there is no way to speak of."""
-    for size in (1, 11):
-        desk.scheduler.ride(f"before {size}", requests("x " * size), dispatched_us=-1000 * MS)
-        compute_us = int((intercept + slope * size) * MS)
-        desk.scheduler.settle(f"before {size}", -1000 * MS + compute_us, compute_us)
+def known(desk: Desk, *, intercept: float = 10, slope: float = 1, lane: str = "", until: float = 0) -> Desk:
+    """l(n) of a lane was learned until then: so many milliseconds; there is no way to speak of."""
+    for at, size in enumerate((1, 11, 1, 11)):
+        compute_us, settled_us = int((intercept + slope * size) * MS), int(until * MS)
+        riders = requests("x " * size, lane=lane)
+        desk.scheduler.ride(f"before {at}", riders, dispatched_us=settled_us - compute_us)
+        desk.scheduler.settle(f"before {at}", settled_us, compute_us)
     return desk
 
 
@@ -608,6 +610,16 @@ def test_delay_who_is_late_already_stays_so_when_settings_change() -> None:
     assert desk.poll(30) == []
 
 
+def test_delay_who_is_late_already_is_not_given_up_when_settings_change() -> None:
+    desk = known(Desk(workers=0, expiration_action="delay", policy="deferred"))
+    desk.offer("late", expiration=10)
+    assert desk.poll(10) == []
+    desk.offer("a", at=15, expiration=100)
+    desk.scheduler.settings = ModelSettings(expiration_action="reject", policy="deferred")
+    desk.scheduler.workers = 1
+    assert desk.poll(102) == ["deadline: a late"]
+
+
 def test_deferred_a_batch_leaves_as_late_as_its_deadlines_allow() -> None:
     desk = known(Desk(max_batch_size=100, policy="deferred"))
     desk.offer("a", expiration=50)
@@ -642,6 +654,97 @@ def test_deferred_more_hopeless_ones_than_are_looked_at_are_all_told() -> None:
     assert desk.poll(13) == [f"DEADLINE_EXCEEDED: h{number}" for number in range(30)]
 
 
+def fast_and_slow(workers: int = 1, **settings: Any) -> Desk:
+    """10 + n ms in one lane, ten times as much in the other."""
+    desk = Desk(workers=workers, policy="deferred", **settings)
+    known(desk, lane="fast")
+    return known(desk, intercept=100, slope=10, lane="slow")
+
+
+def test_lanes_leave_each_as_late_as_its_own_pace_allows() -> None:
+    desk = fast_and_slow(workers=2, max_batch_size=100)
+    desk.offer("f", expiration=500, lane="fast")
+    assert desk.wake_at() == pytest.approx(500 - 12, abs=0.01)
+    desk.offer("s", expiration=500, lane="slow")
+    assert desk.wake_at() == pytest.approx(500 - 120, abs=0.01)
+    assert desk.poll(380.1) == ["deadline: s"]
+    assert desk.poll(488.1) == ["deadline: f"]
+
+
+def test_lanes_nobody_is_given_up_for_the_pace_of_another() -> None:
+    desk = fast_and_slow(workers=0, max_batch_size=8)
+    desk.offer("f", expiration=20, lane="fast")
+    desk.offer("s", expiration=100, lane="slow")
+    desk.scheduler.workers = 2
+    assert desk.poll(8) == ["deadline: f", "DEADLINE_EXCEEDED: s"]
+
+
+def test_lanes_are_efficient_each_at_its_own_size() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=8), intercept=0, slope=10, lane="alike")
+    known(desk, intercept=100, slope=0, lane="together")
+    desk.offer("a", expiration=900, lane="alike")
+    desk.offer("b", expiration=900, lane="together")
+    assert desk.poll(1) == ["efficient: a"]
+
+
+def test_lanes_a_process_is_free_by_the_pace_of_what_it_rides() -> None:
+    desk = fast_and_slow()
+    desk.scheduler.settings = ModelSettings()
+    desk.offer("f", lane="fast")
+    assert desk.poll() == ["idle: f"]
+    desk.offer("s", lane="slow")
+    assert desk.wake_at() == pytest.approx(11, abs=0.01)
+    assert desk.poll(11.1) == ["idle: s"]  # ahead: it is begun when the first is heard of
+    desk.settle(1, at=11)
+    desk.offer("g", lane="fast")
+    assert desk.wake_at() == pytest.approx(11 + 110, abs=0.01)
+
+
+def test_lanes_hurry_each_by_its_own_pace() -> None:
+    desk = fast_and_slow(workers=0)
+    desk.scheduler.settings = ModelSettings(max_queue_delay_ms=1000)
+    desk.offer("f", expiration=500, lane="fast")
+    assert desk.wake_at() == pytest.approx(500 - 1.5 * 21 - 2, abs=5)
+    desk.offer("s", expiration=500, lane="slow")
+    assert desk.wake_at() == pytest.approx(500 - 1.5 * 210 - 2, abs=20)
+
+
+def test_a_lane_of_which_little_is_known_goes_by_the_model() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=100))
+    desk.offer("new", expiration=50, lane="new")
+    assert desk.wake_at() == pytest.approx(50 - 12, abs=0.01)
+
+
+def test_trial_who_cannot_be_met_by_what_is_known_of_others_finds_out() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=2), intercept=100, slope=10, lane="slow")
+    for number in range(4):
+        # Given that the model is known to take longer than they have, they are tried
+        desk.offer(f"a{number} b{number}", at=40 * number, expiration=20, lane="fast")
+        assert desk.poll(40 * number) == [f"full: a{number} b{number}"]
+        # But only one batch at a time, ...
+        desk.offer(f"c{number}", at=40 * number, expiration=20, lane="fast")
+        desk.scheduler.workers = 2
+        assert desk.poll(40 * number) == [f"DEADLINE_EXCEEDED: c{number}"]
+        desk.scheduler.workers = 1
+        # ... and not again at once
+        desk.scheduler.settle(str(number + 1), (40 * number + 5) * MS, 5 * MS)
+        if number < 3:
+            desk.offer(f"d{number}", at=40 * number + 29, expiration=20, lane="fast")
+            assert desk.poll(40 * number + 29) == [f"DEADLINE_EXCEEDED: d{number}"]
+    # Then its own pace is known
+    desk.offer("e", at=126, expiration=20, lane="fast")
+    assert desk.poll(146 - 6) == []
+    assert desk.poll(146 - 5) == ["deadline: e"]
+
+
+def test_trial_what_was_seen_of_late_is_believed_and_then_found_out() -> None:
+    desk = known(Desk(policy="deferred", max_batch_size=8), intercept=100)
+    desk.offer("a", at=99, expiration=50)
+    assert desk.poll(99) == ["DEADLINE_EXCEEDED: a"]
+    desk.offer("b", at=100, expiration=50)
+    assert desk.poll(100) == ["deadline: b"]
+
+
 def test_deferred_what_is_only_aimed_at_or_delayed_is_no_reason_to_be_given_up() -> None:
     desk = known(Desk(workers=0, max_batch_size=8, policy="deferred", target_latency_ms=5))
     desk.offer("aims")
@@ -663,7 +766,7 @@ def test_alarms_of_requests_that_have_long_left_do_not_pile_up() -> None:
         desk.offer("a", at=number, expiration=3_600_000)
         assert desk.poll(number) == ["full: a"]
         desk.settle(number + 1, at=number)
-    assert len(desk.scheduler._alarms) <= 1010
+    assert len(desk.scheduler._alarms._heap) <= 1010
     # And the one that still waits is not forgotten among them
     desk.scheduler.workers = 0
     desk.offer("b", at=5000, expiration=10)
@@ -677,7 +780,7 @@ def test_alarms_do_not_keep_the_bodies_of_requests_that_have_long_left() -> None
         desk.offer("a b c d", at=number, expiration=3_600_000, body=body)
         assert desk.poll(number) == ["idle: a b c d"]
         desk.settle(number + 1, at=number)
-    held = sum(len(one.body) for _, _, alarm in desk.scheduler._alarms for one in alarm.requests)
+    held = sum(len(one.body) for _, _, alarm in desk.scheduler._alarms._heap for one in alarm.requests)
     assert held <= MAX_BATCH_BYTES + 4 * len(body)
 
 
@@ -686,7 +789,7 @@ def test_a_tidy_heap_of_alarms_still_takes_the_next_of_an_entry() -> None:
     desk.offer("a", expiration=50)
     assert desk.poll() == ["full: a"]
     # Given that the alarms were tidied while nobody of the last one still waited
-    desk.scheduler._tidy()
+    desk.scheduler._alarms._tidy()
     desk.settle(1)
     desk.scheduler.workers = 0
     # Then one with the same deadline is watched as well as any

@@ -114,6 +114,43 @@ def test_more_processes_serve_more() -> None:
     assert three == pytest.approx(3 * one, rel=0.02)
 
 
+def in_lanes(per_s: float, number: int, expirations_us: dict[str, int]) -> list[Arrival]:
+    """By turns, at random times."""
+    lanes = list(expirations_us)
+    trace = enumerate(poisson(per_s, number, 1))
+    return [
+        one._replace(lane=lane, expiration_us=expirations_us[lane])
+        for at, one in trace
+        for lane in (lanes[at % len(lanes)],)
+    ]
+
+
+@pytest.mark.parametrize("first", ["fast", "slow"])
+def test_deferred_lanes_of_different_speed_are_in_time_each_by_its_own(first: str) -> None:
+    world = World(processes=4, intercept_us=5000, slope_us=50, slower={"slow": 10})
+    lanes = {"fast": 30_000, "slow": 150_000}
+    alone = in_lanes(100, 60, {first: lanes[first]})
+    begins_us = alone[-1].at_us + 1_000_000
+    both = [one._replace(at_us=begins_us + one.at_us) for one in in_lanes(400, 4000, lanes)]
+    outcome = run(alone + both, world, policy="deferred", max_batch_size=64)
+    assert outcome.good > 0.97 * outcome.requests
+
+
+def test_deferred_a_cold_start_is_not_the_end() -> None:
+    warm, cold = World(intercept_us=5000), World(intercept_us=900_000)
+    simulation = Simulation(Scheduler(ModelSettings(policy="deferred", max_batch_size=32), 1), cold)
+    arrivals = list(poisson(500, 10_000, 1, 50_000))
+
+    def warm_up(_: int) -> None:
+        simulation._world = warm
+
+    simulation._step = warm_up
+    outcome = simulation.run(arrivals)
+    last_us = arrivals[-1].at_us
+    late_half = [at_us for at_us in outcome.good_arrivals_us if at_us > last_us / 2]
+    assert len(late_half) > 0.97 * sum(one.at_us > last_us / 2 for one in arrivals)
+
+
 def test_progress_is_told_of_each_step() -> None:
     told: list[int] = []
     Simulation(Scheduler(ModelSettings(), 1), WORLD, step=told.append).run(poisson(1000, 2 * STEP + 1))

@@ -16,10 +16,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Final, NamedTuple
 
-from carpool_batcher.core.latency import Latency
+from carpool_batcher.core.lane import NEVER
+from carpool_batcher.core.latency import Latency, Line
 
 EFFICIENT: Final = 0.85  # of the throughput of the largest batch; waiting for more leaves processes idle
 
@@ -58,14 +60,17 @@ class Outlook(NamedTuple):
 
 
 def efficient_size(latency: Latency, max_size: int) -> int:
-    """The smallest batch that is nearly as efficient as the largest. O(log max_size)."""
-    if not latency.known:
-        return 1
-    wanted = EFFICIENT * max_size / max(1, latency.of(max_size))
+    """The smallest batch that is nearly as efficient as the largest. O(log max_size) when l(n) is another."""
+    return 1 if latency.line is None else _efficient_size(latency.line, max_size)
+
+
+@lru_cache(maxsize=256)
+def _efficient_size(line: Line, max_size: int) -> int:
+    wanted = EFFICIENT * max_size / max(1, line.at(max_size))
     low, high = 0, max_size
     while high - low > 1:
         middle = (low + high) // 2
-        if middle / max(1, latency.of(middle)) >= wanted:
+        if middle / max(1, line.at(middle)) >= wanted:
             high = middle
         else:
             low = middle
@@ -96,7 +101,8 @@ def plan(outlook: Outlook, deadlines_us: Sequence[int], now_us: int) -> Plan:
     begin, size = _worth_most(outlook, tight_us, now_us)
     without = set(hopeless)
     alive = (at for at in range(len(deadlines_us) + len(without)) if at not in without)
-    return Plan([*hopeless, *islice(alive, begin)], size)
+    ahead = zip(islice(alive, begin), deadlines_us, strict=False)
+    return Plan([*hopeless, *(at for at, deadline_us in ahead if deadline_us < NEVER)], size)
 
 
 def _earliest_ahead(deadlines_us: Sequence[int], window: int) -> list[int]:

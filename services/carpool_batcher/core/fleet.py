@@ -7,8 +7,8 @@ one will be free is known beforehand:
     a batch that found a process idle is heard of after      l(n) + trip
     one that waited ahead is begun when another is done, so  l(n)   after that was heard
 
-where the trip is the way there and the way back. The next batch leaves so long before a process is free that
-it arrives in that moment: one trip before it would be heard of.
+where l(n) is that of the batch's lane, and the trip is the way there and the way back. The next batch leaves
+so long before a process is free that it arrives in that moment: one trip before it would be heard of.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from carpool.messages import Request
 from carpool_batcher.core.latency import Latency
+from carpool_batcher.core.pace import Paces
 
 BATCHES_EACH: Final = 2  # the one that a process executes, and one that it has at hand
 _TRIPS: Final = 16
@@ -41,7 +42,7 @@ class Fleet:
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
-        self.latency = Latency()
+        self._paces = Paces()
         self.now_us = 0  # when the scheduler looked last
         self.in_flight: dict[str, Riding] = {}  # in the order in which they were dispatched
         self._departing = 0  # decided on, and not named yet
@@ -50,7 +51,6 @@ class Fleet:
         self._found_idle: set[str] = set()
         self._trips: deque[int] = deque(maxlen=_TRIPS)
         self._trip_us = 0
-        self._ride_us = 0.0
 
     # --- what happens --------------------------------------------------------------------------------------
 
@@ -82,11 +82,9 @@ class Fleet:
         if riding is None:
             return
         took_us = now_us - riding.dispatched_us
-        self._ride_us = max(took_us, 0.9 * self._ride_us + 0.1 * took_us)
-        if compute_us:
-            self.latency.observe(riding.size, compute_us)
-            if batch_id in self._found_idle:
-                self._learn_trip(took_us - compute_us)
+        self._paces.observe(riding.lane, riding.size, took_us, compute_us, now_us)
+        if compute_us and batch_id in self._found_idle:
+            self._learn_trip(took_us - compute_us)
         self._found_idle.discard(batch_id)
         if batch_id in self._ahead:
             self._ahead.remove(batch_id)
@@ -98,7 +96,7 @@ class Fleet:
     def _begin_next(self, start_us: int) -> None:
         if self._ahead:
             batch_id = self._ahead.popleft()
-            insort(self._executing, (start_us + self.latency.of(self.in_flight[batch_id].size), batch_id))
+            insort(self._executing, (start_us + self._takes_us(batch_id), batch_id))
 
     def _learn_trip(self, trip_us: int) -> None:
         self._trips.append(max(0, trip_us))
@@ -119,8 +117,8 @@ class Fleet:
         next_free = taken - self.processes  # those that are free before it have a batch ahead already
         if not self.latency.known or next_free >= len(self._executing) or not self.has_room():
             return None
-        done_us = self._executing[next_free][0]
-        if self.now_us > done_us + self._grace_us():
+        done_us, batch_id = self._executing[next_free]
+        if self.now_us > done_us + self._grace_us(batch_id):
             return None  # it takes longer than it should, and nobody knows how much
         return done_us - self._trip_us
 
@@ -129,7 +127,7 @@ class Fleet:
         what waits ahead of it done."""
         done_us = [done_us for done_us, _ in self._executing[: self.processes]]
         for batch_id in self._ahead if done_us else ():  # sorted, and so a heap
-            heapreplace(done_us, done_us[0] + self.latency.of(self.in_flight[batch_id].size))
+            heapreplace(done_us, done_us[0] + self._takes_us(batch_id))
         busy = [max(now_us, one - self._trip_us) for one in done_us]
         return busy + [now_us] * (self.processes - len(busy))
 
@@ -138,13 +136,34 @@ class Fleet:
         """The way there and back of a batch, beside what it takes to compute."""
         return self._trip_us
 
-    def _grace_us(self) -> int:
-        """How late a batch may be and still be about to be done."""
-        return self._trip_us + self.latency.at_most(1)
+    @property
+    def latency(self) -> Latency:
+        """l(n) of the model, whatever the lane."""
+        return self._paces.model.latency
 
-    def ride_us(self) -> float:
-        """How long a batch takes from dispatch to settled, of late."""
-        return self._ride_us
+    def latency_of(self, lane: str) -> Latency:
+        """l(n) of a lane; the model's as long as little is known of it."""
+        return self._paces.of(lane).latency
+
+    def ride_us(self, lane: str) -> float:
+        """How long a batch of a lane takes from dispatch to settled, of late."""
+        return self._paces.of(lane).ride_us
+
+    def begin_trial(self, lane: str, now_us: int) -> bool:
+        """Whether a batch of a lane in which nobody can be met is to leave all the same (`core.pace`).
+        O(batches in flight)."""
+        if any(riding.lane == lane for riding in self.in_flight.values()):
+            return False
+        return self._paces.begin_trial(lane, now_us)
+
+    def _takes_us(self, batch_id: str) -> int:
+        """How long a batch in flight should compute."""
+        riding = self.in_flight[batch_id]
+        return self.latency_of(riding.lane).of(riding.size)
+
+    def _grace_us(self, batch_id: str) -> int:
+        """How late a batch may be and still be about to be done."""
+        return self._trip_us + self.latency_of(self.in_flight[batch_id].lane).at_most(1)
 
     def _taken(self) -> int:
         return len(self.in_flight) + self._departing

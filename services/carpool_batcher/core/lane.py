@@ -8,8 +8,8 @@ is next. So a flood delays nobody but its own producer, and a tenant alone has e
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -158,13 +158,52 @@ def _share(request: Request, weights: Mapping[str, float]) -> float:
     return max(request.cost, 1) / weights.get(request.tenant, 1.0)
 
 
+class Earliest:
+    """The earliest of what requests aim at, while they come and go. Who aims at nothing is not kept, and who
+    has left is skipped.
+
+    Most aim at no less than who came before, and leave in that order: they are a row that rises, O(1) for
+    each. The others are a heap, O(log of those).
+    """
+
+    __slots__ = ("_others", "_rising", "objective")
+
+    def __init__(self, objective: Callable[[Request], int], requests: Iterable[Request]) -> None:
+        self.objective = objective
+        self._rising: deque[tuple[int, Request]] = deque()
+        self._others: list[tuple[int, int, Request]] = []
+        for request in requests:
+            self.add(request)
+
+    def __len__(self) -> int:
+        return len(self._rising) + len(self._others)
+
+    def add(self, request: Request) -> None:
+        """A request waits."""
+        at_us = self.objective(request)
+        if at_us == NEVER:
+            return
+        if not self._rising or at_us >= self._rising[-1][0]:
+            self._rising.append((at_us, request))
+        else:
+            heapq.heappush(self._others, (at_us, id(request), request))
+
+    def first_us(self, waits: Callable[[Request], bool]) -> int:
+        """The earliest of those that wait; NEVER if there is none."""
+        rising, others = self._rising, self._others
+        while rising and not waits(rising[0][1]):
+            rising.popleft()
+        while others and not waits(others[0][2]):
+            heapq.heappop(others)
+        return min(rising[0][0] if rising else NEVER, others[0][0] if others else NEVER)
+
+
 class Lane:
     """Requests that may share a batch. Every operation is O(1) but `add` of a request that came back late."""
 
     __slots__ = (
+        "_earliest",
         "_head",
-        "_objective",
-        "_objectives",
         "bytes",
         "cost",
         "count",
@@ -182,8 +221,7 @@ class Lane:
         self.bytes = 0
         self.urgent: set[Request] = set()
         self.late: set[Request] = set()
-        self._objective: Callable[[Request], int] | None = None  # None until somebody asked for the earliest
-        self._objectives: list[tuple[int, int, Request]] = []  # a heap; who has left is skipped
+        self._earliest: Earliest | None = None  # until somebody asks for it
         self._head: tuple[int, int] | None = None  # kept, since a producer may make a lane of each request
 
     def __contains__(self, request: Request) -> bool:
@@ -199,11 +237,10 @@ class Lane:
         """A request waits."""
         rank = self._rank(request)
         self.levels[rank].add(request)
-        if self._objective is not None:
-            heapq.heappush(self._objectives, (self._objective(request), id(request), request))
-            if len(self._objectives) > 2 * self.count + 64:
-                self._objective = None  # most have left, and perhaps nobody asks any more
-                self._objectives = []
+        if self._earliest is not None:
+            self._earliest.add(request)
+            if len(self._earliest) > 2 * self.count + 64:
+                self._earliest = None  # most have left, and perhaps nobody asks any more
         head = self._head
         if not self.count:
             self._head = rank, request.arrival_us
@@ -252,16 +289,15 @@ class Lane:
     def earliest_us(self, objective: Callable[[Request], int]) -> int:
         """The earliest of what `objective` says of each that is not late; NEVER if there is none.
 
-        O(log n); O(n) when it is asked for the first time, or for another objective.
+        O(1) where later arrivals aim at later times; O(n) when it is asked for the first time, or for another
+        objective.
         """
-        if self._objective is not objective:
-            self._objective = objective
-            self._objectives = [(objective(one), id(one), one) for one in self]
-            heapq.heapify(self._objectives)
-        heap = self._objectives
-        while heap and (heap[0][2] not in self or heap[0][2] in self.late):
-            heapq.heappop(heap)
-        return heap[0][0] if heap else NEVER
+        if self._earliest is None or self._earliest.objective is not objective:
+            self._earliest = Earliest(objective, self)
+        return self._earliest.first_us(self._is_in_time)
+
+    def _is_in_time(self, request: Request) -> bool:
+        return request in self and request not in self.late
 
     def head(self) -> tuple[int, int]:
         """The highest rank that waits, and the arrival of who waits longest: of those who are not late, or of

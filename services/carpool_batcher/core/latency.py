@@ -45,7 +45,6 @@ class Latency:
         self._seen: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._line: Line | None = None
         self._fresh = 0  # observed since the last fit
-        self.version = 0  # of what is believed
         self._off = 0  # in a row above (or below, negative) what was expected
 
     @property
@@ -75,7 +74,6 @@ class Latency:
         if self._fresh >= min(REFIT_EVERY, len(self._seen) // 4) or self._line is None:
             self._line = fit(self._seen)
             self._fresh = 0
-            self.version += 1
 
     def _notice_change(self, took_us: int, expected_us: int) -> None:
         side = 1 if took_us > 1.3 * expected_us else -1 if took_us < 0.6 * expected_us else 0
