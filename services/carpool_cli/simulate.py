@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +11,14 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from carpool.errors import UnavailableError
 from carpool.keys import Keys
-from carpool.link import CommandError, Link
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import Recorded, TraceError, traffic, write_trace
+from carpool_cli.arrivals import Recorded, traffic, write_trace
 from carpool_cli.calibrate import TRIP
 from carpool_cli.config import Changes, ConfigError, parse
-from carpool_cli.live import NotServedError, look, record
+from carpool_cli.live import NotServedError, exit_status, linked, look, record
 from carpool_cli.report import Progress, Screen, count, table
 from carpool_cli.simulator import Outcome, Simulation, World, normal
 
@@ -70,29 +67,16 @@ class SimulateSettings(ProducerSettings):
 def main(argv: Sequence[str]) -> int:
     """Simulate, or record. 1 if Redis cannot be asked, 2 if what was asked for makes no sense."""
     settings = read_settings(SimulateSettings, argv, "carpool simulate")
-    try:
-        if settings.record is not None:
-            _record(settings, settings.record)
-        else:
-            _simulate(settings)
-    except (ConfigError, TraceError, NotServedError) as error:
-        print(f"carpool simulate: {error}", file=sys.stderr)
-        return 2
-    except (UnavailableError, CommandError, OSError) as error:
-        print(f"carpool simulate: {error}", file=sys.stderr)
-        return 1
-    return 0
+    path = settings.record
+    return exit_status("simulate", lambda: _simulate(settings) if path is None else _record(settings, path))
 
 
 def _record(settings: SimulateSettings, path: Path) -> None:
     if settings.model is None:
         raise ConfigError("--record: say with --model whose arrivals")
-    link = Link(settings.redis_url, name=f"carpool-simulate-{os.getpid()}")
-    try:
+    with linked(settings, "simulate") as link:
         look(link, settings.prefix, settings.model)
         recording = record(link, Keys(settings.model, settings.prefix), settings.seconds)
-    finally:
-        link.close()
     if not recording.times_us:
         raise NotServedError(f"nothing arrived at {settings.model} within {settings.seconds:g} s")
     write_trace(path, recording.times_us, f"requests of {settings.model}, in seconds from the first")
@@ -128,11 +112,8 @@ def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
     declared: dict[str, str] = {}
     processes, intercept_ms, slope_ms = 1, INTERCEPT_MS, SLOPE_MS
     if settings.model is not None:
-        link = Link(settings.redis_url, name=f"carpool-simulate-{os.getpid()}")
-        try:
+        with linked(settings, "simulate") as link:
             live = look(link, settings.prefix, settings.model)
-        finally:
-            link.close()
         declared, processes = live.settings.as_text(), max(1, live.processes)
         if live.line is not None:
             intercept_ms, slope_ms = live.line.intercept_us / 1000, live.line.slope_us / 1000

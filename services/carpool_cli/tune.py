@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,14 +14,12 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.aio import AsyncClient
-from carpool.errors import CarpoolError
-from carpool.link import CommandError, Link
 from carpool.model_settings import POLICIES
 from carpool.settings import ProducerSettings, read_settings
-from carpool_cli.arrivals import TraceError, traffic
+from carpool_cli.arrivals import traffic
 from carpool_cli.calibrate import Measured, bursts, calibrate, doubts, give_or_take, measured
 from carpool_cli.infer import read_body
-from carpool_cli.live import Live, NotServedError, look
+from carpool_cli.live import Live, NotServedError, exit_status, linked, look
 from carpool_cli.report import Progress, Screen, count, table
 from carpool_cli.search import (
     Candidate,
@@ -67,20 +64,13 @@ class TuneSettings(ProducerSettings):
 def main(argv: Sequence[str]) -> int:
     """Measure, search, say. 1 if the model cannot be asked, 2 if what was asked for makes no sense."""
     settings = read_settings(TuneSettings, argv, "carpool tune")
-    try:
-        _tune(settings, Screen())
-    except (TraceError, NotServedError) as error:
-        print(f"carpool tune: {error}", file=sys.stderr)
-        return 2
-    except (CarpoolError, CommandError, OSError) as error:
-        print(f"carpool tune: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status("tune", lambda: _tune(settings, Screen()))
 
 
 def _tune(settings: TuneSettings, screen: Screen) -> None:
     arrives = traffic(settings.arrivals)
-    live = _look(settings)
+    with linked(settings, "tune") as link:
+        live = look(link, settings.prefix, settings.model)
     if not live.processes:
         raise NotServedError(f"no process serves {settings.model} at present")
     found_out = _measure(settings, live, screen)
@@ -105,14 +95,6 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
     _show(settings, live, found, best, screen)
     if settings.plot:
         _plot(settings, goal, found_out, live, best, screen)
-
-
-def _look(settings: TuneSettings) -> Live:
-    link = Link(settings.redis_url, name=f"carpool-tune-{os.getpid()}")
-    try:
-        return look(link, settings.prefix, settings.model)
-    finally:
-        link.close()
 
 
 # --- measuring -----------------------------------------------------------------------------------------
