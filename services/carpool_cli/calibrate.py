@@ -14,7 +14,6 @@ from carpool_cli.simulator import STEADY, World
 
 LONGEST_S: Final = 20.0  # then what was heard has to do
 LONE: Final = 50  # requests sent alone
-QUANTILES: Final = 20  # of what was measured, stand for all of it
 TRIP: Final = Line(1000.0, 20.0)  # where it was not measured: as on two cores that everything shares
 LONG_US: Final = 3000  # a lone request's trip on cores that are free takes a third of that
 SCATTERED: Final = 2.0  # times the median, in one of ten
@@ -105,12 +104,10 @@ async def _ask(client: AsyncClient, model: str, body: Any) -> tuple[Reply, int]:
 
 
 def spread_of(seen: Sizes, line: Line) -> Sequence[float]:
-    """How much times vary, as factors of what the line says: QUANTILES of them, each for as many of `seen`.
-
-    What fewer than one in 2 QUANTILES showed is left out: of so few a tail cannot be told from one pause.
-    """
+    """How much times vary, as factors of what the line says, in order: of all that was seen but the slowest,
+    since one pause of the machine cannot be told from a tail."""
     off = sorted(took_us / max(1, line.at(size)) for size, took_us in seen)
-    return tuple(off[int((number + 0.5) / QUANTILES * len(off))] for number in range(QUANTILES))
+    return tuple(off[:-1] or off)
 
 
 # --- whether to believe it ---------------------------------------------------------------------------------

@@ -174,7 +174,8 @@ def test_bursts_show_computation_and_trip(monkeypatch: pytest.MonkeyPatch) -> No
     found = calibrated(FakeClient(monkeypatch), bursts(64, 2))
     assert found.line[:2] == pytest.approx((2000, 100))
     assert found.trip[:2] == pytest.approx((1900, 30))
-    assert found.spread == found.trip_spread == pytest.approx((1.0,) * 20, abs=0.001)
+    for factors in (found.spread, found.trip_spread):
+        assert factors == pytest.approx([1.0] * len(factors), abs=0.001)
     world = found.world(3)
     assert world.processes == 3
     assert world.takes_us(10) == pytest.approx(3000)
@@ -205,9 +206,9 @@ def test_without_trips_they_are_guessed() -> None:
 
 def test_a_spread_does_not_mind_a_single_pause() -> None:
     line = Line(1000.0, 0.0)
-    assert set(spread_of([(1, 1000)] * 40 + [(1, 50_000)], line)) == {1.0}
-    assert spread_of([(1, 900), (1, 1100)] * 5, line) == (0.9,) * 10 + (1.1,) * 10
-    assert spread_of([(1, 900)], line) == (0.9,) * 20
+    assert spread_of([(1, 1000)] * 9 + [(1, 50_000)], line) == (1.0,) * 9
+    assert spread_of([(1, 1100), (1, 900)] * 2, line) == (0.9, 0.9, 1.1)
+    assert spread_of([(1, 900)], line) == (0.9,)
 
 
 def test_give_or_take_is_a_normal_spreads_standard_deviation() -> None:
