@@ -125,7 +125,7 @@ def test_who_may_not_measure_is_told_who_may(
     _, stderr = process.communicate(timeout=RUN_S)
     assert process.returncode == 1
     assert "no permissions" in stderr.lower()
-    assert "name with --redis-url a user who may both" in stderr
+    assert "Name with --redis-url a user who may both" in stderr
 
 
 def test_an_admin_may_look_at_what_was_served(
