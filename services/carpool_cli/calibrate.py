@@ -1,36 +1,66 @@
-"""How long a live model takes for a batch of n, and the way to it and back: found by sending it bursts."""
+"""How long a live model takes for a batch of n, and the way there and back: found by sending it bursts."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter_ns
 from typing import Any, Final, NamedTuple
 
-from carpool.aio import AsyncClient
+from carpool.aio import AsyncClient, Reply
 from carpool_batcher.core.latency import Line, fit
+from carpool_cli.simulator import STEADY, World
 
 LONGEST_S: Final = 20.0  # then what was heard has to do
-LONE: Final = 20  # requests sent alone, for the trip
+LONE: Final = 50  # requests sent alone
+TRIP: Final = Line(1000.0, 20.0)  # where it was not measured: as on two cores that everything shares
+LONG_US: Final = 3000  # a lone request's trip on cores that are free takes a third of that
+SCATTERED: Final = 2.0  # times the median, in one of ten
+WORTH_US: Final = 1000  # what is less than that from the median is not far from it
+
+Sizes = Sequence[tuple[int, int]]  # of batches: how many requests, and how many us
 
 
 class Measured(NamedTuple):
-    """What bursts showed. `seen`: the size of each batch, and how long it took in us."""
+    """What bursts showed. `seen`: the size of each batch, and how long it was computed in us."""
 
-    seen: list[tuple[int, int]]
+    seen: Sizes
     line: Line
-    noise: float  # a batch's time varies by this share of it
-    trip_us: int
+    spread: Sequence[float]
+    trip: Line = TRIP
+    trip_spread: Sequence[float] = STEADY
+
+    def world(self, processes: int) -> World:
+        """The simulator's world like this."""
+        out_us = int(self.trip.intercept_us / 2)
+        back_us = int(self.trip.intercept_us) - out_us
+        line, trip = self.line, self.trip
+        return World(
+            processes, line.intercept_us, line.slope_us, out_us, back_us, trip.slope_us, self.spread,
+            self.trip_spread,
+        )  # fmt: skip
+
+
+def measured(seen: Sizes, trips: Sizes = ()) -> Measured:
+    """What follows from batches' times, and from their trips where there are any. Of `seen` one at least."""
+    line = fit(seen)
+    if not trips:
+        return Measured(seen, line, spread_of(seen, line))
+    trip = fit(trips)
+    return Measured(seen, line, spread_of(seen, line), trip, spread_of(trips, trip))
 
 
 def bursts(max_size: int, rounds: int) -> list[int]:
-    """The sizes of the bursts to send: 1, 2, 4 and so on up to `max_size`, in no order."""
+    """The sizes of the bursts to send: 1, 2, 4 and so on up to `max_size`, in no order, and LONE more of 1.
+
+    One of 1 is the first: whatever time runs out in, there is a lone request.
+    """
     sizes = sorted({1 << power for power in range(max_size.bit_length())} | {max_size})
-    sent = rounds * sizes
+    sent = rounds * sizes + LONE * [1]
     random.Random(0).shuffle(sent)  # noqa: S311 (so that a machine that warms up does not look like a slope)
-    return sent
+    sent.remove(1)
+    return [1, *sent]
 
 
 async def calibrate(
@@ -44,30 +74,61 @@ async def calibrate(
 ) -> Measured:
     """Send bursts, one after another, and never more than one at a time. Raises CarpoolError.
 
-    `holds_back`: whether the model's settings let a lone request wait for company.
+    `sizes`: of the bursts, the first of them 1. `holds_back`: whether the model's settings let a lone request
+    wait for company.
     """
-    ends_s = time.monotonic() + LONGEST_S
-    trips_us: list[int] = []
+    ends_s = monotonic() + LONGEST_S
     await client.infer(model, body)  # whatever is done only once is done now
-    for _ in range(LONE):
-        began_s = time.perf_counter()
-        reply = await client.request(model, body)
-        took_us = int((time.perf_counter() - began_s) * 1e6)
-        trips_us.append(took_us - reply.compute_us - (reply.queue_us if holds_back else 0))
-        step()
     seen: list[tuple[int, int]] = []
+    trips: list[tuple[int, int]] = []
     for size in sizes:
-        replies = await asyncio.gather(*[client.request(model, body) for _ in range(size)])
+        asked = await asyncio.gather(*[_ask(client, model, body) for _ in range(size)])
         # A burst may have been cut in batches, and others' requests may ride along: batches are what counts.
-        seen += {(reply.batch_size, reply.compute_us) for reply in replies}
+        seen += {(reply.batch_size, reply.compute_us) for reply, _ in asked}
+        # The trip is that of the request put out last: before it, the others were made, which is no trip.
+        last, took_us = asked[-1]
+        if size == 1 or all(reply.batch_size == size for reply, _ in asked):
+            held_us = last.queue_us if holds_back else 0
+            trips.append((last.batch_size, max(0, took_us - last.compute_us - held_us)))
         step()
-        if time.monotonic() > ends_s:
+        if monotonic() > ends_s:
             break
-    line = fit(seen)
-    return Measured(seen, line, noise_of(seen, line), max(100, int(statistics.median(trips_us))))
+    return measured(seen, trips)
 
 
-def noise_of(seen: Sequence[tuple[int, int]], line: Line) -> float:
-    """How much a batch's time varies, as a share of it; a single pause of the machine does not count."""
-    off = [abs(took_us / max(1, line.at(size)) - 1) for size, took_us in seen]
-    return 1.48 * statistics.median(off)  # of a normal distribution that is the standard deviation
+async def _ask(client: AsyncClient, model: str, body: Any) -> tuple[Reply, int]:
+    """A request's reply, and how many us it took."""
+    began_ns = perf_counter_ns()
+    reply = await client.request(model, body)
+    return reply, (perf_counter_ns() - began_ns) // 1000
+
+
+def spread_of(seen: Sizes, line: Line) -> Sequence[float]:
+    """How much times vary, as factors of what the line says, in order: of all that was seen but the slowest,
+    since one pause of the machine cannot be told from a tail."""
+    off = sorted(took_us / max(1, line.at(size)) for size, took_us in seen)
+    return tuple(off[:-1] or off)
+
+
+# --- whether to believe it ---------------------------------------------------------------------------------
+
+
+def doubts(of: Measured) -> list[str]:
+    """Why what was measured is no ground for advice: reasons, as sentences, and none if it is."""
+    trip_us, alone_us = of.trip.at(1), of.line.at(1)
+    found: list[str] = []
+    if trip_us > max(LONG_US, alone_us / 2):
+        found.append(
+            f"A lone request is on its way for {trip_us / 1000:.3g} ms, "
+            f"and computed in {alone_us / 1000:.3g} ms."
+        )
+    for what, middle_us, factors in (("trip", trip_us, of.trip_spread), ("computation", alone_us, of.spread)):
+        median, tenth = factors[len(factors) // 2], factors[len(factors) * 9 // 10]
+        if tenth > SCATTERED * median and (tenth - median) * middle_us > WORTH_US:
+            found.append(f"One {what} in ten took {tenth / median:.2g} times the usual one.")
+    return found
+
+
+def give_or_take(spread: Sequence[float]) -> float:
+    """Half of the range in which the middle two thirds lie: of a normal spread, its standard deviation."""
+    return (spread[len(spread) * 5 // 6] - spread[len(spread) // 6]) / 2

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from carpool import wire
 from carpool.clock import RedisClock
+from carpool.errors import CarpoolError
 from carpool.keys import Keys
-from carpool.link import Link
+from carpool.link import CommandError, Link
 from carpool.model_settings import ModelSettings
+from carpool.settings import ProducerSettings
 from carpool.store.directory import Directory, take_census
 from carpool_batcher.core.latency import REMEMBERED, Line, fit
+from carpool_cli.arrivals import TraceError
+from carpool_cli.config import ConfigError
 
 _READ_BATCHES: Final = 64
 _BLOCK_MS: Final = 200
+# Redis says so in these words, whichever client hands it on, and from 6 to 8 in one of two cases.
+_REFUSED: Final = "no permissions"
+_WHO_MAY: Final = """
+    This user of Redis may not do that. Looking at a model takes what the role `admin` may; sending it a BODY,
+    as `carpool tune` does, takes what `producer` may besides. Name with --redis-url a user who may both, or
+    sign in as `admin` and leave the BODY out: then what the model served of late tells."""
 
 
 class NotServedError(Exception):
@@ -37,6 +51,31 @@ class Recording(NamedTuple):
 
     times_us: list[int]
     missed: int
+
+
+def exit_status(command: str, do: Callable[[], None]) -> int:
+    """Do what a command is to do: 0, 1 if the model cannot be asked, 2 if what was asked for makes no sense.
+    Why is on standard error."""
+    try:
+        do()
+    except (ConfigError, TraceError, NotServedError) as error:
+        print(f"carpool {command}: {error}", file=sys.stderr)
+        return 2
+    except (CarpoolError, CommandError, OSError) as error:
+        remedy = _WHO_MAY if _REFUSED in str(error).lower() else ""
+        print(f"carpool {command}: {error}{remedy}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextmanager
+def linked(settings: ProducerSettings, command: str) -> Iterator[Link]:
+    """A connection of a command's, while it lasts."""
+    link = Link(settings.redis_url, name=f"carpool-{command}-{os.getpid()}")
+    try:
+        yield link
+    finally:
+        link.close()
 
 
 def look(link: Link, prefix: str, model: str) -> Live:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,28 +11,28 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from carpool.errors import UnavailableError
 from carpool.keys import Keys
-from carpool.link import CommandError, Link
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import Recorded, TraceError, traffic, write_trace
+from carpool_cli.arrivals import Recorded, traffic, write_trace
+from carpool_cli.calibrate import TRIP
 from carpool_cli.config import Changes, ConfigError, parse
-from carpool_cli.live import NotServedError, look, record
+from carpool_cli.live import NotServedError, exit_status, linked, look, record
 from carpool_cli.report import Progress, Screen, count, table
-from carpool_cli.simulator import Outcome, Simulation, World
+from carpool_cli.simulator import Outcome, Simulation, World, normal
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # where no model says otherwise
+TRIP_MS, TRIP_SLOPE_MS = TRIP.intercept_us / 1000, TRIP.slope_us / 1000
 RATE = 1000.0
 
 
 class SimulateSettings(ProducerSettings):
     """Try settings in virtual time: the production scheduler, made-up requests and model processes.
 
-    A batch of n takes intercept + slope n. With --model these, the settings and the number of processes are
-    those of a model that is being served; nothing is sent to it. KEY=VALUE says another setting, as in
-    `carpool config`.
+    A batch of n is computed in intercept + slope n, and on its way for trip + trip slope n; `carpool tune`
+    measures all four. With --model the first two, the settings and the number of processes are those of a
+    model that is being served; nothing is sent to it. KEY=VALUE says another setting, as in `carpool config`.
 
       carpool simulate --rate 4000 --expiration-ms 50 policy=deferred max_batch_size=256
       carpool simulate --record trace.txt --model square --seconds 60
@@ -53,8 +52,10 @@ class SimulateSettings(ProducerSettings):
     workers: int | None = Field(None, ge=1, le=100_000, description="model processes (default: 1)")
     intercept_ms: float | None = Field(None, ge=0, description=f"l(0) (default: {INTERCEPT_MS:g})")
     slope_ms: float | None = Field(None, ge=0, description=f"l(n + 1) - l(n) (default: {SLOPE_MS:g})")
-    trip_ms: float = Field(0.6, ge=0, description="the way to the model and back")
+    trip_ms: float = Field(TRIP_MS, ge=0, description="the way to the model and back, of a batch of none")
+    trip_slope_ms: float = Field(TRIP_SLOPE_MS, ge=0, description="what each request of a batch adds to it")
     noise: float = Field(0.0, ge=0, le=1, description="how much a batch's time varies, as a share of it")
+    trip_noise: float = Field(0.0, ge=0, le=1, description="how much its trip varies, as a share of it")
     expiration_ms: float | None = Field(None, gt=0, description="when requests expire (default: the model's)")
     seed: int = Field(0, description="of what is chance")
     model: str | None = Field(None, description="a model that is being served, instead of a made-up one")
@@ -66,29 +67,16 @@ class SimulateSettings(ProducerSettings):
 def main(argv: Sequence[str]) -> int:
     """Simulate, or record. 1 if Redis cannot be asked, 2 if what was asked for makes no sense."""
     settings = read_settings(SimulateSettings, argv, "carpool simulate")
-    try:
-        if settings.record is not None:
-            _record(settings, settings.record)
-        else:
-            _simulate(settings)
-    except (ConfigError, TraceError, NotServedError) as error:
-        print(f"carpool simulate: {error}", file=sys.stderr)
-        return 2
-    except (UnavailableError, CommandError, OSError) as error:
-        print(f"carpool simulate: {error}", file=sys.stderr)
-        return 1
-    return 0
+    path = settings.record
+    return exit_status("simulate", lambda: _simulate(settings) if path is None else _record(settings, path))
 
 
 def _record(settings: SimulateSettings, path: Path) -> None:
     if settings.model is None:
         raise ConfigError("--record: say with --model whose arrivals")
-    link = Link(settings.redis_url, name=f"carpool-simulate-{os.getpid()}")
-    try:
+    with linked(settings, "simulate") as link:
         look(link, settings.prefix, settings.model)
         recording = record(link, Keys(settings.model, settings.prefix), settings.seconds)
-    finally:
-        link.close()
     if not recording.times_us:
         raise NotServedError(f"nothing arrived at {settings.model} within {settings.seconds:g} s")
     write_trace(path, recording.times_us, f"requests of {settings.model}, in seconds from the first")
@@ -124,11 +112,8 @@ def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
     declared: dict[str, str] = {}
     processes, intercept_ms, slope_ms = 1, INTERCEPT_MS, SLOPE_MS
     if settings.model is not None:
-        link = Link(settings.redis_url, name=f"carpool-simulate-{os.getpid()}")
-        try:
+        with linked(settings, "simulate") as link:
             live = look(link, settings.prefix, settings.model)
-        finally:
-            link.close()
         declared, processes = live.settings.as_text(), max(1, live.processes)
         if live.line is not None:
             intercept_ms, slope_ms = live.line.intercept_us / 1000, live.line.slope_us / 1000
@@ -151,9 +136,11 @@ def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
         settings.workers or processes,
         1000 * (intercept_ms if settings.intercept_ms is None else settings.intercept_ms),
         1000 * (slope_ms if settings.slope_ms is None else settings.slope_ms),
-        settings.noise,
         trip_us // 2,
         trip_us - trip_us // 2,
+        1000 * settings.trip_slope_ms,
+        normal(settings.noise),
+        normal(settings.trip_noise),
     )
 
 

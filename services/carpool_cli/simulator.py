@@ -1,7 +1,9 @@
 """The production scheduler in virtual time, between producers and model processes that are made up.
 
 What is simulated is the world around the core, not the core: requests arrive, dispatched batches reach a
-process after a trip, take l(n), and are heard of after a trip back. Pure: no clock, no Redis.
+process after the way out, take l(n), and are heard of after the way back. What is not there: a batcher that
+is busy (it decides and dispatches in no time), and processes that want the same CPU at the same moment. Pure:
+no clock, no Redis.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
@@ -22,24 +25,46 @@ from carpool_cli.arrivals import Arrival
 
 STEP: Final = 1000
 _ALIKE: Final[Mapping[str, float]] = MappingProxyType({})
+STEADY: Final = (1.0,)  # a spread that is none
+FACTORS: Final = 101  # of a spread that is normal: so many intervals of equal probability
 _NOWHERE: Final = Entry("", 0)  # no stream carries these requests
 
 
 class World(NamedTuple):
-    """What is around the scheduler: l(n) = intercept + slope n in us, times 1 +- noise, and the way. In lanes
-    that are slower all batches are, by a factor."""
+    """What is around the scheduler, in us: how long a batch of n is computed, and how long it is on its way.
+
+        computed    l(n) = intercept + slope n              times one of `spread`, by chance
+        on its way  trip(n) = out + back + trip slope n     times one of `trip_spread`, by chance
+
+    The slope of the trip is half on the way out, where bodies are read, half on the way back, where results
+    are. A batch that has bad luck has it both ways. In lanes that are slower all batches are, by a factor.
+    """
 
     processes: int = 1
     intercept_us: float = 5000.0
     slope_us: float = 50.0
-    noise: float = 0.0
     out_us: int = 250  # from the batcher's decision to the model's start
     back_us: int = 350  # from the model's end to the batcher's, and the producer's, knowledge
     slower: Mapping[str, float] = _ALIKE
+    trip_slope_us: float = 0.0
+    spread: Sequence[float] = STEADY
+    trip_spread: Sequence[float] = STEADY
 
     def takes_us(self, size: int, lane: str = "") -> float:
         """l(size), of a lane."""
         return (self.intercept_us + self.slope_us * size) * self.slower.get(lane, 1.0)
+
+    def trip_us(self, size: int) -> float:
+        """The way there and back of a batch of `size`, without l(size)."""
+        return self.out_us + self.back_us + self.trip_slope_us * size
+
+
+def normal(share: float) -> Sequence[float]:
+    """Factors of a normal distribution about 1, of which `share` is the standard deviation; 0.1 at least."""
+    if not share:
+        return STEADY
+    factors = NormalDist(1.0, share).quantiles(FACTORS)
+    return tuple(max(0.1, one) for one in factors)
 
 
 @dataclass(slots=True)
@@ -86,10 +111,12 @@ class Decides(Protocol):
 
 
 class Ride(NamedTuple):
-    """A batch under way; `compute_us` once a process has begun it."""
+    """A batch under way; `back_us` is how long it will be heard of after its end, and `compute_us` is known
+    once a process has begun it."""
 
     batch_id: str
     requests: list[Request]
+    back_us: int
     compute_us: int = 0
 
 
@@ -158,7 +185,7 @@ class Simulation:
                 self._scheduler.departed(batch_id, one.requests, now_us)
                 outcome.sizes.append(len(one.requests))
                 outcome.reasons[one.reason] = outcome.reasons.get(one.reason, 0) + 1
-                self._at(now_us + self._world.out_us, self._reach, Ride(batch_id, one.requests))
+                self._set_out(now_us, batch_id, one.requests)
             elif type(one) is Expire:
                 self._answered.add(one.request)
                 outcome.late += 1
@@ -172,6 +199,14 @@ class Simulation:
     def _at(self, at_us: int, happen: Callable[[int, Ride], None], ride: Ride) -> None:
         heapq.heappush(self._events, (at_us, next(self._number), happen, ride))
 
+    def _set_out(self, now_us: int, batch_id: str, requests: list[Request]) -> None:
+        """A batch is on its way."""
+        world = self._world
+        factor = self._random.choice(world.trip_spread)
+        own_us = world.trip_slope_us * len(requests) / 2
+        out_us, back_us = int(factor * (world.out_us + own_us)), int(factor * (world.back_us + own_us))
+        self._at(now_us + out_us, self._reach, Ride(batch_id, requests, back_us))
+
     def _reach(self, at_us: int, ride: Ride) -> None:
         """A batch is where the processes are."""
         self._queue.append(ride)
@@ -183,15 +218,14 @@ class Simulation:
             self._idle -= 1
             ride = self._queue.popleft()
             takes_us = self._world.takes_us(len(ride.requests), ride.requests[0].lane)
-            if self._world.noise:
-                takes_us *= max(0.1, self._random.gauss(1.0, self._world.noise))
+            takes_us *= self._random.choice(self._world.spread)
             compute_us = max(1, int(takes_us))
             self._at(at_us + compute_us, self._end, ride._replace(compute_us=compute_us))
 
     def _end(self, at_us: int, ride: Ride) -> None:
         """A process is done with a batch."""
         self._idle += 1
-        self._at(at_us + self._world.back_us, self._hear, ride)
+        self._at(at_us + ride.back_us, self._hear, ride)
         self._begin(at_us)
 
     def _hear(self, at_us: int, ride: Ride) -> None:

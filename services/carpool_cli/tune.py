@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,14 +14,12 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.aio import AsyncClient
-from carpool.errors import CarpoolError
-from carpool.link import CommandError, Link
 from carpool.model_settings import POLICIES
 from carpool.settings import ProducerSettings, read_settings
-from carpool_cli.arrivals import TraceError, traffic
-from carpool_cli.calibrate import LONE, Measured, bursts, calibrate, noise_of
+from carpool_cli.arrivals import traffic
+from carpool_cli.calibrate import Measured, bursts, calibrate, doubts, give_or_take, measured
 from carpool_cli.infer import read_body
-from carpool_cli.live import Live, NotServedError, look
+from carpool_cli.live import Live, NotServedError, exit_status, linked, look
 from carpool_cli.report import Progress, Screen, count, table
 from carpool_cli.search import (
     Candidate,
@@ -36,7 +33,6 @@ from carpool_cli.search import (
 )
 from carpool_cli.simulator import World
 
-TRIP_US: Final = 600  # where it was not measured
 PLOTTED: Final = 12  # rates
 
 
@@ -68,36 +64,20 @@ class TuneSettings(ProducerSettings):
 def main(argv: Sequence[str]) -> int:
     """Measure, search, say. 1 if the model cannot be asked, 2 if what was asked for makes no sense."""
     settings = read_settings(TuneSettings, argv, "carpool tune")
-    try:
-        _tune(settings, Screen())
-    except (TraceError, NotServedError) as error:
-        print(f"carpool tune: {error}", file=sys.stderr)
-        return 2
-    except (CarpoolError, CommandError, OSError) as error:
-        print(f"carpool tune: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status("tune", lambda: _tune(settings, Screen()))
 
 
 def _tune(settings: TuneSettings, screen: Screen) -> None:
     arrives = traffic(settings.arrivals)
-    live = _look(settings)
+    with linked(settings, "tune") as link:
+        live = look(link, settings.prefix, settings.model)
     if not live.processes:
         raise NotServedError(f"no process serves {settings.model} at present")
-    measured = _measure(settings, live, screen)
-    world = _world(live, measured)
-    screen.title("Measured")
-    screen.say(
-        f"  l(n) = {world.intercept_us / 1000:.3g} + {world.slope_us / 1000:.3g} n ms, give or take "
-        f"{world.noise:.1%}; the trip: {(world.out_us + world.back_us) / 1000:.2f} ms; "
-        f"{count(world.processes, 'process', 'processes')}"
-    )
-    if measured.line.known_to:
-        screen.say(f"  (only batches of about {measured.line.known_to} were seen: other sizes are a guess)")
-    if live.settings.policy not in POLICIES:
-        screen.say(f"  (the policy {live.settings.policy} is simulated as if it were eager)")
+    found_out = _measure(settings, live, screen)
+    world = found_out.world(live.processes)
+    _show_measured(live, found_out, world, screen)
     goal = Goal(world, settings.latency_ms, arrives)
-    alone_ms = (world.takes_us(1) + world.out_us + world.back_us) / 1000
+    alone_ms = (world.takes_us(1) + world.trip_us(1)) / 1000
     if alone_ms > settings.latency_ms:
         raise NotServedError(
             f"a request alone takes {alone_ms:.3g} ms: no settings can bring 99 of 100 under "
@@ -114,15 +94,7 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
     best = recommended(found, live.settings, at_one_rate=settings.rate is not None)
     _show(settings, live, found, best, screen)
     if settings.plot:
-        _plot(settings, goal, measured, live, best, screen)
-
-
-def _look(settings: TuneSettings) -> Live:
-    link = Link(settings.redis_url, name=f"carpool-tune-{os.getpid()}")
-    try:
-        return look(link, settings.prefix, settings.model)
-    finally:
-        link.close()
+        _plot(settings, goal, found_out, live, best, screen)
 
 
 # --- measuring -----------------------------------------------------------------------------------------
@@ -136,17 +108,17 @@ def _measure(settings: TuneSettings, live: Live, screen: Screen) -> Measured:
                 f"{settings.model} has settled no batch of late: say a BODY to send, as in `carpool tune "
                 f"{settings.model} 7 --latency-ms {settings.latency_ms:g}`"
             )
-        return Measured(live.seen, live.line, noise_of(live.seen, live.line), TRIP_US)
+        return measured(live.seen)
     body = read_body(settings.body, raw=settings.raw)
     sizes = bursts(live.settings.max_batch_size, settings.rounds)
     screen.say(
-        f"sending {sum(sizes) + LONE + 1:,} requests to {settings.model}, at most {max(sizes):,} at a time; "
+        f"sending {sum(sizes) + 1:,} requests to {settings.model}, at most {max(sizes):,} at a time; "
         "Ctrl-C stops"
     )
-    progress = Progress(Screen(sys.stderr), len(sizes) + LONE)
-    measured = asyncio.run(_send(settings, live, body, sizes, progress))
+    progress = Progress(Screen(sys.stderr), len(sizes))
+    found_out = asyncio.run(_send(settings, live, body, sizes, progress))
     progress.end()
-    return measured
+    return found_out
 
 
 async def _send(
@@ -157,13 +129,37 @@ async def _send(
         return await calibrate(client, settings.model, body, sizes, holds_back=holds_back, step=progress.step)
 
 
-def _world(live: Live, measured: Measured) -> World:
-    line, trip_us = measured.line, measured.trip_us
-    way = (trip_us // 2, trip_us - trip_us // 2)
-    return World(live.processes, line.intercept_us, line.slope_us, min(0.5, measured.noise), *way)
-
-
 # --- saying --------------------------------------------------------------------------------------------
+
+
+def _show_measured(live: Live, found_out: Measured, world: World, screen: Screen) -> None:
+    screen.title("Measured")
+    way_ms = (world.out_us + world.back_us) / 1000
+    for law, spread in (
+        (f"l(n) = {world.intercept_us / 1000:.3g} + {world.slope_us / 1000:.3g} n ms", world.spread),
+        (f"trip(n) = {way_ms:.3g} + {world.trip_slope_us / 1000:.3g} n ms", world.trip_spread),
+    ):
+        screen.say(f"  {law}, give or take {give_or_take(spread):.1%}")
+    screen.say(f"  {count(world.processes, 'process', 'processes')}")
+    if found_out.line.known_to:
+        screen.say(f"  (only batches of about {found_out.line.known_to} were seen: other sizes are a guess)")
+    if live.settings.policy not in POLICIES:
+        screen.say(f"  (the policy {live.settings.policy} is simulated as if it were eager)")
+    reasons = doubts(found_out)
+    if reasons:
+        _warn(reasons, screen)
+
+
+def _warn(reasons: Sequence[str], screen: Screen) -> None:
+    """What was measured is a machine that has no time, or a Redis that is far away, and less the model."""
+    screen.say(f"\n  {screen.bold('WARNING: the advice below is doubtful.')}")
+    for reason in reasons:
+        screen.say(f"  {reason}")
+    screen.say(
+        "  Redis, the batcher, each worker and each model process need a core whenever they wake up. See\n"
+        "  with `uptime` and `top` who else wants the cores: stop that, or have more cores. A Redis that is\n"
+        "  far away belongs nearer. Then measure again, with a larger --rounds."
+    )
 
 
 def _show(

@@ -8,14 +8,16 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 
 import pytest
 
 from carpool.keys import Keys
 from carpool_cli.arrivals import read_trace
+from carpool_cli.roles import ROLES, rules
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -33,13 +35,27 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-def start(stack: Stack, home: Path, *words: str) -> subprocess.Popen[str]:
+def start(
+    stack: Stack, home: Path, *words: str, signed_in: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
     return subprocess.Popen(
         [sys.executable, "-m", "carpool_cli", *words],
         cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**environment, "CARPOOL_REDIS_URL": stack.url},
+        env={**environment, "CARPOOL_REDIS_URL": stack.url, **signed_in},
     )  # fmt: skip
+
+
+@pytest.fixture
+def signed_in(stack: Stack) -> Iterator[Callable[[str], dict[str, str]]]:
+    """A user with a role's rights: the environment in which a command signs in as one."""
+
+    def as_role(role: str) -> dict[str, str]:
+        stack.redis.execute_command("ACL", "SETUSER", role, "reset", "on", f">{role}", *rules(role).split())
+        return {"CARPOOL_REDIS_URL": stack.url.replace("redis://", f"redis://{role}:{role}@")}
+
+    yield as_role
+    stack.redis.acl_deluser(*ROLES)
 
 
 def carpool(stack: Stack, home: Path, *words: str) -> str:
@@ -99,6 +115,27 @@ def test_what_no_settings_can_keep_is_said_so(stack: Stack, tmp_path: Path) -> N
     _, stderr = process.communicate(timeout=RUN_S)
     assert process.returncode == 2
     assert "no settings can bring 99 of 100 under 2" in stderr
+
+
+@pytest.mark.parametrize("role", ["admin", "producer"])
+def test_who_may_not_measure_is_told_who_may(
+    stack: Stack, tmp_path: Path, signed_in: Callable[[str], dict[str, str]], role: str
+) -> None:
+    process = start(stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "50", signed_in=signed_in(role))
+    _, stderr = process.communicate(timeout=RUN_S)
+    assert process.returncode == 1
+    assert "no permissions" in stderr.lower()
+    assert "Name with --redis-url a user who may both" in stderr
+
+
+def test_an_admin_may_look_at_what_was_served(
+    stack: Stack, tmp_path: Path, signed_in: Callable[[str], dict[str, str]]
+) -> None:
+    stack.result(MODEL, stack.send(MODEL, body="7"))
+    words = ("tune", MODEL, "--latency-ms", "500", "--rate", "50", "--plot", "")
+    process = start(stack, tmp_path, *words, signed_in=signed_in("admin"))
+    _, stderr = process.communicate(timeout=RUN_S)
+    assert process.returncode == 0, stderr
 
 
 def test_arrivals_are_recorded_and_replayed(stack: Stack, tmp_path: Path) -> None:

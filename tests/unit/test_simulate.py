@@ -47,6 +47,10 @@ def test_settings_and_flags_are_heeded(capsys: pytest.CaptureFixture[str]) -> No
     assert waits["reasons"] != plain["reasons"]
     quick = simulated(capsys, "--rate", "4000", "--workers", "4", "--slope-ms", "0", "--trip-ms", "0")
     assert quick["p99_ms"] < plain["p99_ms"]  # type: ignore[operator]
+    far = simulated(capsys, "--rate", "4000", "--trip-slope-ms", "0.1")
+    assert far["p50_ms"] > plain["p50_ms"]  # type: ignore[operator]
+    shaky = simulated(capsys, "--rate", "4000", "--trip-noise", "0.5")
+    assert shaky["p99_ms"] > plain["p99_ms"]  # type: ignore[operator]
     expires = simulated(capsys, "--rate", "4000", "--expiration-ms", "5")
     assert expires["late"] == 400 and expires["goodput"] == 0  # l(1) alone is 5.05 ms
     model_expires = simulated(capsys, "--rate", "4000", "default_expiration_ms=5")
@@ -66,7 +70,7 @@ def test_a_recorded_trace_is_replayed_once_at_its_own_rate(
     assert main(["--arrivals", "trace.txt", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["requests"], found["offered_per_s"]) == (101, 50)
-    assert found["p99_ms"] == pytest.approx(5.65)  # each alone
+    assert found["p99_ms"] == pytest.approx(5.05 + 1.02)  # each alone
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.arrivals import Arrival, bursty, poisson, recorded
-from carpool_cli.simulator import STEP, Outcome, Simulation, World
+from carpool_cli.simulator import STEP, Outcome, Simulation, World, normal
 
 # A batch of n takes 1000 + 100 n, and is there after 200 and heard of after 300 more.
 WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)
@@ -75,7 +75,7 @@ def test_every_request_has_exactly_one_end(seed: int) -> None:
     ]
     outcome = run(
         arrivals,
-        WORLD._replace(processes=chance.choice([1, 3]), noise=0.3),
+        WORLD._replace(processes=chance.choice([1, 3]), spread=normal(0.3), trip_spread=normal(0.3)),
         seed,
         policy=chance.choice(["eager", "deferred"]),
         max_batch_size=chance.choice([1, 4, 16]),
@@ -90,7 +90,7 @@ def test_every_request_has_exactly_one_end(seed: int) -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    noisy = WORLD._replace(noise=0.2)
+    noisy = WORLD._replace(spread=normal(0.2))
     first, again, other = (run(poisson(1500, 500, 1), noisy, seed) for seed in (1, 1, 2))
     assert first == again
     assert first.latencies_us != other.latencies_us
@@ -98,10 +98,45 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def test_noise_moves_each_batch_and_not_the_mean() -> None:
     apart = recorded(range(0, 5_000_000, 5000))  # each alone, so that a latency is a computation and the way
-    took_us = [one - 500 for one in run(apart, WORLD._replace(noise=0.2)).latencies_us]
+    took_us = [one - 500 for one in run(apart, WORLD._replace(spread=normal(0.2))).latencies_us]
     assert sum(took_us) / len(took_us) == pytest.approx(1100, rel=0.05)
     spread = (sum((one - 1100) ** 2 for one in took_us) / len(took_us)) ** 0.5
     assert spread == pytest.approx(220, rel=0.15)
+
+
+def test_each_request_of_a_batch_makes_its_way_longer() -> None:
+    world = WORLD._replace(trip_slope_us=40)
+    # Two ride together: out 200 + 40, computed 1200, back 300 + 40.
+    assert run(recorded([0, 0]), world).latencies_us == [1780, 1780]
+
+
+def test_a_trip_that_takes_longer_does_so_both_ways() -> None:
+    slow = WORLD._replace(trip_slope_us=40, trip_spread=(2.0,))
+    outcome = run(recorded([0, 10]), slow)
+    # The first starts at 2 (200 + 20) and is heard of 2 (300 + 20) after 1100; then the second sets out.
+    assert outcome.latencies_us == [2180, 2180 - 10 + 2180]
+
+
+ODD = (1.0, 1.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "slow_us"),
+    [(WORLD._replace(spread=ODD), 1600 + 2 * 1100), (WORLD._replace(trip_spread=ODD), 1600 + 2 * 500)],
+)
+def test_spreads_are_sampled_evenly(world: World, slow_us: int) -> None:
+    apart = recorded(range(0, 20_000_000, 10_000))  # each alone
+    taken = run(apart, world).latencies_us
+    assert set(taken) == {1600, slow_us}
+    assert taken.count(slow_us) / len(taken) == pytest.approx(0.25, abs=0.04)
+
+
+def test_a_normal_spread_keeps_the_mean_and_is_never_below_a_tenth() -> None:
+    factors = normal(0.2)
+    assert sum(factors) / len(factors) == pytest.approx(1.0)
+    assert sum((one - 1) ** 2 for one in factors) / len(factors) == pytest.approx(0.04, rel=0.1)
+    assert min(normal(1.0)) == 0.1
+    assert normal(0.0) == (1.0,)
 
 
 def test_more_processes_serve_more() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from carpool.aio import AsyncClient, Reply
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.latency import Line
+from carpool_cli import calibrate as calibration
 from carpool_cli import search
-from carpool_cli.calibrate import bursts, noise_of
+from carpool_cli.calibrate import LONE, Measured, bursts, calibrate, doubts, give_or_take, measured, spread_of
 from carpool_cli.search import (
     FOUND,
     LIKE,
@@ -23,7 +27,7 @@ from carpool_cli.search import (
     most_requests,
     recommended,
 )
-from carpool_cli.simulator import World
+from carpool_cli.simulator import World, normal
 
 PRESENT = ModelSettings(max_batch_size=32)
 FLAT = World(intercept_us=5000, slope_us=50)
@@ -115,12 +119,125 @@ def test_candidates_stay_within_what_the_model_takes() -> None:
 
 
 def test_bursts_are_of_every_power_of_two_and_bounded() -> None:
-    assert sorted(bursts(20, 2)) == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 20, 20]
-    assert sorted(bursts(1, 3)) == [1, 1, 1]
+    assert sorted(bursts(20, 2)) == sorted(2 * [1, 2, 4, 8, 16, 20] + LONE * [1])
+    assert sorted(bursts(1, 3)) == (3 + LONE) * [1]
     assert bursts(64, 5) != sorted(bursts(64, 5))
+    assert {bursts(64, rounds)[0] for rounds in range(1, 20)} == {1}
 
 
-def test_noise_does_not_mind_a_single_pause() -> None:
+class FakeClient:
+    """A model of which everything is known, by its own clock: l(n) = 2000 + 100 n us, and a batch takes
+    900 + 30 n us there and back. Each request is made in 1000 us, before its burst leaves.
+
+    `limit`: the largest batch.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int = 64) -> None:
+        self._now_us = 0
+        self._limit = limit
+        self._put_out: list[asyncio.Future[int]] = []
+        monkeypatch.setattr("carpool_cli.calibrate.perf_counter_ns", lambda: 1000 * self._now_us)
+        monkeypatch.setattr("carpool_cli.calibrate.monotonic", lambda: self._now_us / 1e6)
+
+    async def infer(self, model: str, body: object) -> object:
+        return (await self.request(model, body)).value
+
+    async def request(self, model: str, body: object) -> Reply:
+        self._now_us += 1000
+        if not self._put_out:
+            asyncio.get_running_loop().call_soon(self._serve)
+        future = asyncio.get_running_loop().create_future()
+        self._put_out.append(future)
+        size = await future
+        return Reply(body, "", size, 700, 2000 + 100 * size)
+
+    def _serve(self) -> None:
+        while self._put_out:
+            batch, self._put_out = self._put_out[: self._limit], self._put_out[self._limit :]
+            self._now_us += 900 + 2000 + 130 * len(batch)
+            for future in batch:
+                future.set_result(len(batch))
+
+
+def calibrated(client: FakeClient, sizes: list[int], *, holds_back: bool = False) -> Measured:
+    steps: list[None] = []
+    found = asyncio.run(
+        calibrate(
+            cast("AsyncClient", client), "m", 7, sizes, holds_back=holds_back, step=lambda: steps.append(None)
+        )
+    )
+    assert len(steps) <= len(sizes)
+    return found
+
+
+def test_bursts_show_computation_and_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = calibrated(FakeClient(monkeypatch), bursts(64, 2))
+    assert found.line[:2] == pytest.approx((2000, 100))
+    assert found.trip[:2] == pytest.approx((1900, 30))
+    for factors in (found.spread, found.trip_spread):
+        assert factors == pytest.approx([1.0] * len(factors), abs=0.001)
+    world = found.world(3)
+    assert world.processes == 3
+    assert world.takes_us(10) == pytest.approx(3000)
+    assert world.trip_us(10) == pytest.approx(2200)
+
+
+def test_a_burst_that_was_cut_says_nothing_of_the_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = calibrated(FakeClient(monkeypatch, limit=4), [1, 8, 2, 16, 4])
+    assert found.trip[:2] == pytest.approx((1900, 30))
+
+
+def test_what_a_model_held_back_is_no_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = calibrated(FakeClient(monkeypatch), [1, 2, 4], holds_back=True)
+    assert found.trip[:2] == pytest.approx((1200, 30))
+
+
+def test_bursts_end_in_time_with_what_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "LONGEST_S", 0.01)
+    found = calibrated(FakeClient(monkeypatch), [1, 1, 64, 64, 64])
+    assert found.seen == [(1, 2100)] * 2  # after 8 ms and after 12
+    assert found.world(1).trip_us(64) == 1930  # a slope was not seen
+
+
+def test_without_trips_they_are_guessed() -> None:
+    found = measured([(1, 1000), (2, 1100)] * 10)
+    assert found.world(1).trip_us(1) == calibration.TRIP.at(1)
+
+
+def test_a_spread_does_not_mind_a_single_pause() -> None:
     line = Line(1000.0, 0.0)
-    assert noise_of([(1, 1000)] * 9 + [(1, 50_000)], line) == 0.0
-    assert noise_of([(1, 900), (1, 1100)] * 5, line) == pytest.approx(0.148)
+    assert spread_of([(1, 1000)] * 9 + [(1, 50_000)], line) == (1.0,) * 9
+    assert spread_of([(1, 1100), (1, 900)] * 2, line) == (0.9, 0.9, 1.1)
+    assert spread_of([(1, 900)], line) == (0.9,)
+
+
+def test_give_or_take_is_a_normal_spreads_standard_deviation() -> None:
+    assert give_or_take(normal(0.2)) == pytest.approx(0.2, rel=0.1)
+    assert give_or_take((1.0,)) == 0.0
+
+
+QUIET = Measured(
+    [], Line(5000.0, 50.0), (1.0,) * 20, Line(1000.0, 20.0), (0.8,) * 5 + (1.0,) * 13 + (3.0,) * 2
+)
+TENTH = (1.0,) * 18 + (2.5,) * 2
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        (QUIET._replace(trip_spread=(1.0,) * 20), []),
+        (
+            QUIET._replace(trip=Line(3500.0, 0.0)),
+            ["on its way for 3.5 ms, and computed in 5.05 ms", "trip in ten"],
+        ),
+        (QUIET._replace(line=Line(100_000.0, 0.0), trip=Line(3500.0, 0.0), trip_spread=(1.0,)), []),
+        (QUIET._replace(line=Line(200.0, 0.0), trip_spread=(1.0,)), []),  # a quick model's trip is the larger
+        (QUIET, ["One trip in ten took 3 times the usual one"]),
+        (QUIET._replace(trip=Line(400.0, 0.0)), []),  # three times of nothing
+        (QUIET._replace(trip_spread=(1.0,), spread=TENTH), ["One computation in ten took 2.5 times"]),
+    ],
+)
+def test_a_starved_machine_is_doubted(measured: Measured, says: list[str]) -> None:
+    found = doubts(measured)
+    assert len(found) == len(says)
+    assert all(part in reason for part, reason in zip(says, found, strict=True))
