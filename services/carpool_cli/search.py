@@ -64,7 +64,9 @@ class Goal(NamedTuple):
         trace = list(self.arrives(rate, number, self.seed, expiration_us))
         judged_us = trace[int(WARM_UP * number)].at_us
         judged = sum(one.at_us >= judged_us for one in trace)
-        outcome = Simulation(Scheduler(settings, world.processes), world, self.seed).run(trace)
+        scheduler = Scheduler(settings, world.processes)
+        in_order = settings.preserve_ordering
+        outcome = Simulation(scheduler, world, self.seed, in_order=in_order).run(trace)
         ended = zip(outcome.good_arrivals_us, outcome.latencies_us, strict=True)
         latencies_us = sorted(took_us for arrived_us, took_us in ended if arrived_us >= judged_us)
 

@@ -97,7 +97,8 @@ def _simulate(settings: SimulateSettings) -> None:
     errors = Screen(sys.stderr)
     progress = Progress(errors, requests)
     expiration_us = _expiration_us(settings, model)
-    simulation = Simulation(Scheduler(model, world.processes), world, settings.seed, progress.step)
+    scheduler = Scheduler(model, world.processes)
+    simulation = Simulation(scheduler, world, settings.seed, progress.step, in_order=model.preserve_ordering)
     outcome = simulation.run(arrives(rate, requests, settings.seed, expiration_us))
     progress.end()
     if settings.as_json:

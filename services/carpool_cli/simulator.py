@@ -45,10 +45,10 @@ class World(NamedTuple):
     slope_us: float = 50.0
     out_us: int = 250  # from the batcher's decision to the model's start
     back_us: int = 350  # from the model's end to the batcher's, and the producer's, knowledge
-    slower: Mapping[str, float] = _ALIKE
     trip_slope_us: float = 0.0
     spread: Sequence[float] = STEADY
     trip_spread: Sequence[float] = STEADY
+    slower: Mapping[str, float] = _ALIKE
 
     def takes_us(self, size: int, lane: str = "") -> float:
         """l(size), of a lane."""
@@ -110,6 +110,29 @@ class Decides(Protocol):
     def wake_at(self) -> int | None: ...
 
 
+class InOrder:
+    """preserve_ordering: answers in the order in which requests were accepted. One that is there too early is
+    held until those before it are. O(1) a request."""
+
+    def __init__(self) -> None:
+        self._slots: deque[Request] = deque()
+        self._held: dict[Request, bool] = {}
+
+    def accept(self, request: Request) -> None:
+        """A request waits, and takes its slot."""
+        self._slots.append(request)
+
+    def answer(self, request: Request, computed: bool) -> list[Request]:
+        """A request has its answer. Returns those that get a computed result now, in order."""
+        self._held[request] = computed
+        released: list[Request] = []
+        while self._slots and self._slots[0] in self._held:
+            first = self._slots.popleft()
+            if self._held.pop(first):
+                released.append(first)
+        return released
+
+
 class Ride(NamedTuple):
     """A batch under way; `back_us` is how long it will be heard of after its end, and `compute_us` is known
     once a process has begun it."""
@@ -123,11 +146,18 @@ class Ride(NamedTuple):
 class Simulation:
     """Runs one trace through one scheduler, which nobody else may use.
 
-    `step` is called with STEP when so many more requests have arrived.
+    `step` is called with STEP when so many more requests have arrived. `in_order`: the model's
+    preserve_ordering. The scheduler is not told of results that are held, so they do not fill its queue.
     """
 
     def __init__(
-        self, scheduler: Decides, world: World, seed: int = 0, step: Callable[[int], None] = lambda _: None
+        self,
+        scheduler: Decides,
+        world: World,
+        seed: int = 0,
+        step: Callable[[int], None] = lambda _: None,
+        *,
+        in_order: bool = False,
     ) -> None:
         self._world = world
         self._random = random.Random(seed)  # noqa: S311 (a simulation)
@@ -140,6 +170,7 @@ class Simulation:
         self._answered: set[Request] = set()  # in flight, and answered by their deadline
         self._outcome = Outcome()
         self._step = step
+        self._in_order = InOrder() if in_order else None
 
     def run(self, arrivals: Iterable[Arrival]) -> Outcome:
         """Everything that happens, until the last request has its result. `arrivals` in order of time."""
@@ -176,6 +207,8 @@ class Simulation:
         request = Request(_NOWHERE, "", b"", JSON, None, at_us, deadline_us, priority, lane, cost)
         if self._scheduler.offer(request, at_us) is not None:
             self._outcome.refused += 1
+        elif self._in_order is not None:
+            self._in_order.accept(request)
 
     def _decide(self, now_us: int) -> None:
         outcome = self._outcome
@@ -189,10 +222,13 @@ class Simulation:
             elif type(one) is Expire:
                 self._answered.add(one.request)
                 outcome.late += 1
+                self._make_way(one.request, now_us)
             elif type(one) is Refusal:
                 late = one.status == DEADLINE_EXCEEDED
                 outcome.late += late
                 outcome.refused += not late
+                if one.request is not None:
+                    self._make_way(one.request, now_us)
 
     # --- the workers ---------------------------------------------------------------------------------------
 
@@ -230,13 +266,28 @@ class Simulation:
 
     def _hear(self, at_us: int, ride: Ride) -> None:
         """Everybody knows that a batch is done."""
-        outcome, answered = self._outcome, self._answered
+        answered, in_order = self._answered, self._in_order
         self._scheduler.settle(ride.batch_id, at_us, ride.compute_us)
         for request in ride.requests:
             if answered and request in answered:
                 answered.discard(request)
-            elif request.deadline_us is not None and request.deadline_us < at_us:
-                outcome.late += 1  # of a scheduler that does not see to it
+            elif in_order is None:
+                self._get(request, at_us)
             else:
-                outcome.latencies_us.append(at_us - request.arrival_us)
-                outcome.good_arrivals_us.append(request.arrival_us)
+                for released in in_order.answer(request, computed=True):
+                    self._get(released, at_us)
+
+    def _make_way(self, request: Request, at_us: int) -> None:
+        """A request was answered without a result: those that were held for it are not any more."""
+        if self._in_order is not None:
+            for released in self._in_order.answer(request, computed=False):
+                self._get(released, at_us)
+
+    def _get(self, request: Request, at_us: int) -> None:
+        """A producer has its result."""
+        outcome = self._outcome
+        if request.deadline_us is not None and request.deadline_us < at_us:
+            outcome.late += 1  # it was held too long, or the scheduler does not see to deadlines
+        else:
+            outcome.latencies_us.append(at_us - request.arrival_us)
+            outcome.good_arrivals_us.append(request.arrival_us)

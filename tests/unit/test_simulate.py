@@ -57,6 +57,13 @@ def test_settings_and_flags_are_heeded(capsys: pytest.CaptureFixture[str]) -> No
     assert model_expires["late"] == 400
 
 
+def test_a_model_that_preserves_order_holds_results(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--rate", "4000", "--workers", "3", "--noise", "0.4")
+    free, held = (simulated(capsys, *words, f"preserve_ordering={order}") for order in ("false", "true"))
+    assert held["p50_ms"] > free["p50_ms"]  # type: ignore[operator]
+    assert held["mean_batch"] == free["mean_batch"]
+
+
 def test_the_seed_decides(capsys: pytest.CaptureFixture[str]) -> None:
     first = simulated(capsys, "--noise", "0.2", "--arrivals", "bursty")
     assert first == simulated(capsys, "--noise", "0.2", "--arrivals", "bursty", "--seed", "0")

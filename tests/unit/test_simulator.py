@@ -16,9 +16,11 @@ from carpool_cli.simulator import STEP, Outcome, Simulation, World, normal
 WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)
 
 
-def run(arrivals: Any, world: World = WORLD, seed: int = 0, **settings: Any) -> Outcome:
+def run(
+    arrivals: Any, world: World = WORLD, seed: int = 0, *, in_order: bool = False, **settings: Any
+) -> Outcome:
     scheduler = Scheduler(ModelSettings(**settings), world.processes)
-    return Simulation(scheduler, world, seed).run(arrivals)
+    return Simulation(scheduler, world, seed, in_order=in_order).run(arrivals)
 
 
 def test_a_request_alone_takes_the_way_and_its_computation() -> None:
@@ -82,6 +84,7 @@ def test_every_request_has_exactly_one_end(seed: int) -> None:
         max_queue_delay_ms=chance.choice([0, 3]),
         max_queue_size=chance.choice([50, 10_000]),
         expiration_action=chance.choice(["reject", "delay"]),
+        in_order=chance.choice([False, True]),
     )
     assert outcome.requests == len(arrivals)
     assert len(outcome.good_arrivals_us) == outcome.good > 0
@@ -102,6 +105,48 @@ def test_noise_moves_each_batch_and_not_the_mean() -> None:
     assert sum(took_us) / len(took_us) == pytest.approx(1100, rel=0.05)
     spread = (sum((one - 1100) ** 2 for one in took_us) / len(took_us)) ** 0.5
     assert spread == pytest.approx(220, rel=0.15)
+
+
+def test_a_result_is_held_until_those_before_it_are_there() -> None:
+    # Two processes, a request each. Who came first has the lowest priority, and waits ahead of one of them:
+    # 200 + 1100 + 1100 + 300.
+    two = WORLD._replace(processes=2)
+    times = [
+        Arrival(0, lane="a", priority=0),
+        Arrival(0, lane="b", priority=9),
+        Arrival(0, lane="b", priority=9),
+    ]
+    free = run(times, two, max_batch_size=1)
+    held = run(times, two, max_batch_size=1, in_order=True)
+    assert sorted(free.latencies_us) == [1600, 1600, 2700]
+    assert held.latencies_us == [2700, 2700, 2700]
+
+
+def test_who_is_held_beyond_its_deadline_is_late() -> None:
+    two = WORLD._replace(processes=2)
+    times = [Arrival(0, lane="a", priority=0), *2 * [Arrival(0, 2000, lane="b", priority=9)]]
+    outcome = run(times, two, max_batch_size=1, in_order=True)
+    assert (outcome.latencies_us, outcome.late) == ([2700], 2)
+
+
+def test_nobody_is_held_for_one_who_expired() -> None:
+    two = WORLD._replace(processes=2)
+    times = [Arrival(0, 2500, lane="a", priority=0), *2 * [Arrival(0, lane="b", priority=9)]]
+    outcome = run(times, two, max_batch_size=1, in_order=True)
+    assert (outcome.latencies_us, outcome.late) == ([2500, 2500], 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_order_means_in_order(seed: int) -> None:
+    apart = [
+        one._replace(lane=random.Random(one.at_us).choice(["a", "b"]), priority=one.at_us % 10)
+        for one in bursty(4000, 2000, seed)
+    ]
+    world = WORLD._replace(processes=3, spread=normal(0.3))
+    free, held = (run(apart, world, seed, max_batch_size=4, in_order=order) for order in (False, True))
+    assert held.good_arrivals_us == sorted(held.good_arrivals_us) == sorted(free.good_arrivals_us)
+    assert held.sizes == free.sizes  # what is held is no reason to batch otherwise
+    assert sum(held.latencies_us) > sum(free.latencies_us)
 
 
 def test_each_request_of_a_batch_makes_its_way_longer() -> None:
