@@ -149,7 +149,7 @@ class ModelBatcher:
         self._settle(scheduler, settled, now_us)
         refusals, emptied = self._admit(active, arrived, now_us)
         decisions = scheduler.poll(now_us)
-        self._carry_out(active, decisions, refusals, emptied)
+        self._carry_out(active, decisions, refusals, emptied, now_us)
 
     def _settle(self, scheduler: Scheduler, settled: Sequence[Settled], now_us: int) -> None:
         for one in settled:
@@ -207,13 +207,14 @@ class ModelBatcher:
         decisions: Sequence[Decision],
         refusals: list[Refusal],
         emptied: Sequence[Entry],
+        now_us: int,
     ) -> None:
         dispatches = [one for one in decisions if type(one) is Dispatch]
         refusals += [one for one in decisions if type(one) is Refusal]
         if refusals or emptied:
             self._refuse(active, refusals, emptied)
         if dispatches:
-            self._dispatch(active, dispatches)
+            self._dispatch(active, dispatches, now_us)
         in_flight = [one for one in decisions if type(one) is Expire]
         if in_flight:
             self._expire(active.scheduler, in_flight)
@@ -229,17 +230,16 @@ class ModelBatcher:
             self._meter.refused(answered)
             self._log.info("refused", **Counter(one.status for one in answered))
 
-    def _dispatch(self, active: Active, dispatches: Sequence[Dispatch]) -> None:
+    def _dispatch(self, active: Active, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = active.scheduler
         touched = {request.entry: request.entry.id for one in dispatches for request in one.requests}
         departed, vanished = self._store.dispatch(
             [Departure(*one) for one in dispatches], scheduler.settings.result_ttl_ms
         )
         _rename(active, touched, vanished)
-        now_us = self._clock.now_us()
         for one in departed:
-            scheduler.departed(one.batch_id, one.requests, now_us)
-        self._meter.dispatched(dispatches, departed, scheduler, now_us)
+            scheduler.departed(one.batch_id, one.requests, decided_us)
+        self._meter.dispatched(dispatches, departed, scheduler, self._clock.now_us())
 
     def _expire(self, scheduler: Scheduler, in_flight: Sequence[Expire]) -> None:
         by_batch: dict[str, list[Answer]] = {}
