@@ -30,6 +30,7 @@ _GAUGES: Final = {  # of status.Gauges, in that order
     "carpool_in_flight_batches": "Batches dispatched and not settled",
     "carpool_in_flight_requests": "Requests in those batches",
     "carpool_model_processes": "Model processes whose lease runs",
+    "carpool_held_results": "Results that are held until those before them are done",
 }
 _IN_FLIGHT: Final = "in_flight"
 # What a batcher says, and why a batch leaves. Shown from zero: Prometheus notices no first value.

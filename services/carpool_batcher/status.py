@@ -25,7 +25,8 @@ BOUNDS_US: Final = tuple(int(100 * _STEP**at) for at in range(165))  # up to ten
 
 
 class Gauges(NamedTuple):
-    """A model as its active batcher sees it. `oldest_s`: the age of what waits longest; 0 if nothing does."""
+    """A model as its active batcher sees it. `oldest_s`: the age of what waits longest; 0 if nothing does.
+    `held`: results that are done, and come out once those before them are (`preserve_ordering`)."""
 
     waiting: int
     waiting_bytes: int
@@ -33,6 +34,7 @@ class Gauges(NamedTuple):
     batches_in_flight: int
     requests_in_flight: int
     model_processes: int
+    held: int = 0
 
 
 def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
@@ -46,6 +48,7 @@ def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
         len(in_flight),
         sum(riding.size for riding in in_flight.values()),
         scheduler.workers,
+        scheduler.held,
     )
 
 

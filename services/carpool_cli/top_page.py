@@ -58,6 +58,7 @@ class Figures(NamedTuple):
     oldest_s: float | None
     batches_in_flight: int
     requests_in_flight: int | None = None
+    held: int = 0  # results, for those before them
     over_s: float | None = None  # rates, fill and shares are of so long a time
     requests_per_s: float | None = None
     batches_per_s: float | None = None
@@ -100,6 +101,7 @@ def figures(model: str, before: ModelLook | None, now: ModelLook) -> Figures:
         oldest_s=gauges.oldest_s if gauges.waiting else None,
         batches_in_flight=gauges.batches_in_flight,
         requests_in_flight=gauges.requests_in_flight,
+        held=gauges.held,
         over_s=over_s,
         requests_per_s=_per_s(status.requests - start.requests, over_s),
         batches_per_s=_per_s(batches, over_s),
@@ -208,6 +210,8 @@ def _details(one: Figures, columns: int) -> Iterator[str]:
         yield from _flow("workers", ["none: no model process lives, `carpool worker` starts one"], columns)
     if one.over_s is not None:
         yield from _flow("left", _why(one), columns)
+    if one.held:
+        yield from _flow("held", [f"{count(one.held, 'result')}, until those before them are done"], columns)
     if one.learned is not None:
         yield from _flow("l(n)", [_line(one.learned)], columns)
     if one.refused:

@@ -399,5 +399,9 @@ def test_results_that_are_held_count_as_waiting(stack: Stack) -> None:
     refused = stack.result(model, sent[-1])
     assert refused["status"] == "RESOURCE_EXHAUSTED"
     assert "results are held until those before them are done" in refused["detail"]
+    wait_until(
+        lambda: json.loads(stack.redis.get(keys.status))["gauges"]["held"] == len(sent) - 1,
+        description="the batcher says how many are held",
+    )
     gate.touch()
     assert [stack.result(model, one)["status"] for one in sent[:-1]] == ["OK"] * (len(sent) - 1)

@@ -447,6 +447,19 @@ def test_deadlines_of_a_batch_found_in_flight_are_kept() -> None:
 # --- who may not wait --------------------------------------------------------------------------------------
 
 
+def test_results_that_are_held_take_up_the_queue() -> None:
+    desk = Desk(workers=0, max_queue_size=3)
+    desk.scheduler.hold(2)
+    assert desk.offer("a") == []
+    (refusal,) = desk.offer("b")
+    assert refusal.detail == (
+        "the queue is full: 1 requests wait, 2 results are held until those before them are done "
+        "(max_queue_size); try again later"
+    )
+    desk.scheduler.hold(1)
+    assert desk.offer("c") == []
+
+
 def test_the_queue_is_full_the_newest_is_refused() -> None:
     desk = Desk(workers=0, max_queue_size=2)
     assert desk.offer("a b") == []

@@ -117,7 +117,8 @@ def test_what_there_is_to_see_and_what_was_learned() -> None:
         assert scheduler.offer(one, SECOND_US) is None
     for batch_id, size in (("1-1", 4), ("1-2", 8)):
         scheduler.ride(batch_id, requests(size), 0)
-    assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.waiting_bytes, 2.0, 2, 12, 3)
+    scheduler.hold(7)
+    assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.waiting_bytes, 2.0, 2, 12, 3, 7)
 
     assert scheduler.in_flight()["1-1"].arrivals_us == [0] * 4
     scheduler.settle("1-1", 9_000, 8_000)

@@ -154,6 +154,9 @@ def test_other_things_it_says() -> None:
     assert "  l(n)     5 ms for n = 64, the only size there was" in lines
     assert "  left     no batch in 5.0 s" in lines
     assert "  batcher  one is active, and says nothing that is understood here" in lines
+    assert not any("held" in line for line in lines)
+    holds = figures("a", None, seen(replace(status(5), gauges=BUSY._replace(held=1))))
+    assert "  held     1 result, until those before them are done" in page("redis", [holds], 100)
     assert "`carpool up square` serves one" in page("redis", [], 100)[2]
 
 
