@@ -6,7 +6,7 @@ In virtual time, with the production core: Poisson and bursty arrivals, two mode
 deadlines from 15 ms, load from 0.3 to 1.5 of capacity. Triton's policy and count-or-timeout are given the
 best delay that a search finds at each point. Policies and bounds are judged on the same requests. The bounds:
 
-    U1  min(arrivals, workers * max b / l(b)), over the b that can be in time at all
+    U1  min(arrivals, workers * max b / l(b)), over the b that can be in time at all, until the last deadline
     U3  the exact offline optimum for one worker and equal deadlines, which knows all arrivals beforehand:
         served batches are contiguous blocks, so a dynamic programme over (considered, served) finds it
 
@@ -42,9 +42,9 @@ LOADS: Final = (0.3, 0.6, 0.9, 1.2, 1.5)
 # Bursts so short that a trace has several.
 ARRIVALS: Final[dict[str, Traffic]] = {"Poisson": poisson, "bursty": partial(bursty, phase_s=0.1)}
 DELAYS_MS: Final = (0.5, 2, 5, 10, 20)
-LEARNED: Final = 3000  # requests, before those that are judged
+LEARNED: Final = 3000  # requests for each worker, before those that are judged
 SILENCE_US: Final = 20_000_000
-FLEET_REQUESTS: Final = 3  # times as many requests where there are 16 workers
+DEADLINES_LONG: Final = 20  # a trace is at least so many, or much of it could be served after it has ended
 POLICIES: Final = ("deferred", "eager", "Triton", "AIMD", "count or timeout")
 
 
@@ -134,7 +134,7 @@ class Trace(NamedTuple):
 def trace_of(point: Point, rate: float, requests: int, seed: int = 1) -> Trace:
     """The same requests for every policy, and for the bound."""
     make, expiration_us = ARRIVALS[point.arrivals], point.deadline_ms * 1000
-    learned = list(make(rate, LEARNED, seed, expiration_us))
+    learned = list(make(rate, LEARNED * point.workers, seed, expiration_us))
     begins_us = learned[-1].at_us + SILENCE_US
     judged = [
         one._replace(at_us=begins_us + one.at_us) for one in make(rate, requests, seed + 1, expiration_us)
@@ -154,7 +154,7 @@ def measure(point: Point, requests: int) -> Figures:
     world, deadline_us, workers = world_of(point), point.deadline_ms * 1000, point.workers
     capacity = u1_per_s(world, deadline_us)
     rate = point.load * capacity
-    trace = trace_of(point, rate, requests * (1 if workers == 1 else FLEET_REQUESTS))
+    trace = trace_of(point, rate, max(requests, int(rate * DEADLINES_LONG * point.deadline_ms / 1000)))
 
     def carpool(**settings: object) -> Callable[[], Decides]:
         return lambda: Scheduler(
@@ -175,7 +175,7 @@ def measure(point: Point, requests: int) -> Figures:
     if workers == 1:
         bound = u3(trace.judged_us, world, deadline_us) / trace.seconds
     else:
-        bound = min(len(trace.judged_us) / trace.seconds, capacity)
+        bound = min(len(trace.judged_us), capacity * (trace.seconds + deadline_us / 1e6)) / trace.seconds
     return Figures(point, bound, good)
 
 

@@ -17,11 +17,12 @@ from carpool.link import CommandError, Link
 from carpool.model_settings import ModelSettings
 from carpool.settings import ProducerSettings
 from carpool.store.directory import Directory, take_census
-from carpool_batcher.core.latency import REMEMBERED, Line, fit
+from carpool_batcher.core.latency import Line, fit
 from carpool_cli.arrivals import TraceError
 from carpool_cli.config import ConfigError
 
 _READ_BATCHES: Final = 64
+_SETTLED: Final = 64  # batches, from which l(n) is read
 _BLOCK_MS: Final = 200
 # Redis says so in these words, whichever client hands it on, and from 6 to 8 in one of two cases.
 _REFUSED: Final = "no permissions"
@@ -86,7 +87,7 @@ def look(link: Link, prefix: str, model: str) -> Live:
         raise NotServedError(f"no model {model!r:.140} is registered; {there}")
     keys = Keys(model, prefix)
     census = take_census(link, keys, RedisClock())
-    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", REMEMBERED)
+    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED)
     settled = [wire.decode_settled(flat) for _, flat in latest]
     seen = [(one.size, one.compute_us) for one in settled if one.size and one.compute_us]
     return Live(

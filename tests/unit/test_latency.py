@@ -61,6 +61,19 @@ def test_one_size_says_nothing_of_smaller_ones_and_little_of_larger_ones() -> No
     assert latency.of(16) == pytest.approx(1100, abs=30)
 
 
+def test_a_size_that_comes_all_day_does_not_push_out_what_is_known_of_others() -> None:
+    latency = learned([*on_the_line(20), *[(11, true_us(11))] * 1000])
+    for size in (1, 11, 40):
+        assert latency.of(size) == pytest.approx(true_us(size), abs=2)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_what_is_known_of_other_sizes_changes_with_the_models_speed(factor: float) -> None:
+    latency = learned([*on_the_line(40), *[(11, int(factor * true_us(11)))] * 20])
+    for size in (1, 11, 40):
+        assert latency.of(size) == pytest.approx(factor * true_us(size), rel=0.02)
+
+
 def test_what_lies_far_off_counts_for_nothing() -> None:
     chance = random.Random(1)
     observed = [(size, int(took_us * chance.gauss(1, 0.02))) for size, took_us in on_the_line(60)]
@@ -111,8 +124,10 @@ def test_slow_and_fast_by_turns_is_no_change() -> None:
     latency = learned(on_the_line(64))
     for size, took_us in on_the_line(40):
         latency.observe(size, 2 * took_us)
+        assert not latency._off > 1
         latency.observe(size, took_us)
-    assert len(latency._seen) == module.REMEMBERED
+        assert latency._off < 1
+    assert true_us(16) < latency.of(16) < 2 * true_us(16)
 
 
 def test_fuller_is_not_faster() -> None:
@@ -151,7 +166,7 @@ def test_a_line_has_neither_a_negative_slope_nor_a_negative_intercept(
 
 def test_what_is_not_new_costs_no_fit() -> None:
     with mock.patch.object(module, "fit", wraps=fit) as fits:
-        latency = learned(on_the_line(module.REMEMBERED))
+        latency = learned(on_the_line(64))
         before = fits.call_count
         for size, took_us in on_the_line(800):
             latency.observe(size, took_us)
@@ -159,4 +174,4 @@ def test_what_is_not_new_costs_no_fit() -> None:
             latency.at_most(size)
     assert before <= 4 + 4 * module.REFIT_EVERY
     assert fits.call_count - before == 800 // module.REFIT_EVERY
-    assert max(len(call.args[0]) for call in fits.call_args_list) <= module.REMEMBERED
+    assert max(len(call.args[0]) for call in fits.call_args_list) <= module.OF_EACH * len(SIZES)

@@ -240,3 +240,11 @@ def test_progress_is_told_of_each_step() -> None:
 def test_nothing_comes_of_nothing() -> None:
     outcome = run([])
     assert (outcome.requests, outcome.took_us, outcome.latency_ms(0.99), outcome.mean_batch) == (0, 0, 0, 0)
+
+
+def test_deferred_does_not_forget_what_large_batches_take_while_all_are_small() -> None:
+    """Sixteen workers with time to spare send batches of the efficient size for as long as one likes."""
+    world = World(16, 2000.0, 1000.0)
+    arrivals = list(poisson(4600, 12_000, 1, 50_000))
+    outcome = run(arrivals, world, policy="deferred", max_batch_size=256)
+    assert (outcome.good, outcome.late, outcome.refused) == (12_000, 0, 0)

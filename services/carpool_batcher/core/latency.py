@@ -2,10 +2,12 @@
 
     l(n) = intercept + slope n,    both at least 0;    and l(n) + margin, which one batch in ten exceeds
 
-A line through the last observations by least squares, twice: the second time without those that lie far from
-the first (a pause of the machine, a cache that was cold). Batches of one size alone say nothing of others: a
-smaller one is taken to last as long, a larger one somewhat longer, so that it is tried and found out. When
-several in a row lie off on one side, the model has changed its speed, and what was before is forgotten.
+A line through the last observations of every size by least squares, twice: the second time without those
+that lie far from the first (a pause of the machine, a cache that was cold). Sizes that come often do not push
+out what is known of others, or a model that is asked for one size all day would be a riddle in the evening. Of
+one size alone nothing follows for others: a smaller one is taken to last as long, a larger one somewhat longer,
+so that it is tried and found out. When several in a row lie off on one side, the model has changed its speed,
+and all that was observed before is taken to have changed with it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-REMEMBERED: Final = 64
+OF_EACH: Final = 8  # observations that are remembered of sizes 1, 2 and 3, 4 to 7, and so on
 REFIT_EVERY: Final = 8
 CHANGED_AFTER: Final = 6  # so many in a row off on one side are not chance
 FAR: Final = 4.0  # times the median distance from the line
@@ -42,7 +44,8 @@ class Latency:
     """l(n) of one lane, or of all. `observe` costs about 10 µs, the others less than one."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self._seen: dict[int, deque[tuple[int, int]]] = {}  # by the number of bits of the size
+        self._latest: deque[tuple[int, int]] = deque(maxlen=CHANGED_AFTER)
         self._line: Line | None = None
         self._fresh = 0  # observed since the last fit
         self._off = 0  # in a row above (or below, negative) what was expected
@@ -67,22 +70,35 @@ class Latency:
 
     def observe(self, size: int, took_us: int) -> None:
         """A batch of `size` took so long."""
-        self._seen.append((size, took_us))
+        one = size, took_us
+        self._latest.append(one)
+        changed = self._line is not None and self._is_change(took_us, self._line.at(size))
+        if changed:
+            self._follow_change()
+        self._seen.setdefault(size.bit_length(), deque(maxlen=OF_EACH)).append(one)
         self._fresh += 1
-        if self._line is not None:
-            self._notice_change(took_us, self._line.at(size))
-        if self._fresh >= min(REFIT_EVERY, len(self._seen) // 4) or self._line is None:
-            self._line = fit(self._seen)
+        if self._line is None or changed or self._fresh >= min(REFIT_EVERY, len(self._seen_in_all()) // 4):
+            self._line = fit(self._seen_in_all())
             self._fresh = 0
 
-    def _notice_change(self, took_us: int, expected_us: int) -> None:
+    def _seen_in_all(self) -> list[tuple[int, int]]:
+        return [one for of_size in self._seen.values() for one in of_size]
+
+    def _is_change(self, took_us: int, expected_us: int) -> bool:
         side = 1 if took_us > 1.3 * expected_us else -1 if took_us < 0.6 * expected_us else 0
         self._off = self._off + side if side and side * self._off >= 0 else side
-        if abs(self._off) >= CHANGED_AFTER:
-            latest = list(self._seen)[-CHANGED_AFTER:]
-            self._seen.clear()
-            self._seen.extend(latest)
-            self._line, self._off = None, 0
+        return abs(self._off) >= CHANGED_AFTER
+
+    def _follow_change(self) -> None:
+        """What was observed before is as if the model had been as fast then as it is now."""
+        assert self._line is not None
+        ratios = sorted(took_us / max(1, self._line.at(size)) for size, took_us in self._latest)
+        ratio = ratios[len(ratios) // 2]
+        after = {id(one) for one in self._latest}
+        for number, of_size in self._seen.items():
+            scaled = [one if id(one) in after else (one[0], int(ratio * one[1])) for one in of_size]
+            self._seen[number] = deque(scaled, maxlen=OF_EACH)
+        self._off = 0
 
 
 def fit(seen: Sequence[tuple[int, int]]) -> Line:
