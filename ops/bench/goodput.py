@@ -1,4 +1,5 @@
-"""Goodput: requests answered within their deadline, by policy, as a share of what no policy can pass.
+"""Goodput: requests answered within their deadline, by policy, as a share of what no policy can pass. And how
+long requests take on average where there is little to do.
 
     .venv/bin/python ops/bench/goodput.py [--requests 6000] [--write]
 
@@ -42,6 +43,8 @@ LOADS: Final = (0.3, 0.6, 0.9, 1.2, 1.5)
 # Bursts so short that a trace has several.
 ARRIVALS: Final[dict[str, Traffic]] = {"Poisson": poisson, "bursty": partial(bursty, phase_s=0.1)}
 DELAYS_MS: Final = (0.5, 2, 5, 10, 20)
+LOW_LOADS: Final = (0.05, 0.1, 0.2, 0.3)
+SLOW_US: Final = 50_000  # what AIMD aims at where nobody expires
 LEARNED: Final = 3000  # requests for each worker, before those that are judged
 SILENCE_US: Final = 20_000_000
 DEADLINES_LONG: Final = 20  # a trace is at least so many, or much of it could be served after it has ended
@@ -155,6 +158,17 @@ def measure(point: Point, requests: int) -> Figures:
     capacity = u1_per_s(world, deadline_us)
     rate = point.load * capacity
     trace = trace_of(point, rate, max(requests, int(rate * DEADLINES_LONG * point.deadline_ms / 1000)))
+    makers = policies(workers, deadline_us)
+    good = {name: max(goodput(point, make, trace) for make in those) for name, those in makers.items()}
+    if workers == 1:
+        bound = u3(trace.judged_us, world, deadline_us) / trace.seconds
+    else:
+        bound = min(len(trace.judged_us), capacity * (trace.seconds + deadline_us / 1e6)) / trace.seconds
+    return Figures(point, bound, good)
+
+
+def policies(workers: int, objective_us: int) -> dict[str, list[Callable[[], Decides]]]:
+    """Every policy, with each of the delays that it is tried with."""
 
     def carpool(**settings: object) -> Callable[[], Decides]:
         return lambda: Scheduler(
@@ -164,19 +178,46 @@ def measure(point: Point, requests: int) -> Figures:
     def count_or_timeout(delay_ms: float) -> Callable[[], Decides]:
         return lambda: CountOrTimeout(MAX_BATCH, int(delay_ms * 1000))
 
-    makers: dict[str, list[Callable[[], Decides]]] = {
+    return {
         "deferred": [carpool(policy="deferred")],
         "eager": [carpool()],
         "Triton": [carpool(max_queue_delay_ms=ms, preferred_batch_sizes=(64, 128)) for ms in DELAYS_MS],
-        "AIMD": [lambda: Aimd(MAX_BATCH, deadline_us, workers)],
+        "AIMD": [lambda: Aimd(MAX_BATCH, objective_us, workers)],
         "count or timeout": [count_or_timeout(ms) for ms in DELAYS_MS],
     }
-    good = {name: max(goodput(point, make, trace) for make in those) for name, those in makers.items()}
-    if workers == 1:
-        bound = u3(trace.judged_us, world, deadline_us) / trace.seconds
-    else:
-        bound = min(len(trace.judged_us), capacity * (trace.seconds + deadline_us / 1e6)) / trace.seconds
-    return Figures(point, bound, good)
+
+
+class Waits(NamedTuple):
+    """What a request takes on average, in ms, by policy; nobody expires."""
+
+    model: tuple[float, float]
+    workers: int
+    load: float
+    mean_ms: dict[str, float]
+
+
+def wait(model: tuple[float, float], workers: int, load: float, requests: int) -> Waits:
+    """The shortest mean of each policy, whatever its delay. `load` is of what full batches would come to."""
+    world = World(workers, *model)
+    rate = load * workers * MAX_BATCH / world.takes_us(MAX_BATCH) * 1e6
+    arrivals = list(poisson(rate, max(requests, int(rate / 2)), 3))
+    mean_ms: dict[str, float] = {}
+    for name, makers in policies(workers, SLOW_US).items():
+        if name != "deferred":  # which is eager where nobody has a deadline
+            outcomes = [Simulation(make(), world).run(arrivals) for make in makers]
+            mean_ms[name] = min(sum(one.latencies_us) / one.good / 1000 for one in outcomes)
+    return Waits(model, workers, load, mean_ms)
+
+
+def waits_table(results: Sequence[Waits]) -> Iterator[str]:
+    """The figures, in Markdown, `eager` as the share by which it is above the shortest."""
+    yield "| l(b), ms | workers | load | " + " | ".join(results[0].mean_ms) + " | `eager` over the shortest |"
+    yield "|---|---:|---:|" + "---:|" * (len(results[0].mean_ms) + 1)
+    for (intercept_us, slope_us), workers, load, mean_ms in results:
+        over = mean_ms["eager"] / min(mean_ms.values()) - 1
+        cells = " | ".join(f"{one:,.2f} ms" for one in mean_ms.values())
+        law = f"{intercept_us / 1000:g} + {slope_us / 1000:g} b"
+        yield f"| {law} | {workers} | {load:g} | {cells} | {over:.1%} |"
 
 
 def table(results: Sequence[Figures]) -> Iterator[str]:
@@ -257,7 +298,11 @@ def main() -> None:
                 file=sys.stderr,
             )
     print(file=sys.stderr)
-    lines = [*summary(results), "", *table(results)]
+    lines = [*summary(results), "", *table(results), "", "## Mean latency where there is little to do", ""]
+    low = list(product(MODELS, (1, 2, 4, 16), LOW_LOADS, [options.requests]))
+    with multiprocessing.Pool() as pool:
+        waits = pool.starmap(wait, low, chunksize=1)
+    lines += ["Poisson arrivals, no deadlines; each policy with its best delay.", "", *waits_table(waits)]
     print("\n".join(lines))
     if options.write:
         head = ["# Goodput", "", "Written by `.venv/bin/python ops/bench/goodput.py --write`.", ""]

@@ -227,3 +227,45 @@ def test_a_lane_goes_by_its_own_once_enough_is_known_of_it() -> None:
     assert depot.fleet.latency_of("slow").of(8) == 90 * MS
     assert depot.fleet.ride_us("slow") == 91 * MS
     assert depot.fleet.latency_of("").of(8) == depot.fleet.latency.of(8) != 90 * MS
+
+
+# --- even intervals ----------------------------------------------------------------------------------------
+
+
+def test_who_can_ride_alone_does_so_at_once() -> None:
+    depot = Depot(processes=4)
+    for at in range(50):
+        depot.settle(depot.send(at * 20, size=1), at * 20 + 11)
+    depot.send(2000, size=1)
+    assert depot.fleet.evenly_us() <= 2000 * MS
+
+
+def test_batches_of_several_set_out_at_even_intervals() -> None:
+    depot = Depot(processes=4)
+    for at in range(50):
+        depot.settle(depot.send(at * 20, size=8), at * 20 + 11)
+    depot.send(2000)
+    assert depot.fleet.evenly_us() == pytest.approx((2000 + 10 / 4) * MS, rel=1e-6)
+    depot.fleet.resize(2)
+    depot.send(2001)
+    assert depot.fleet.evenly_us() == pytest.approx((2001 + 10 / 2) * MS, rel=1e-6)
+
+
+def test_intervals_are_shorter_where_larger_batches_take_longer() -> None:
+    """l(n) = 2 n: who waits for a larger batch waits longer for its result, too."""
+    depot = Depot(processes=4, learned=False)
+    for at in range(100):
+        size = 8 + at % 2
+        depot.settle(depot.send(at * 20, size=size), at * 20 + 2 * size + 1, compute=2 * size)
+    depot.send(3000, size=8)
+    assert 3000 * MS <= depot.fleet.evenly_us() < 3001 * MS
+
+
+@pytest.mark.parametrize(("processes", "learned"), [(1, True), (0, True), (4, False)])
+def test_one_process_and_one_of_which_nothing_is_known_wait_for_no_interval(
+    processes: int, learned: bool
+) -> None:
+    depot = Depot(processes=processes, learned=learned)
+    for at in range(20):
+        depot.send(at)
+    assert depot.fleet.evenly_us() == 0

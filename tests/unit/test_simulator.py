@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.fleet import Fleet
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.arrivals import Arrival, bursty, poisson, recorded
 from carpool_cli.simulator import STEP, Outcome, Simulation, World, normal
@@ -248,3 +250,16 @@ def test_deferred_does_not_forget_what_large_batches_take_while_all_are_small() 
     arrivals = list(poisson(4600, 12_000, 1, 50_000))
     outcome = run(arrivals, world, policy="deferred", max_batch_size=256)
     assert (outcome.good, outcome.late, outcome.refused) == (12_000, 0, 0)
+
+
+@pytest.mark.parametrize(("processes", "load"), [(2, 0.1), (4, 0.2), (16, 0.3)])
+def test_workers_that_are_not_in_step_make_everybody_wait_less(processes: int, load: float) -> None:
+    """Batches set out at even intervals, and so there is always one worker that is soon free."""
+    world = World(processes, 5000.0, 50.0)
+    rate = load * processes * 256 / world.takes_us(256) * 1e6
+    arrivals = list(poisson(rate, max(6000, int(rate / 2)), 3))
+    evenly = run(arrivals, world, max_batch_size=256)
+    with mock.patch.object(Fleet, "evenly_us", lambda _: 0):
+        in_step = run(arrivals, world, max_batch_size=256)
+    assert sum(evenly.latencies_us) < 0.91 * sum(in_step.latencies_us)
+    assert evenly.latency_ms(0.99) < 0.91 * in_step.latency_ms(0.99)

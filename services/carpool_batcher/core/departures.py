@@ -94,7 +94,9 @@ class Departures:
             return 0, "deadline"
         delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
         if not self._defers(lane):
-            return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
+            if settings.max_queue_delay_ms:
+                return delay_ends_us, "delay"
+            return max(delay_ends_us, self._fleet.evenly_us()), "idle"
         outlook = self._outlook(lane)
         if lane.count >= efficient_size(outlook.latency, settings.max_batch_size):
             return 0, "efficient"

@@ -9,6 +9,10 @@ one will be free is known beforehand:
 
 where l(n) is that of the batch's lane, and the trip is the way there and the way back. The next batch leaves
 so long before a process is free that it arrives in that moment: one trip before it would be heard of.
+
+Processes that begin together end together, and who comes just after that waits for nearly all of l(n),
+whatever their number. So where more arrive than can ride alone, batches set out at even intervals: of N
+processes one every l(n) / N, and nobody waits longer than that for one that is free.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from carpool.messages import Request
 from carpool_batcher.core.latency import Latency
 from carpool_batcher.core.pace import Paces
 
+ALONE: Final = 1.2  # requests in a batch, on average: up to so many ride alone
+CROWDED: Final = 2.2  # from so many on intervals are even; between the two, in proportion
+_OF_LATE: Final = 0.1  # what the latest batch counts in the average
 BATCHES_EACH: Final = 2  # the one that a process executes, and one that it has at hand
 _TRIPS: Final = 16
 
@@ -51,6 +58,8 @@ class Fleet:
         self._found_idle: set[str] = set()
         self._trips: deque[int] = deque(maxlen=_TRIPS)
         self._trip_us = 0
+        self._mean_size = 0.0
+        self._next_us = 0  # when the next batch may set out, for even intervals
 
     # --- what happens --------------------------------------------------------------------------------------
 
@@ -71,6 +80,7 @@ class Fleet:
     def dispatched(self, batch_id: str, riding: Riding) -> None:
         """A batch is in flight."""
         self.in_flight[batch_id] = riding
+        self._set_pace(riding)
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
             self._found_idle.add(batch_id)
@@ -92,6 +102,20 @@ class Fleet:
             self._executing = [one for one in self._executing if one[1] != batch_id]
         if len(self._executing) < self.processes:
             self._begin_next(now_us)
+
+    def _set_pace(self, riding: Riding) -> None:
+        """The next batch sets out l(n) / N after this one, n the mean size. Sooner where l(n) mostly grows:
+        waiting makes batches larger there, and larger ones make everybody wait. At once where n is one."""
+        self._mean_size += _OF_LATE * (riding.size - self._mean_size)
+        latency = self.latency_of(riding.lane)
+        takes_us = latency.of(round(self._mean_size))
+        if self.processes < 2 or not takes_us:
+            self._next_us = 0
+            return
+        crowding = min(max((self._mean_size - ALONE) / (CROWDED - ALONE), 0.0), 1.0)
+        sloping = 1 - latency.of(0) / takes_us
+        interval_us = crowding * (1 - sloping**2) * takes_us / self.processes
+        self._next_us = riding.dispatched_us + int(interval_us)
 
     def _begin_next(self, start_us: int) -> None:
         if self._ahead:
@@ -121,6 +145,10 @@ class Fleet:
         if self.now_us > done_us + self._grace_us(batch_id):
             return None  # it takes longer than it should, and nobody knows how much
         return done_us - self._trip_us
+
+    def evenly_us(self) -> int:
+        """From when on a batch that nothing hurries may set out, so that intervals are even."""
+        return self._next_us
 
     def frees_us(self, now_us: int) -> list[int]:
         """When a batch may leave for each process: now, or one trip before it would be heard of as free, with

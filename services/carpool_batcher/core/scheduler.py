@@ -9,7 +9,8 @@
      deadline  a request in its lane would miss its deadline if it waited longer
      efficient (`deferred` only) it is large enough for the model to be nearly as fast as it gets
      delay     its oldest request waited `max_queue_delay_ms`
-     idle      a worker is free, or about to be, and the model does not want to wait (`max_queue_delay_ms` 0)
+     idle      a worker is free, or about to be, and the model does not want to wait (`max_queue_delay_ms` 0);
+               where batches are of several, so long after the last one that intervals are even (`core.fleet`)
    Under the policy `deferred` the last of these does not hold: a batch leaves as late as deadlines allow
    (`core.deferred`), and who cannot be met is refused before anything is computed.
 3. Among ready lanes the one with the highest priority goes first, then the one whose request waited longest.
