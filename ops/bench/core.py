@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
+from carpool.lifecycle import collect_garbage_rarely
 from carpool.messages import Entry, Request
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
@@ -79,6 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=50_000, help="at each depth")
     options = parser.parse_args()
+    collect_garbage_rarely()  # as a batcher does
     print(f"{'':20}" + "".join(f"{depth:>22,}" for depth in DEPTHS))
     for kind in KINDS:
         costs = [min(cost_us(kind, depth, options.requests) for _ in range(2)) for depth in DEPTHS]
