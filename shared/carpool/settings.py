@@ -222,7 +222,12 @@ def _source(kind: type[BaseSettings], prog: str) -> Any:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    return CliSettingsSource(kind, root_parser=parser, add_argument_method=_add_argument)
+    return CliSettingsSource(
+        kind,
+        root_parser=parser,
+        add_argument_method=_add_argument,
+        parse_args_method=_Parser.parse_intermixed_args,  # flags may stand between MODEL and BODY
+    )
 
 
 def _add_argument(parser: argparse.ArgumentParser, *names: Any, **options: Any) -> argparse.Action:
