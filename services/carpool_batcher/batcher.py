@@ -229,6 +229,10 @@ class ModelBatcher:
         if answered:
             self._meter.refused(answered)
             self._log.info("refused", **Counter(one.status for one in answered))
+        custom = active.scheduler.custom
+        if custom is not None and any(one.reason == "policy" for one in answered):
+            policy = active.scheduler.settings.policy
+            self._log.error("policy raised", policy=policy, reason=f"{custom.raised:.1000}")
 
     def _dispatch(self, active: Active, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = active.scheduler

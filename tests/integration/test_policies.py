@@ -44,6 +44,9 @@ def test_it_says_who_rides_together_and_fails_alone(stack: Stack) -> None:
     assert refused["detail"] == "the batching policy's include raised RuntimeError"
     assert {one["status"] for one in results.values()} == {"OK"}
     assert {one["batch_size"] for one in results.values()} == {2}
+    (said,) = stack.events("policy raised")
+    assert said["policy"] == PAIRS
+    assert said["reason"].startswith("include raised RuntimeError: ")
 
 
 def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
