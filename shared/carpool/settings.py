@@ -175,13 +175,16 @@ class CommonSettings(ProducerSettings):
     log_level: LogLevel = Field("info", description="the least to log")
 
 
+Policies = Annotated[
+    Listed,
+    Field(description="policies of your own that models may name: module:Name or path/file.py:Name, ..."),
+]
+
+
 class BatcherSettings(CommonSettings):
     """Group waiting requests into batches, for every registered model."""
 
-    policies: Listed = Field(
-        default_factory=list,
-        description="policies of your own that models may name: module:Name or path/file.py:Name, ...",
-    )
+    policies: Policies = Field([])
 
 
 class WorkerSettings(CommonSettings):
