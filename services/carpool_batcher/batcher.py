@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from threading import Event
 from typing import Any, Final, NamedTuple
 
@@ -288,6 +289,7 @@ class ModelBatcher:
         self._status_at_us = now_us + STATUS_EVERY_US
         try:
             status = self._meter.status(self._name, scheduler, now_us)
+            status = replace(status, unheeded=self._nonsense, policies=tuple(self._policies))
             self._store.publish_status(status.encode(), STATUS_TTL_MS)
         except CommandError as error:
             self._status_at_us = now_us + STATUS_REFUSED_US

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
     assert said["reason"] == "policy: 'policies.py:Others' is none of this batcher's --policies"
     entry_id = stack.send(MODEL, body="7")
     assert stack.result(MODEL, entry_id)["status"] == "OK"
+
+    def shown() -> bool:
+        status = json.loads(stack.redis.get(Keys(MODEL).status) or b"{}")
+        return bool(status.get("unheeded") == said["reason"])
+
+    wait_until(shown, description="whoever watches is told")
 
 
 def test_a_batcher_that_takes_over_goes_by_the_rest_of_what_the_model_says(tmp_path: Path) -> None:
