@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         screen = Screen()
         show(lines, screen)
         if status is not None and status.unheeded:
-            screen.say(f"\nThe batcher does not follow them, those before hold: {status.unheeded}")
+            screen.say(f"\nThe batcher does not follow these: {status.unheeded}")
     return 0
 
 

@@ -211,7 +211,7 @@ def _details(one: Figures, columns: int) -> Iterator[str]:
     if not one.model_processes:
         yield from _flow("workers", ["none: no model process lives, `carpool worker` starts one"], columns)
     if one.unheeded:
-        yield from _flow("settings", ["not followed, those before hold", one.unheeded], columns)
+        yield from _flow("settings", [f"not followed: {one.unheeded}"], columns)
     if one.over_s is not None:
         yield from _flow("left", _why(one), columns)
     if one.held:
