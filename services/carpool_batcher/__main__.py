@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError, ImportError) as error:
         log.error("batcher cannot start", reason=str(error))
         return 1
-    log.info("batcher started", batcher=name, redis=without_password(settings.redis_url))
+    said = {"policies": ", ".join(policies)} if policies else {}
+    log.info("batcher started", batcher=name, redis=without_password(settings.redis_url), **said)
     service.start()
     collect_garbage_rarely()
     stop.wait()

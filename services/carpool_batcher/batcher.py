@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from threading import Event
 from typing import Any, Final, NamedTuple
 
@@ -229,6 +230,10 @@ class ModelBatcher:
         if answered:
             self._meter.refused(answered)
             self._log.info("refused", **Counter(one.status for one in answered))
+        custom = active.scheduler.custom
+        if custom is not None and any(one.reason == "policy" for one in answered):
+            policy = active.scheduler.settings.policy
+            self._log.error("policy raised", policy=policy, reason=f"{custom.raised:.1000}")
 
     def _dispatch(self, active: Active, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = active.scheduler
@@ -284,6 +289,7 @@ class ModelBatcher:
         self._status_at_us = now_us + STATUS_EVERY_US
         try:
             status = self._meter.status(self._name, scheduler, now_us)
+            status = replace(status, unheeded=self._nonsense, policies=tuple(self._policies))
             self._store.publish_status(status.encode(), STATUS_TTL_MS)
         except CommandError as error:
             self._status_at_us = now_us + STATUS_REFUSED_US

@@ -66,6 +66,8 @@ class Status:
     refused: dict[str, int]  # requests answered without a result, by "STATUS/reason"
     learned: tuple[float, float, int] | None  # of l(n): intercept and slope in µs; the one size known, or 0
     quantiles_us: tuple[int, int] | None  # half, and 99 of 100 requests took no longer, of late
+    unheeded: str = ""  # why the settings in Redis are not followed, where they are not
+    policies: tuple[str, ...] = ()  # of users' own, that this batcher knows
 
     def encode(self) -> str:
         """As JSON."""

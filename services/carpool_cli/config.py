@@ -15,9 +15,10 @@ from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.errors import UnavailableError
 from carpool.link import CommandError, Link
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool.store.directory import Directory
+from carpool_batcher.status import Status
 from carpool_cli.report import Screen, table
 
 LONGEST_SHOWN: Final = 60
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     directory = Directory(link, settings.prefix)
     try:
         lines = configure(directory, settings.model, settings.change)
+        status = None if settings.change else _status(directory, settings.model)
     except ConfigError as error:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
@@ -77,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
     if settings.as_json:
         print(json.dumps({name: line._asdict() for name, line in lines.items()}))
     else:
-        show(lines, Screen())
+        screen = Screen()
+        show(lines, screen)
+        if status is not None and status.unheeded:
+            screen.say(f"\nThe batcher does not follow these: {status.unheeded}")
     return 0
 
 
@@ -91,12 +96,29 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> dict[
     values, back = parse(changes)
     wanted = {name: value for name, value in {**said, **values}.items() if name not in back}
     try:
-        ModelSettings.from_mapping({**registered, **wanted})
+        holds = ModelSettings.from_mapping({**registered, **wanted})
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
+    if "policy" in values and holds.policy not in POLICIES:
+        _check_policy(_status(directory, model), holds.policy)
     if values or back:
         directory.configure(model, values, back)
     return resolve(registered, wanted)
+
+
+def _status(directory: Directory, model: str) -> Status | None:
+    """What the active batcher says of itself, if there is one."""
+    said = directory.glance(model).status
+    return None if said is None else Status.decode(said)
+
+
+def _check_policy(status: Status | None, policy: str) -> None:
+    """A policy that the active batcher does not know would leave all settings as they were."""
+    if status is not None and policy not in status.policies:
+        raise ConfigError(
+            f"policy: {policy!r:.140} is none of the active batcher's --policies, which are "
+            f"{', '.join(status.policies) or 'none'}; nothing was changed"
+        )
 
 
 def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -135,9 +157,10 @@ def resolve(registered: Mapping[str, str], said: Mapping[str, str]) -> dict[str,
 
 def show(lines: Mapping[str, Line], screen: Screen) -> None:
     """The table."""
-    rows = [("setting", "value", "from", "meaning")]
-    rows += [(name, _short(line.value), line.source, line.meaning) for name, line in lines.items()]
-    head, *rest = table(rows)
+    rows = [("setting", "value", "from")]
+    rows += [(name, _short(line.value), line.source) for name, line in lines.items()]
+    meanings = ["meaning", *(line.meaning for line in lines.values())]
+    head, *rest = (f"{text}  {meaning}" for text, meaning in zip(table(rows), meanings, strict=True))
     screen.say(screen.bold(head))
     for text in rest:
         screen.say(text)

@@ -35,6 +35,7 @@ class InferSettings(ProducerSettings):
     timeout: float = Field(30.0, gt=0, le=86_400, description="seconds to wait; it travels with the request")
     priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="higher first")
     lane: str = Field("", description="only requests of one lane share a batch")
+    tenant: str = Field("", description="whose it is; tenants take fair turns")
     raw: bool = Field(False, description="send the body as it is, as bytes, and print the result's bytes")
 
 
@@ -94,6 +95,7 @@ async def _infer(settings: InferSettings, body: Any) -> bytes:
             body,
             priority=settings.priority,
             lane=settings.lane or None,
+            tenant=settings.tenant or None,
             content_type=content_type,
         )
     return encode_body(content_type, result)

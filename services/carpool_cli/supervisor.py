@@ -64,6 +64,7 @@ class Plan:
     drain_s: float = 30.0
     log_level: str = "info"
     http_port: int | None = None
+    policies: Sequence[str] = ()
     logs: Path | None = None
 
 
@@ -250,7 +251,9 @@ class Supervisor:
             self._keepers.append(Keeper(self.redis, time.monotonic()))
         self._link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0)
         self._link.call("PING")
-        self._batcher = Service("batcher", ["carpool_batcher"], self._environment(0), plan.logs)
+        policies = ["--policies", ",".join(plan.policies)] if plan.policies else []
+        argv = ["carpool_batcher", *policies]
+        self._batcher = Service("batcher", argv, self._environment(0), plan.logs)
         self.workers = [
             WorkerService(spec, plan, self._environment(at)) for at, spec in enumerate(plan.models, 1)
         ]

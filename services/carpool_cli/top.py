@@ -42,6 +42,7 @@ class TopSettings(ProducerSettings):
     left        why batches left: full, preferred, efficient, deadline, delay, idle
     l(n)        how long a batch of n takes, as learned
     refused     requests that got no result, since this batcher began; and lately
+                (early: could not have been done in time; waiting, in_flight: where it was when it expired)
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})

@@ -71,6 +71,7 @@ class Figures(NamedTuple):
     batches: Mapping[str, int] = {}  # by reason, since the batcher began
     requests: int | None = None  # dispatched since then
     active_s: float | None = None  # since when that is
+    unheeded: str = ""  # why its settings are not followed
 
     def as_json(self) -> dict[str, Any]:
         """For `json.dumps`."""
@@ -117,6 +118,7 @@ def figures(model: str, before: ModelLook | None, now: ModelLook) -> Figures:
         batches=status.batches,
         requests=status.requests,
         active_s=(status.at_us - status.began_us) / 1e6,
+        unheeded=status.unheeded,
     )
 
 
@@ -208,6 +210,8 @@ def _details(one: Figures, columns: int) -> Iterator[str]:
         yield from _flow("batcher", ["one is active, and says nothing that is understood here"], columns)
     if not one.model_processes:
         yield from _flow("workers", ["none: no model process lives, `carpool worker` starts one"], columns)
+    if one.unheeded:
+        yield from _flow("settings", [f"not followed: {one.unheeded}"], columns)
     if one.over_s is not None:
         yield from _flow("left", _why(one), columns)
     if one.held:

@@ -184,6 +184,7 @@ def _show(
     words_of = [row[-1] for row in rows]
     for line, words in zip(table([row[:-1] for row in rows]), words_of, strict=True):
         screen.say(f"  {line}  {words}".rstrip())
+    screen.say("  * what changes least, of those that are as good as the first, give or take 2%")
     changed = changes(best.candidate.settings, live.settings)
     if not best.rate or not best.within:
         screen.say(

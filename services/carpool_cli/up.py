@@ -18,7 +18,7 @@ from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
 from carpool.link import CommandError
 from carpool.logs import configure_logs
-from carpool.settings import Listed, LogLevel, Prefix, RedisSettings, RedisUrl, read_settings
+from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, RedisUrl, read_settings
 from carpool_cli import paste
 from carpool_cli.embedded import EmbeddedRedisError
 from carpool_cli.report import Screen, count
@@ -57,6 +57,7 @@ class UpSettings(RedisSettings):
         le=65000,
         description="where the batcher serves /metrics, /healthz, /readyz; workers do on the ports after it",
     )
+    policies: Policies = Field([])
     prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
     log_level: LogLevel = Field("info", description="the least to log")
 
@@ -84,6 +85,7 @@ class UpSettings(RedisSettings):
             drain_s=self.drain_s,
             log_level=self.log_level,
             http_port=self.http_port,
+            policies=self.policies,
         )
 
 

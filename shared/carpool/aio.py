@@ -53,6 +53,7 @@ class RequestOptions(TypedDict, total=False):
     `priority`: 0 to 9, higher first; 4 if not said.
     `lane`: only requests of one lane share a batch.
     `cost`: what it counts for against the model's `max_batch_cost`.
+    `tenant`: whose it is; tenants take fair turns, by the model's `tenant_weights`.
     `content_type`: how the body is written, if not as its type suggests.
     `correlation_id`: one's own, to send a request again.
     `fields`: for the model to read.
@@ -62,6 +63,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int | None
     lane: str | None
     cost: int | None
+    tenant: str | None
     content_type: str | None
     correlation_id: str | None
     fields: Mapping[str, bytes | str] | None
@@ -415,7 +417,7 @@ def _own_fields(options: RequestOptions) -> dict[str, Any]:
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     own: dict[str, Any] = dict(options.get("fields") or {})
-    for name in ("priority", "lane", "cost"):
+    for name in ("priority", "lane", "cost", "tenant"):
         if options.get(name) is not None:
             own[name] = options.get(name)
     for name, value in own.items():

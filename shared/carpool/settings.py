@@ -175,13 +175,16 @@ class CommonSettings(ProducerSettings):
     log_level: LogLevel = Field("info", description="the least to log")
 
 
+Policies = Annotated[
+    Listed,
+    Field(description="policies of your own that models may name: module:Name or path/file.py:Name, ..."),
+]
+
+
 class BatcherSettings(CommonSettings):
     """Group waiting requests into batches, for every registered model."""
 
-    policies: Listed = Field(
-        default_factory=list,
-        description="policies of your own that models may name: module:Name or path/file.py:Name, ...",
-    )
+    policies: Policies = Field([])
 
 
 class WorkerSettings(CommonSettings):
@@ -222,7 +225,12 @@ def _source(kind: type[BaseSettings], prog: str) -> Any:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    return CliSettingsSource(kind, root_parser=parser, add_argument_method=_add_argument)
+    return CliSettingsSource(
+        kind,
+        root_parser=parser,
+        add_argument_method=_add_argument,
+        parse_args_method=_Parser.parse_intermixed_args,  # flags may stand between MODEL and BODY
+    )
 
 
 def _add_argument(parser: argparse.ArgumentParser, *names: Any, **options: Any) -> argparse.Action:

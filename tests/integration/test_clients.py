@@ -122,6 +122,8 @@ async def test_submit_begins_at_once_and_whatever_is_sent_together_shares_a_batc
 async def test_options_travel_with_the_request(client: AsyncClient) -> None:
     told = await client.infer("Echo", "about", lane="de", fields={"tenant": "acme"}, correlation_id="mine-2")
     assert told == ["mine-2", "de", {"tenant": "acme"}]
+    told = await client.infer("Echo", "about", tenant="acme", correlation_id="mine-9")
+    assert told == ["mine-9", "", {"tenant": "acme"}]
 
 
 async def test_two_requests_in_flight_may_not_share_a_correlation_id(client: AsyncClient, gate: Path) -> None:

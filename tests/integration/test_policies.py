@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def test_it_says_who_rides_together_and_fails_alone(stack: Stack) -> None:
     assert refused["detail"] == "the batching policy's include raised RuntimeError"
     assert {one["status"] for one in results.values()} == {"OK"}
     assert {one["batch_size"] for one in results.values()} == {2}
+    (said,) = stack.events("policy raised")
+    assert said["policy"] == PAIRS
+    assert said["reason"].startswith("include raised RuntimeError: ")
 
 
 def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
@@ -53,6 +57,12 @@ def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
     assert said["reason"] == "policy: 'policies.py:Others' is none of this batcher's --policies"
     entry_id = stack.send(MODEL, body="7")
     assert stack.result(MODEL, entry_id)["status"] == "OK"
+
+    def shown() -> bool:
+        status = json.loads(stack.redis.get(Keys(MODEL).status) or b"{}")
+        return bool(status.get("unheeded") == said["reason"])
+
+    wait_until(shown, description="whoever watches is told")
 
 
 def test_a_batcher_that_takes_over_goes_by_the_rest_of_what_the_model_says(tmp_path: Path) -> None:

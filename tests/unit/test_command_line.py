@@ -49,6 +49,7 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
         (["up", "square", "square"], "NAME=..."),
         (["up", "square", "--log-level", "loud"], "--log-level"),
         (["infer", "square"], "BODY"),
+        (["infer", "square", "--timeout", "3", "7", "--priority", "10"], "less than or equal to 9"),
         (["infer", "square", "7", "--priority", "10"], "less than or equal to 9"),
         (["demo", "--queries", "0"], "--queries (or CARPOOL_QUERIES)"),
     ],

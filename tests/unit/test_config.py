@@ -9,6 +9,8 @@ import pytest
 
 from carpool.model_settings import ModelSettings
 from carpool.settings import read_settings
+from carpool.store.directory import Glance
+from carpool_batcher.status import Gauges, Status
 from carpool_cli.config import (
     LONGEST_SHOWN,
     ConfigError,
@@ -146,3 +148,20 @@ def test_a_page_is_narrow_whatever_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "x" * (LONGEST_SHOWN - 3) + "..." in said
     assert "x" * (LONGEST_SHOWN - 2) not in said
     assert any(line.split() == ["policy", "-", "model", "which"] for line in said.splitlines())
+
+
+class Served(Directory):
+    """With an active batcher that knows a policy of a user's own."""
+
+    def glance(self, model: str) -> Glance:
+        gauges = Gauges(0, 0, 0.0, 0, 0, 1)
+        status = Status("me", 1, 2, gauges, {}, 0, 0, {}, None, None, policies=("mine.py:Balanced",))
+        return Glance(2, 0, 0, 1, True, status.encode().encode())
+
+
+def test_a_policy_that_the_batcher_does_not_know_is_refused() -> None:
+    directory: Any = Served({}, {})
+    with pytest.raises(ConfigError, match=r"none of the active batcher's --policies, which are mine.py:Bal"):
+        configure(directory, "m", ["policy=mine.py:Other"])
+    assert not directory.asked_for
+    assert configure(directory, "m", ["policy=mine.py:Balanced"])["policy"].source == "operator"

@@ -157,6 +157,8 @@ def test_other_things_it_says() -> None:
     assert not any("held" in line for line in lines)
     holds = figures("a", None, seen(replace(status(5), gauges=BUSY._replace(held=1))))
     assert "  held     1 result, until those before them are done" in page("redis", [holds], 100)
+    lost = figures("a", None, seen(replace(status(5), unheeded="policy: whose?")))
+    assert "  settings not followed: policy: whose?" in page("redis", [lost], 100)
     assert "`carpool up square` serves one" in page("redis", [], 100)[2]
 
 

@@ -37,6 +37,7 @@ class CustomPolicy:
     """A user's policy, so that what it raises hits its requests and nobody else."""
 
     def __init__(self, policy: Any) -> None:
+        self.raised = ""  # what it said last, for who wrote it: producers are told its type alone
         include = getattr(policy, "include", None)
         if not callable(include):
             raise ValueError(f"the policy {policy!r:.80} has no method 'include'")
@@ -63,6 +64,7 @@ class CustomPolicy:
             hook = "finalise"
             self._finalise(batch, leave)
         except Exception as error:
+            self.raised = f"{hook} raised {type(error).__name__}: {error}"
             said = f"the batching policy's {hook} raised {type(error).__name__}"
             broken = {"initialise": in_turn, "include": leave[-1:], "finalise": leave}[hook]
             return Formed([], [(request, said) for request in broken])
