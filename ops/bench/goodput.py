@@ -7,7 +7,8 @@ In virtual time, with the production core: Poisson and bursty arrivals, two mode
 deadlines from 15 ms, load from 0.3 to 1.5 of capacity. Triton's policy and count-or-timeout are given the
 best delay that a search finds at each point. Policies and bounds are judged on the same requests. The bounds:
 
-    U1  min(arrivals, workers * max b / l(b)), over the b that can be in time at all, until the last deadline
+    U1  no more than workers * max b / l(b) per second, over the b that can be in time at all: of those who
+        arrive in any stretch of time no more than that for as long as it lasts, and a deadline longer
     U3  the exact offline optimum for one worker and equal deadlines, which knows all arrivals beforehand:
         served batches are contiguous blocks, so a dynamic programme over (considered, served) finds it
 
@@ -72,6 +73,21 @@ class Figures(NamedTuple):
 def world_of(point: Point) -> World:
     """What is around the scheduler."""
     return World(point.workers, *point.model)
+
+
+def u1(times_us: np.ndarray, world: World, deadline_us: int) -> int:
+    """The most requests that workers can serve in time if all their batches are the best there are: a bucket
+    that leaks so fast, and holds what leaks within a deadline."""
+    per_us = u1_per_s(world, deadline_us) / 1e6
+    holds = per_us * (deadline_us - world.out_us - world.back_us)
+    served, level, last_us = 0, 0.0, float(times_us[0])
+    for at_us in times_us.tolist():
+        level = max(0.0, level - per_us * (at_us - last_us))
+        last_us = at_us
+        if level + 1 <= holds:
+            level += 1
+            served += 1
+    return served
 
 
 def u1_per_s(world: World, deadline_us: int) -> float:
@@ -160,11 +176,8 @@ def measure(point: Point, requests: int) -> Figures:
     trace = trace_of(point, rate, max(requests, int(rate * DEADLINES_LONG * point.deadline_ms / 1000)))
     makers = policies(workers, deadline_us)
     good = {name: max(goodput(point, make, trace) for make in those) for name, those in makers.items()}
-    if workers == 1:
-        bound = u3(trace.judged_us, world, deadline_us) / trace.seconds
-    else:
-        bound = min(len(trace.judged_us), capacity * (trace.seconds + deadline_us / 1e6)) / trace.seconds
-    return Figures(point, bound, good)
+    most = (u3 if workers == 1 else u1)(trace.judged_us, world, deadline_us)
+    return Figures(point, most / trace.seconds, good)
 
 
 def policies(workers: int, objective_us: int) -> dict[str, list[Callable[[], Decides]]]:

@@ -78,3 +78,24 @@ def test_policies_and_the_bound_are_judged_on_the_same_requests(goodput: ModuleT
     figures = goodput.measure(point, 300)
     assert all(good <= figures.bound for good in figures.good.values())
     assert figures.good["deferred"] > 0.9 * figures.bound
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_policy_passes_the_bound_for_any_number_of_workers(goodput: ModuleType, seed: int) -> None:
+    """Not even one that knows all arrivals beforehand."""
+    chance = random.Random(seed)
+    world = World(1, chance.choice([50, 200]), chance.choice([10, 60]), out_us=5, back_us=3)
+    deadline_us = chance.choice([300, 900])
+    times_us = np.array(sorted(chance.randrange(6000) for _ in range(chance.randrange(1, 120))), float)
+    assert goodput.u3(times_us, world, deadline_us, 16) <= goodput.u1(times_us, world, deadline_us)
+
+
+def test_the_bound_is_one_for_every_stretch_of_time(goodput: ModuleType) -> None:
+    """10 us for each request, whatever the batch, and 100 us: of a burst ten can be in time, and of a slow
+    trickle all."""
+    world = World(1, 0.0, 10.0, out_us=0, back_us=0)
+    burst = np.zeros(50)
+    trickle = np.arange(50) * 10.0
+    assert goodput.u1(burst, world, 100) == 10
+    assert goodput.u1(trickle, world, 100) == 50
+    assert goodput.u1(np.concatenate([burst, burst + 1000.0]), world, 100) == 20
