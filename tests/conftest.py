@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from carpool_cli.embedded import find_servers
+from carpool_cli.local.embedded import find_servers
 from support.stack import Stack
 
 SERVERS: Final = find_servers()

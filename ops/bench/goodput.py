@@ -32,8 +32,8 @@ from rivals import Aimd, CountOrTimeout
 
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import Arrival, Traffic, bursty, poisson
-from carpool_cli.simulator import Decides, Simulation, World
+from carpool_cli.tuning.arrivals import Arrival, Traffic, bursty, poisson
+from carpool_cli.tuning.simulator import Decides, Simulation, World
 
 HERE: Final = Path(__file__).parent
 MAX_BATCH: Final = 256

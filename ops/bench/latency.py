@@ -27,10 +27,10 @@ from sleeper import Linear
 from carpool.aio import AsyncClient
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import poisson, recorded
-from carpool_cli.calibrate import bursts, calibrate
-from carpool_cli.embedded import EmbeddedRedis
-from carpool_cli.simulator import Simulation, World
+from carpool_cli.local.embedded import EmbeddedRedis
+from carpool_cli.tuning.arrivals import poisson, recorded
+from carpool_cli.tuning.calibrate import bursts, calibrate
+from carpool_cli.tuning.simulator import Simulation, World
 
 WITHIN_MS: Final = 50.0
 PATIENCE_S: Final = 20.0

@@ -31,7 +31,7 @@ from carpool.aio import AsyncClient
 from carpool.keys import Keys
 from carpool.link import Link
 from carpool.messages import Settled
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local.embedded import EmbeddedRedis
 
 HERE: Final = Path(__file__).parent
 KEYS: Final = Keys(Sleeper.name)

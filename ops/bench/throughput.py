@@ -26,7 +26,7 @@ import numpy as np
 from carpool.aio import AsyncClient
 from carpool.errors import NotFoundError
 from carpool.link import Link
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local.embedded import EmbeddedRedis
 
 LONE_REQUESTS: Final = 1000
 IN_FLIGHT: Final = (64, 1024)

@@ -13,13 +13,13 @@ from carpool.errors import UnavailableError
 
 # Command -> the module whose `main(argv)` it is.
 _COMMANDS: Final = {
-    "up": "carpool_cli.up",
+    "up": "carpool_cli.local.up",
     "infer": "carpool_cli.infer",
     "models": "carpool_cli.models",
     "top": "carpool_cli.top",
     "config": "carpool_cli.config",
-    "simulate": "carpool_cli.simulate",
-    "tune": "carpool_cli.tune",
+    "simulate": "carpool_cli.tuning.simulate",
+    "tune": "carpool_cli.tuning.tune",
     "health": "carpool_cli.health",
     "demo": "carpool_cli.demo",
     "acl": "carpool_cli.acl",

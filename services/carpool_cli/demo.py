@@ -16,12 +16,12 @@ from pydantic import Field
 from carpool.lifecycle import stop_on_signals
 from carpool.logs import configure_logs
 from carpool.settings import CarpoolSettings, read_settings
-from carpool_cli.embedded import EmbeddedRedisError
+from carpool_cli.local.embedded import EmbeddedRedisError
+from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor
+from carpool_cli.local.up import served
 from carpool_cli.measure import WorkerLog
 from carpool_cli.report import Screen
 from carpool_cli.story import MODELS, Story
-from carpool_cli.supervisor import POLL_S, Plan, StartError, Supervisor
-from carpool_cli.up import served
 
 
 class DemoSettings(CarpoolSettings):

@@ -14,10 +14,10 @@ from typing import Any, Final
 from carpool.aio import AsyncClient, Reply
 from carpool.errors import CarpoolError
 from carpool.keys import DEFAULT_PREFIX
-from carpool_cli import paste
+from carpool_cli.local import paste
+from carpool_cli.local.supervisor import Supervisor
 from carpool_cli.measure import Asked, Run, WorkerLog, ask, percentile, same_answer
 from carpool_cli.report import Progress, Screen, clip, count, duration, table
-from carpool_cli.supervisor import Supervisor
 from carpool_worker.models.docsearch import DocSearch
 from carpool_worker.models.docsearch_corpus import SHOWN_QUERIES, queries
 

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 import pytest
 from redis import Redis
 
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_cli.roles import rules
 from clients.languages import LANGUAGES, Language, MissingError, environment, lack
 from support.stack import Stack

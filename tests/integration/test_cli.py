@@ -16,8 +16,8 @@ from typing import Final, NamedTuple, Self
 
 import pytest
 
-from carpool_cli import embedded
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local import embedded
+from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
 
 ECHO: Final = f"{Path(__file__).parent.parent / 'support' / 'models' / 'plain.py'}:Echo"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from carpool_cli import embedded
-from carpool_cli.embedded import EmbeddedRedis, EmbeddedRedisError, find_servers
+from carpool_cli.local import embedded
+from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, find_servers
 from support.waiting import wait_until
 
 PARENT = """
 import threading
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local.embedded import EmbeddedRedis
 with EmbeddedRedis() as redis:
     print(redis.pid, redis.port, flush=True)
     threading.Event().wait()

@@ -25,7 +25,7 @@ from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore, Departure
 from carpool.store.delivery import Address, Answer
 from carpool.store.worker import WorkerStore
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local.embedded import EmbeddedRedis
 from support.stack import Stack
 from support.waiting import wait_until
 

@@ -15,7 +15,7 @@ from redis.exceptions import OutOfMemoryError
 from carpool import Client
 from carpool.keys import Keys
 from carpool_cli import acl
-from carpool_cli.embedded import EmbeddedRedisError
+from carpool_cli.local.embedded import EmbeddedRedisError
 from support.configured import ConfiguredRedis, major
 from support.stack import Stack
 

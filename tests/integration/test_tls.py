@@ -15,7 +15,7 @@ import pytest
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
 from carpool.link import AsyncLink, Link, LinkError
-from carpool_cli import paste
+from carpool_cli.local import paste
 from conftest import SERVERS, name_of
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
 from support.stack import START_S, Stack

@@ -16,8 +16,8 @@ from types import MappingProxyType
 import pytest
 
 from carpool.keys import Keys
-from carpool_cli.arrivals import read_trace
 from carpool_cli.roles import ROLES, rules
+from carpool_cli.tuning.arrivals import read_trace
 from support.stack import Stack
 from support.waiting import wait_until
 

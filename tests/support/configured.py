@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from carpool_cli.embedded import EmbeddedRedis, EmbeddedRedisError
+from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError
 from support.waiting import wait_until
 
 NO_PERSISTENCE: Final = ("--appendonly", "no", "--save", "")

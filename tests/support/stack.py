@@ -28,7 +28,7 @@ from redis import Redis
 
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
-from carpool_cli.embedded import EmbeddedRedis
+from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
 
 MODELS: Final = Path(__file__).parent / "models"

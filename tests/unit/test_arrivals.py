@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool_cli.arrivals import (
+from carpool_cli.tuning.arrivals import (
     Arrival,
     Recorded,
     TraceError,

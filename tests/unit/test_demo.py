@@ -14,11 +14,11 @@ import pytest
 
 from carpool.aio import AsyncClient, Reply
 from carpool.errors import InternalError
-from carpool_cli import paste
+from carpool_cli.local import paste
+from carpool_cli.local.supervisor import Supervisor
 from carpool_cli.measure import Asked, Run, WorkerLog, ask, percentile, same_answer
 from carpool_cli.report import Progress, Screen, clip, count, duration, table
 from carpool_cli.story import Story
-from carpool_cli.supervisor import Supervisor
 from carpool_worker.models.docsearch import DocSearch
 
 Answer = list[dict[str, Any]]

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from carpool_cli.simulator import World
+from carpool_cli.tuning.simulator import World
 
 BENCH = Path(__file__).parents[2] / "ops" / "bench"
 

@@ -11,7 +11,7 @@ import redis
 
 from carpool.address import without_password
 from carpool.settings import BatcherSettings, read_settings
-from carpool_cli.up import UpSettings
+from carpool_cli.local.up import UpSettings
 
 SECRET: Final = "odd:@/?#%&+ ünd"  # noqa: S105 (all that a URL minds)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool_cli.simulate import main
+from carpool_cli.tuning.simulate import main
 
 BRIEF = ("--requests", "400")
 

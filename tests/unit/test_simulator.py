@@ -11,8 +11,8 @@ import pytest
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.fleet import Fleet
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import Arrival, bursty, poisson, recorded
-from carpool_cli.simulator import STEP, Outcome, Simulation, World, normal
+from carpool_cli.tuning.arrivals import Arrival, bursty, poisson, recorded
+from carpool_cli.tuning.simulator import STEP, Outcome, Simulation, World, normal
 
 # A batch of n takes 1000 + 100 n, and is there after 200 and heard of after 300 more.
 WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from carpool_cli import supervisor
-from carpool_cli.embedded import EmbeddedRedisError
-from carpool_cli.supervisor import Keeper, Plan, Supervisor, preferred_port
+from carpool_cli.local import supervisor
+from carpool_cli.local.embedded import EmbeddedRedisError
+from carpool_cli.local.supervisor import Keeper, Plan, Supervisor, preferred_port
 
 
 class FakeChild:

@@ -12,10 +12,19 @@ import pytest
 from carpool.aio import AsyncClient, Reply
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.latency import Line
-from carpool_cli import calibrate as calibration
-from carpool_cli import search
-from carpool_cli.calibrate import LONE, Measured, bursts, calibrate, doubts, give_or_take, measured, spread_of
-from carpool_cli.search import (
+from carpool_cli.tuning import calibrate as calibration
+from carpool_cli.tuning import search
+from carpool_cli.tuning.calibrate import (
+    LONE,
+    Measured,
+    bursts,
+    calibrate,
+    doubts,
+    give_or_take,
+    measured,
+    spread_of,
+)
+from carpool_cli.tuning.search import (
     FOUND,
     LIKE,
     Candidate,
@@ -27,7 +36,7 @@ from carpool_cli.search import (
     most_requests,
     recommended,
 )
-from carpool_cli.simulator import World, normal
+from carpool_cli.tuning.simulator import World, normal
 
 PRESENT = ModelSettings(max_batch_size=32)
 FLAT = World(intercept_us=5000, slope_us=50)
@@ -136,8 +145,8 @@ class FakeClient:
         self._now_us = 0
         self._limit = limit
         self._put_out: list[asyncio.Future[int]] = []
-        monkeypatch.setattr("carpool_cli.calibrate.perf_counter_ns", lambda: 1000 * self._now_us)
-        monkeypatch.setattr("carpool_cli.calibrate.monotonic", lambda: self._now_us / 1e6)
+        monkeypatch.setattr("carpool_cli.tuning.calibrate.perf_counter_ns", lambda: 1000 * self._now_us)
+        monkeypatch.setattr("carpool_cli.tuning.calibrate.monotonic", lambda: self._now_us / 1e6)
 
     async def infer(self, model: str, body: object) -> object:
         return (await self.request(model, body)).value

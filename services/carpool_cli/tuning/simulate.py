@@ -15,12 +15,12 @@ from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import Recorded, traffic, write_trace
-from carpool_cli.calibrate import TRIP
 from carpool_cli.config import Changes, ConfigError, parse
-from carpool_cli.live import NotServedError, exit_status, linked, look, record
 from carpool_cli.report import Progress, Screen, count, table
-from carpool_cli.simulator import Outcome, Simulation, World, normal
+from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
+from carpool_cli.tuning.calibrate import TRIP
+from carpool_cli.tuning.live import NotServedError, exit_status, linked, look, record
+from carpool_cli.tuning.simulator import Outcome, Simulation, World, normal
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # where no model says otherwise
 TRIP_MS, TRIP_SLOPE_MS = TRIP.intercept_us / 1000, TRIP.slope_us / 1000

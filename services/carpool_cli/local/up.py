@@ -19,10 +19,10 @@ from carpool.lifecycle import stop_on_signals
 from carpool.link import CommandError
 from carpool.logs import configure_logs
 from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, RedisUrl, read_settings
-from carpool_cli import paste
-from carpool_cli.embedded import EmbeddedRedisError
+from carpool_cli.local import paste
+from carpool_cli.local.embedded import EmbeddedRedisError
+from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor, WorkerService, preferred_port
 from carpool_cli.report import Screen, count
-from carpool_cli.supervisor import POLL_S, Plan, StartError, Supervisor, WorkerService, preferred_port
 
 STILL_LOADING_EVERY_S: Final = 10.0
 

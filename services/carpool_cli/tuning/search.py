@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.arrivals import Traffic, poisson
-from carpool_cli.simulator import Simulation, World
+from carpool_cli.tuning.arrivals import Traffic, poisson
+from carpool_cli.tuning.simulator import Simulation, World
 
 QUANTILE: Final = 0.99
 WARM_UP: Final = 0.1  # of a trace: what is learned before is not judged

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.aio import AsyncClient, Reply
 from carpool_batcher.core.latency import Line, fit
-from carpool_cli.simulator import STEADY, World
+from carpool_cli.tuning.simulator import STEADY, World
 
 LONGEST_S: Final = 20.0  # then what was heard has to do
 LONE: Final = 50  # requests sent alone

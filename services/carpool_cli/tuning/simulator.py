@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, Protocol
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import JSON, Entry, Refusal, Request
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
-from carpool_cli.arrivals import Arrival
+from carpool_cli.tuning.arrivals import Arrival
 
 STEP: Final = 1000
 _ALIKE: Final[Mapping[str, float]] = MappingProxyType({})

@@ -16,12 +16,12 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.aio import AsyncClient
 from carpool.model_settings import POLICIES
 from carpool.settings import ProducerSettings, read_settings
-from carpool_cli.arrivals import traffic
-from carpool_cli.calibrate import Measured, bursts, calibrate, doubts, give_or_take, measured
 from carpool_cli.infer import read_body
-from carpool_cli.live import Live, NotServedError, exit_status, linked, look
 from carpool_cli.report import Progress, Screen, count, table
-from carpool_cli.search import (
+from carpool_cli.tuning.arrivals import traffic
+from carpool_cli.tuning.calibrate import Measured, bursts, calibrate, doubts, give_or_take, measured
+from carpool_cli.tuning.live import Live, NotServedError, exit_status, linked, look
+from carpool_cli.tuning.search import (
     Candidate,
     Figures,
     Goal,
@@ -31,7 +31,7 @@ from carpool_cli.search import (
     most_requests,
     recommended,
 )
-from carpool_cli.simulator import World
+from carpool_cli.tuning.simulator import World
 
 PLOTTED: Final = 12  # rates
 
@@ -208,7 +208,7 @@ def _ms(value: float) -> str:
 def _plot(
     settings: TuneSettings, goal: Goal, measured: Measured, live: Live, best: Figures, screen: Screen
 ) -> None:
-    from carpool_cli.plot import plot  # noqa: PLC0415 (it is not always wanted)
+    from carpool_cli.tuning.plot import plot  # noqa: PLC0415 (it is not always wanted)
 
     top = 1.15 * max(best.rate, settings.rate or 0.0, 1.0)
     rates = [top * (step + 1) / PLOTTED for step in range(PLOTTED)]

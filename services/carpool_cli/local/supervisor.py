@@ -28,7 +28,7 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.link import CommandError, Link
 from carpool.settings import RedisSettings
 from carpool.store.directory import take_census
-from carpool_cli.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
+from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.loader import model_name
 
 POLL_S: Final = 0.1  # how often `run_once` is meant to be called

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from carpool_cli.search import Figures
-from carpool_cli.simulator import World
+from carpool_cli.tuning.search import Figures
+from carpool_cli.tuning.simulator import World
 
 
 def plot(

@@ -18,8 +18,8 @@ from carpool.model_settings import ModelSettings
 from carpool.settings import ProducerSettings
 from carpool.store.directory import Directory, take_census
 from carpool_batcher.core.latency import Line, fit
-from carpool_cli.arrivals import TraceError
 from carpool_cli.config import ConfigError
+from carpool_cli.tuning.arrivals import TraceError
 
 _READ_BATCHES: Final = 64
 _SETTLED: Final = 64  # batches, from which l(n) is read

@@ -1,0 +1,1 @@
+"""Everything on one machine, under one supervisor, with a Redis of its own if there is none."""
