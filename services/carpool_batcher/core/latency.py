@@ -2,12 +2,12 @@
 
     l(n) = intercept + slope n,    both at least 0;    and l(n) + margin, which one batch in ten exceeds
 
-A line through the last observations of every size by least squares, twice: the second time without those
-that lie far from the first (a pause of the machine, a cache that was cold). Sizes that come often do not push
-out what is known of others, or a model that is asked for one size all day would be a riddle in the evening. Of
-one size alone nothing follows for others: a smaller one is taken to last as long, a larger one somewhat longer,
-so that it is tried and found out. When several in a row lie off on one side, the model has changed its speed,
-and all that was observed before is taken to have changed with it.
+A line through the last observations of every size by least squares, twice: the second time without those that
+lie far from the first (a pause of the machine, a cache that was cold). Sizes that come often do not push out
+what is known of others, or a model that is asked for one size all day would be a riddle in the evening. Of
+one size alone nothing follows for others: a smaller one is taken to last as long, a larger one somewhat
+longer, so that it is tried and found out. When several in a row lie off on one side, the model has changed
+its speed, and all that was observed before is taken to have changed with it.
 """
 
 from __future__ import annotations
