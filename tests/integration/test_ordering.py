@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import hypothesis.strategies as st
 import msgpack
+import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -298,14 +299,16 @@ def test_more_than_one_script_delivers(server: Path) -> None:
 MODEL: Final = "InOrder"
 
 
-def sent_and_answered(stack: Stack, names: Sequence[str], timeout_s: float = 30.0) -> list[str]:
+def sent_and_answered(
+    stack: Stack, names: Sequence[str], timeout_s: float = 30.0, model: str = MODEL
+) -> list[str]:
     """The names on the reply stream, once there are as many."""
     wait_until(
-        lambda: len(stack.replies(MODEL, "all")) >= len(names),
+        lambda: len(stack.replies(model, "all")) >= len(names),
         description=f"{len(names)} results",
         timeout_s=timeout_s,
     )
-    return [one["correlation_id"] for one in stack.replies(MODEL, "all")]
+    return [one["correlation_id"] for one in stack.replies(model, "all")]
 
 
 def test_whatever_happens_on_the_way(stack: Stack) -> None:
@@ -405,3 +408,33 @@ def test_results_that_are_held_count_as_waiting(stack: Stack) -> None:
     )
     gate.touch()
     assert [stack.result(model, one)["status"] for one in sent[:-1]] == ["OK"] * (len(sent) - 1)
+
+
+def held(stack: Stack, keys: Keys) -> int:
+    """How many results are held."""
+    return sum(one.startswith(b"r") for one in stack.redis.hvals(keys.held))
+
+
+def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
+    """More than one script delivers: each must begin with what Redis allows then."""
+    model = stack.serve("plain.py:Echo")
+    stack.worker("plain.py:Echo")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_batch_size": "1"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
+    stack.redis.hset(keys.config, "max_batch_size", "500")
+    wait_until(lambda: len(stack.events("settings changed")) == 2, description="batches may be larger")
+    names = [f"n{at}" for at in range(2500)]
+    body = json.dumps("x" * 2000).encode()
+    stack.send_packed(
+        model, [{"correlation_id": name, "body": body} for name in names], reply_to="all"
+    )  # they ride behind it, or on the other worker
+    wait_until(lambda: held(stack, keys) >= 2000, description="most are held")
+    stack.redis.config_set("maxmemory", stack.redis.info("memory")["used_memory"] // 2)
+    gate.touch()
+    wait_until(lambda: len(stack.replies(model, "all")) == 2501, description="all are out")
+    assert [one["correlation_id"] for one in stack.replies(model, "all")] == ["slow", *names]
+    assert not stack.events("batcher starts over")
+    assert not stack.redis.exists(keys.order, keys.held)
