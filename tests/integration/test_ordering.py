@@ -438,3 +438,25 @@ def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
     assert [one["correlation_id"] for one in stack.replies(model, "all")] == ["slow", *names]
     assert not stack.events("batcher starts over")
     assert not stack.redis.exists(keys.order, keys.held)
+
+
+def test_a_forged_slot_costs_nobody_a_result(stack: Stack) -> None:
+    """An entry may say that it was put back, and name the slot of another's result that is held."""
+    model = stack.serve("plain.py:Single")
+    stack.worker("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, "preserve_ordering", "true")
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
+    behind = stack.send(model, body="7", reply_to="all", correlation_id="behind")
+    wait_until(lambda: held(stack, keys) == 1, description="the one behind it is done, and held")
+    forged = [{"correlation_id": "forged", "body": b"7", "reply_to": "all"}]
+    stack.send_packed(model, forged, arrival=1, slots=f"{behind}:0")
+    wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="it has left")
+    gate.touch()
+    wait_until(lambda: len(stack.replies(model, "all")) == 3, description="all have their results")
+    names = [one["correlation_id"] for one in stack.replies(model, "all")]
+    assert sorted(names) == ["behind", "forged", "slow"]
+    assert names.index("slow") < names.index("behind")
+    assert not stack.redis.exists(keys.order, keys.held)
