@@ -440,6 +440,21 @@ def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
     assert not stack.redis.exists(keys.order, keys.held)
 
 
+@pytest.mark.parametrize("name", ["order", "held"])
+@pytest.mark.parametrize("in_order", ["true", "false"])
+def test_a_key_of_another_type_costs_the_order(stack: Stack, name: str, in_order: str) -> None:
+    model = stack.serve("plain.py:Single")
+    keys = Keys(model)
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": in_order, "max_queue_size": "3"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on, or off")
+    stack.redis.set(getattr(keys, name), "x")
+    stack.redis.delete(keys.status)
+    wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
+    for _ in range(5):
+        assert stack.result(model, stack.send(model, body="7"))["status"] == "OK"
+    assert not stack.events("batcher starts over")
+
+
 def test_a_forged_slot_costs_nobody_a_result(stack: Stack) -> None:
     """An entry may say that it was put back, and name the slot of another's result that is held."""
     model = stack.serve("plain.py:Single")
