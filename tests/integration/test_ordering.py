@@ -415,6 +415,49 @@ def held(stack: Stack, keys: Keys) -> int:
     return sum(one.startswith(b"r") for one in stack.redis.hvals(keys.held))
 
 
+def test_results_that_came_out_make_room_at_once(stack: Stack) -> None:
+    model = stack.serve("plain.py:Single")
+    stack.worker("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "5"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    sent = [stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")]
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
+    while held(stack, keys) < 3:
+        sent.append(stack.send(model, body="7", reply_to="all"))
+        wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="nobody waits")
+        wait_until(lambda: held(stack, keys) >= len(sent) - 2, description="all but one behind it are done")
+    wait_until(
+        lambda: json.loads(stack.redis.get(keys.status))["gauges"]["held"] >= 3,
+        description="the batcher knows that they are held",
+    )
+    gate.touch()
+    wait_until(lambda: len(stack.replies(model, "all")) == len(sent), description="all are out")
+    stack.send_packed(model, [{"correlation_id": f"r{at}", "body": b"7"} for at in range(5)])
+    assert [stack.result(model, f"r{at}")["status"] for at in range(5)] == ["OK"] * 5
+
+
+def test_who_takes_over_a_full_queue_refuses_nobody_in_it(stack: Stack) -> None:
+    model = stack.serve("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "20"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    sent = [stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")]
+    while not stack.replies(model, "all"):
+        sent.append(stack.send(model, body="7", reply_to="all"))
+        wait_until(
+            lambda: stack.redis.llen(keys.order) == len(sent) or stack.replies(model, "all"),
+            description="it has a slot, or the queue is full",
+        )
+    stack.active_batcher(model).kill()
+    second = stack.batcher()
+    second.wait_for("batcher active")
+    gate.touch()
+    assert sent_and_answered(stack, sent, model=model) == [sent[-1], *sent[:-1]]
+    statuses = [one["status"] for one in stack.replies(model, "all")]
+    assert statuses == ["RESOURCE_EXHAUSTED", *["OK"] * (len(sent) - 1)]
+
+
 def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
     """More than one script delivers: each must begin with what Redis allows then."""
     model = stack.serve("plain.py:Echo")
