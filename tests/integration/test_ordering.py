@@ -294,6 +294,42 @@ def test_more_than_one_script_delivers(server: Path) -> None:
         redis.close()
 
 
+def test_one_script_delivers_a_few_megabytes(server: Path) -> None:
+    """Redis serves nobody else meanwhile: what is left goes with the next."""
+    with EmbeddedRedis(binary=server, append_only=False) as embedded:
+        redis: Any = Redis.from_url(embedded.url, protocol=2)
+        keys = Keys("m")
+        batcher = BatcherStore(Link(embedded.url, name="batcher"), keys)
+        worker = WorkerStore(Link(embedded.url, name="worker"), keys)
+        worker.register({"max_batch_size": "32"})
+        packed = [{"correlation_id": f"r{at}", "body": b"", "reply_to": "all"} for at in range(25)]
+        entry_id = redis.xadd(keys.requests, {"requests": msgpack.packb(packed)})
+        flat = [b"requests", msgpack.packb(packed)]
+        entry, _ = wire.decode_entry(entry_id, flat, ModelSettings())
+        for at, one in enumerate(entry.requests):
+            one.slot = wire.slot_of(entry.id, at)
+        batcher.admit([entry])
+        first, rest = entry.requests[:1], entry.requests[1:]
+        batcher.dispatch([Departure(first, "full", ""), Departure(rest, "full", "")], TTL_MS)
+        early, late = worker.fetch("w", None), worker.fetch("w", None)
+        assert early is not None and late is not None
+        megabyte = b"x" * (1 << 20)
+        results = {
+            at: (Address(one.reply_to, one.slot), Result(one.correlation_id, body=megabyte))
+            for at, one in enumerate(late.requests)
+        }
+        worker.commit("w", late, results, [], 1)
+        slow = early.requests[0]
+        expired = Answer(0, Address("all", slow.slot), Result(slow.correlation_id, DEADLINE_EXCEEDED))
+        batcher.expire_in_flight(early.id, [expired], TTL_MS)
+        assert 0 < redis.hlen(keys.held) < 24
+        batcher.release()
+        entries = redis.xrange(keys.replies("all"))
+        names = [one["correlation_id"] for _, raw in entries for one in msgpack.unpackb(raw[b"results"])]
+        assert names == [f"r{at}" for at in range(25)]
+        redis.close()
+
+
 # --- on a running stack ------------------------------------------------------------------------------------
 
 MODEL: Final = "InOrder"
