@@ -291,7 +291,7 @@ class ModelBatcher:
             self._unread = 0  # some were withdrawn meanwhile
         self._hold(scheduler, census.slots, scheduler.waiting)
         if census.slots:
-            self._store.release()
+            self._store.release(active.entries, scheduler.in_flight())
         self._meter.looked(scheduler, now_us)
         if now_us >= self._status_at_us:
             self._publish_status(scheduler, now_us)

@@ -554,3 +554,22 @@ def test_a_forged_slot_costs_nobody_a_result(stack: Stack) -> None:
     assert sorted(names) == ["behind", "forged", "slow"]
     assert names.index("slow") < names.index("behind")
     assert not stack.redis.exists(keys.order, keys.held)
+
+
+def test_what_is_known_to_be_there_is_not_looked_for(stack: Stack) -> None:
+    """To look costs Redis the bytes of a batch, a few times a second."""
+    model = stack.serve("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, "preserve_ordering", "true")
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")
+    waiting = [stack.send(model, body="7", reply_to="all") for _ in range(3)]
+    wait_until(lambda: stack.redis.llen(keys.order) == 4, description="all have slots")
+    stack.redis.config_resetstat()
+    stack.redis.delete(keys.status)
+    wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
+    assert "cmdstat_xrange" not in stack.redis.info("commandstats")
+    stack.redis.xdel(keys.requests, waiting[-1])
+    gate.touch()
+    wait_until(lambda: not stack.redis.exists(keys.order), description="the lost slot is freed all the same")
+    assert len(stack.replies(model, "all")) == 3
