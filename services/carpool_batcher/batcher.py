@@ -71,6 +71,7 @@ class ModelBatcher:
         self._census_at_us = 0
         self._status_at_us = 0
         self._read_entries = READ_ENTRIES_FIRST
+        self._unread = 0  # entries that waited when this batcher took over, and that it has still to read
         self._log = structlog.get_logger().bind(model=keys.model)
         self._stopping = Event()
 
@@ -116,6 +117,7 @@ class ModelBatcher:
         for batch in self._store.batches_in_flight():
             scheduler.ride(batch.id, [_as_request(one) for one in batch.requests], batch.dispatched_us)
         self._active = Active(scheduler, tail, {})
+        self._unread = census.waiting_entries
         self._meter.took_over(self._clock.now_us())
         self._log.info(
             "batcher active", batcher=self._name, workers=len(census.workers), entries=census.waiting_entries
@@ -170,6 +172,7 @@ class ModelBatcher:
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
         in_order = scheduler.settings.preserve_ordering
+        waited, counted = scheduler.waiting, False
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
@@ -178,6 +181,10 @@ class ModelBatcher:
             for at, one in enumerate(decoded):
                 if type(one) is Request:
                     refused = scheduler.offer(one, now_us)
+                    if refused is not None and scheduler.held and not counted:
+                        counted = True  # once, since what was held a while ago may be out
+                        self._hold(scheduler, self._store.admit(()), waited)
+                        refused = scheduler.offer(one, now_us)
                     if refused is not None:
                         refusals.append(refused)
                     elif in_order and one.slot is None:
@@ -189,10 +196,18 @@ class ModelBatcher:
                     emptied.append(entry)
         if arrived:
             self._pace(arrived)
+            self._unread = max(0, self._unread - len(arrived))
             if in_order:
                 read = [entries[entry_id.decode()] for entry_id, _ in arrived]
-                scheduler.hold(_held(scheduler, self._store.admit(read)))
+                self._hold(scheduler, self._store.admit(read), scheduler.waiting)
         return refusals, emptied
+
+    def _hold(self, scheduler: Scheduler, slots: int, waiting: int) -> None:
+        """So many slots are taken, `waiting` of them by who waits: the rest, beside those in flight, are of
+        results that are held. Or of who waits in entries that only a batcher before this one has read: as
+        long as there are such, none is counted."""
+        riding = sum(one.size for one in scheduler.in_flight().values())
+        scheduler.hold(0 if self._unread else max(0, slots - waiting - riding))
 
     def _pace(self, arrived: Sequence[RawEntry]) -> None:
         """Ask for fewer entries at a time where they are large, so that one reply fits in memory."""
@@ -277,9 +292,11 @@ class ModelBatcher:
         now_us = self._clock.now_us()
         self._census_at_us = now_us + CENSUS_EVERY_US
         self._find_unseen(active, census, now_us)
-        scheduler.hold(_held(scheduler, census.slots))
+        if census.waiting_entries <= len(active.entries):
+            self._unread = 0  # some were withdrawn meanwhile
+        self._hold(scheduler, census.slots, scheduler.waiting)
         if census.slots:
-            self._store.release()
+            self._store.release(active.entries, scheduler.in_flight())
         self._meter.looked(scheduler, now_us)
         if now_us >= self._status_at_us:
             self._publish_status(scheduler, now_us)
@@ -366,12 +383,6 @@ def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]
         active.entries.pop(old_id, None)
         if entry.requests:
             active.entries[entry.id] = entry
-
-
-def _held(scheduler: Scheduler, slots: int) -> int:
-    """Of the slots taken, those of results that are done, and wait for the ones before them."""
-    riding = sum(one.size for one in scheduler.in_flight().values())
-    return max(0, slots - scheduler.waiting - riding)
 
 
 def _as_request(one: BatchedRequest) -> Request:

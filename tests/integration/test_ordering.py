@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import hypothesis.strategies as st
 import msgpack
+import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -293,19 +294,57 @@ def test_more_than_one_script_delivers(server: Path) -> None:
         redis.close()
 
 
+def test_one_script_delivers_a_few_megabytes(server: Path) -> None:
+    """Redis serves nobody else meanwhile: what is left goes with the next."""
+    with EmbeddedRedis(binary=server, append_only=False) as embedded:
+        redis: Any = Redis.from_url(embedded.url, protocol=2)
+        keys = Keys("m")
+        batcher = BatcherStore(Link(embedded.url, name="batcher"), keys)
+        worker = WorkerStore(Link(embedded.url, name="worker"), keys)
+        worker.register({"max_batch_size": "32"})
+        packed = [{"correlation_id": f"r{at}", "body": b"", "reply_to": "all"} for at in range(25)]
+        entry_id = redis.xadd(keys.requests, {"requests": msgpack.packb(packed)})
+        flat = [b"requests", msgpack.packb(packed)]
+        entry, _ = wire.decode_entry(entry_id, flat, ModelSettings())
+        for at, one in enumerate(entry.requests):
+            one.slot = wire.slot_of(entry.id, at)
+        batcher.admit([entry])
+        first, rest = entry.requests[:1], entry.requests[1:]
+        batcher.dispatch([Departure(first, "full", ""), Departure(rest, "full", "")], TTL_MS)
+        early, late = worker.fetch("w", None), worker.fetch("w", None)
+        assert early is not None and late is not None
+        megabyte = b"x" * (1 << 20)
+        results = {
+            at: (Address(one.reply_to, one.slot), Result(one.correlation_id, body=megabyte))
+            for at, one in enumerate(late.requests)
+        }
+        worker.commit("w", late, results, [], 1)
+        slow = early.requests[0]
+        expired = Answer(0, Address("all", slow.slot), Result(slow.correlation_id, DEADLINE_EXCEEDED))
+        batcher.expire_in_flight(early.id, [expired], TTL_MS)
+        assert 0 < redis.hlen(keys.held) < 24
+        batcher.release()
+        entries = redis.xrange(keys.replies("all"))
+        names = [one["correlation_id"] for _, raw in entries for one in msgpack.unpackb(raw[b"results"])]
+        assert names == [f"r{at}" for at in range(25)]
+        redis.close()
+
+
 # --- on a running stack ------------------------------------------------------------------------------------
 
 MODEL: Final = "InOrder"
 
 
-def sent_and_answered(stack: Stack, names: Sequence[str], timeout_s: float = 30.0) -> list[str]:
+def sent_and_answered(
+    stack: Stack, names: Sequence[str], timeout_s: float = 30.0, model: str = MODEL
+) -> list[str]:
     """The names on the reply stream, once there are as many."""
     wait_until(
-        lambda: len(stack.replies(MODEL, "all")) >= len(names),
+        lambda: len(stack.replies(model, "all")) >= len(names),
         description=f"{len(names)} results",
         timeout_s=timeout_s,
     )
-    return [one["correlation_id"] for one in stack.replies(MODEL, "all")]
+    return [one["correlation_id"] for one in stack.replies(model, "all")]
 
 
 def test_whatever_happens_on_the_way(stack: Stack) -> None:
@@ -405,3 +444,132 @@ def test_results_that_are_held_count_as_waiting(stack: Stack) -> None:
     )
     gate.touch()
     assert [stack.result(model, one)["status"] for one in sent[:-1]] == ["OK"] * (len(sent) - 1)
+
+
+def held(stack: Stack, keys: Keys) -> int:
+    """How many results are held."""
+    return sum(one.startswith(b"r") for one in stack.redis.hvals(keys.held))
+
+
+def test_results_that_came_out_make_room_at_once(stack: Stack) -> None:
+    model = stack.serve("plain.py:Single")
+    stack.worker("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "5"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    sent = [stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")]
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
+    while held(stack, keys) < 3:
+        sent.append(stack.send(model, body="7", reply_to="all"))
+        wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="nobody waits")
+        wait_until(lambda: held(stack, keys) >= len(sent) - 2, description="all but one behind it are done")
+    wait_until(
+        lambda: json.loads(stack.redis.get(keys.status))["gauges"]["held"] >= 3,
+        description="the batcher knows that they are held",
+    )
+    gate.touch()
+    wait_until(lambda: len(stack.replies(model, "all")) == len(sent), description="all are out")
+    stack.send_packed(model, [{"correlation_id": f"r{at}", "body": b"7"} for at in range(5)])
+    assert [stack.result(model, f"r{at}")["status"] for at in range(5)] == ["OK"] * 5
+
+
+def test_who_takes_over_a_full_queue_refuses_nobody_in_it(stack: Stack) -> None:
+    model = stack.serve("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "20"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    sent = [stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")]
+    while not stack.replies(model, "all"):
+        sent.append(stack.send(model, body="7", reply_to="all"))
+        wait_until(
+            lambda: stack.redis.llen(keys.order) == len(sent) or stack.replies(model, "all"),
+            description="it has a slot, or the queue is full",
+        )
+    stack.active_batcher(model).kill()
+    second = stack.batcher()
+    second.wait_for("batcher active")
+    gate.touch()
+    assert sent_and_answered(stack, sent, model=model) == [sent[-1], *sent[:-1]]
+    statuses = [one["status"] for one in stack.replies(model, "all")]
+    assert statuses == ["RESOURCE_EXHAUSTED", *["OK"] * (len(sent) - 1)]
+
+
+def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
+    """More than one script delivers: each must begin with what Redis allows then."""
+    model = stack.serve("plain.py:Echo")
+    stack.worker("plain.py:Echo")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_batch_size": "1"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
+    stack.redis.hset(keys.config, "max_batch_size", "500")
+    wait_until(lambda: len(stack.events("settings changed")) == 2, description="batches may be larger")
+    names = [f"n{at}" for at in range(2500)]
+    body = json.dumps("x" * 2000).encode()
+    stack.send_packed(
+        model, [{"correlation_id": name, "body": body} for name in names], reply_to="all"
+    )  # they ride behind it, or on the other worker
+    wait_until(lambda: held(stack, keys) >= 2000, description="most are held")
+    stack.redis.config_set("maxmemory", stack.redis.info("memory")["used_memory"] // 2)
+    gate.touch()
+    wait_until(lambda: len(stack.replies(model, "all")) == 2501, description="all are out")
+    assert [one["correlation_id"] for one in stack.replies(model, "all")] == ["slow", *names]
+    assert not stack.events("batcher starts over")
+    assert not stack.redis.exists(keys.order, keys.held)
+
+
+@pytest.mark.parametrize("name", ["order", "held"])
+@pytest.mark.parametrize("in_order", ["true", "false"])
+def test_a_key_of_another_type_costs_the_order(stack: Stack, name: str, in_order: str) -> None:
+    model = stack.serve("plain.py:Single")
+    keys = Keys(model)
+    stack.redis.hset(keys.config, mapping={"preserve_ordering": in_order, "max_queue_size": "3"})
+    wait_until(lambda: stack.events("settings changed"), description="it is on, or off")
+    stack.redis.set(getattr(keys, name), "x")
+    stack.redis.delete(keys.status)
+    wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
+    for _ in range(5):
+        assert stack.result(model, stack.send(model, body="7"))["status"] == "OK"
+    assert not stack.events("batcher starts over")
+
+
+def test_a_forged_slot_costs_nobody_a_result(stack: Stack) -> None:
+    """An entry may say that it was put back, and name the slot of another's result that is held."""
+    model = stack.serve("plain.py:Single")
+    stack.worker("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, "preserve_ordering", "true")
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
+    behind = stack.send(model, body="7", reply_to="all", correlation_id="behind")
+    wait_until(lambda: held(stack, keys) == 1, description="the one behind it is done, and held")
+    forged = [{"correlation_id": "forged", "body": b"7", "reply_to": "all"}]
+    stack.send_packed(model, forged, arrival=1, slots=f"{behind}:0")
+    wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="it has left")
+    gate.touch()
+    wait_until(lambda: len(stack.replies(model, "all")) == 3, description="all have their results")
+    names = [one["correlation_id"] for one in stack.replies(model, "all")]
+    assert sorted(names) == ["behind", "forged", "slow"]
+    assert names.index("slow") < names.index("behind")
+    assert not stack.redis.exists(keys.order, keys.held)
+
+
+def test_what_is_known_to_be_there_is_not_looked_for(stack: Stack) -> None:
+    """To look costs Redis the bytes of a batch, a few times a second."""
+    model = stack.serve("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.redis.hset(keys.config, "preserve_ordering", "true")
+    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")
+    waiting = [stack.send(model, body="7", reply_to="all") for _ in range(3)]
+    wait_until(lambda: stack.redis.llen(keys.order) == 4, description="all have slots")
+    stack.redis.config_resetstat()
+    stack.redis.delete(keys.status)
+    wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
+    assert "cmdstat_xrange" not in stack.redis.info("commandstats")
+    stack.redis.xdel(keys.requests, waiting[-1])
+    gate.touch()
+    wait_until(lambda: not stack.redis.exists(keys.order), description="the lost slot is freed all the same")
+    assert len(stack.replies(model, "all")) == 3

@@ -175,3 +175,14 @@ def test_what_is_not_new_costs_no_fit() -> None:
     assert before <= 4 + 4 * module.REFIT_EVERY
     assert fits.call_count - before == 800 // module.REFIT_EVERY
     assert max(len(call.args[0]) for call in fits.call_args_list) <= module.OF_EACH * len(SIZES)
+
+
+def test_a_speed_that_goes_up_and_down_leaves_no_trace() -> None:
+    """What counts as a change on the way up counts as one on the way down."""
+    latency = learned(on_the_line(40))
+    for turn in range(40):
+        factor = 1.5 if turn % 2 == 0 else 1.0
+        for _ in range(20):
+            latency.observe(32, int(factor * true_us(32)))
+    assert latency.of(1) == pytest.approx(true_us(1), rel=0.1)
+    assert latency.of(32) == pytest.approx(true_us(32), rel=0.02)

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 OF_EACH: Final = 8  # observations that are remembered of sizes 1, 2 and 3, 4 to 7, and so on
 REFIT_EVERY: Final = 8
+CHANGED: Final = 1.3  # times what was expected, or less by as much
 CHANGED_AFTER: Final = 6  # so many in a row off on one side are not chance
 FAR: Final = 4.0  # times the median distance from the line
 UPPER: Final = 0.9
@@ -85,7 +86,7 @@ class Latency:
         return [one for of_size in self._seen.values() for one in of_size]
 
     def _is_change(self, took_us: int, expected_us: int) -> bool:
-        side = 1 if took_us > 1.3 * expected_us else -1 if took_us < 0.6 * expected_us else 0
+        side = (took_us > CHANGED * expected_us) - (CHANGED * took_us < expected_us)
         self._off = self._off + side if side and side * self._off >= 0 else side
         return abs(self._off) >= CHANGED_AFTER
 

@@ -44,7 +44,8 @@ class Paces:
         self.model = Pace()
         self._lanes: OrderedDict[str, Pace] = OrderedDict()  # who was heard of last is last
         self._tried: str | None = None  # the lane of a trial of which nothing is heard yet
-        self._try_at_us = 0  # the next one
+        self._pause_since_us = 0  # the last trial began, or was heard of
+        self._pause_us = 0  # before the next one, of whichever lane
 
     def of(self, lane: str) -> Pace:
         """What a lane goes by: its own, once that is known, or the model's."""
@@ -60,13 +61,16 @@ class Paces:
         for pace in (self.model, own):
             pace.observe(size, took_us, compute_us, now_us)
         if lane == self._tried:
-            self._tried, self._try_at_us = None, now_us + int(PAUSE * compute_us)
+            self._tried = None
+            self._pause_since_us, self._pause_us = now_us, int(PAUSE * compute_us)
 
     def begin_trial(self, lane: str, now_us: int) -> bool:
         """Whether a batch of a lane that has none in flight is to find out if its pace is still true."""
         pace = self.of(lane)
-        believed = pace is not self.model and now_us < pace.heard_us + BELIEVED_US
-        if believed or now_us < self._try_at_us:
+        believed = pace is not self.model and 0 <= now_us - pace.heard_us < BELIEVED_US
+        if believed or 0 <= now_us - self._pause_since_us < self._pause_us:
             return False
         self._tried = lane
+        # Until it is heard of, which may be never: as if it took as long as is believed.
+        self._pause_since_us, self._pause_us = now_us, int(PAUSE * pace.latency.of(1))
         return True

@@ -5,14 +5,18 @@
 -- ARGV  E, then E times: entry ID, number of slots, the slots of its requests
 -- Returns how many slots are taken: requests that wait or are in flight, and results that are held
 -- O(slots).
-redis.call('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
+redis.pcall('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
 local at = 2
 for _ = 1, tonumber(ARGV[1]) do
   local id, slots = ARGV[at], tonumber(ARGV[at + 1])
   at = at + 2
   for i = at, at + slots - 1 do
-    if redis.call('HSETNX', KEYS[2], ARGV[i], 'w' .. id) == 1 then redis.call('RPUSH', KEYS[1], ARGV[i]) end
+    if redis.pcall('HSETNX', KEYS[2], ARGV[i], 'w' .. id) == 1
+      and type(redis.pcall('RPUSH', KEYS[1], ARGV[i])) ~= 'number' then
+      redis.call('HDEL', KEYS[2], ARGV[i])
+    end
   end
   at = at + slots
 end
-return redis.call('LLEN', KEYS[1])
+local taken = redis.pcall('LLEN', KEYS[1])
+return type(taken) == 'number' and taken or 0

@@ -30,7 +30,7 @@ end
 -- release(order, held): deliver what is held and has nobody before it, as much as one script should do.
 -- Returns 1 if there is more to deliver. O(results delivered), and O(bytes).
 local function release(order, held)
-  local most, most_bytes, entry_bytes = 1000, 67108864, 16777216
+  local most, most_bytes, entry_bytes = 1000, 8388608, 16777216
   local gone, size_bytes = {}, 0
   local stream, stream_ttl_ms, envelopes, entry_size_bytes = nil, nil, {}, 0
   local function flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool import wire
@@ -98,9 +98,15 @@ class BatcherStore:
             args += [entry.id, len(slots), *slots]
         return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], args))
 
-    def release(self) -> None:
-        """Deliver what is held and need not be, also where a slot before it was given up without a word."""
-        release(self._link, self.keys, free_lost=True)
+    def release(self, entries: Container[str] = (), batches: Container[str] = ()) -> None:
+        """Deliver what is held and need not be, also where a slot before it was given up without a word.
+
+        `entries` and `batches` are known to be there: to look would cost Redis their bytes.
+        """
+        first = release(self._link, self.keys)
+        known = batches if first.startswith("b") else entries
+        if first and first[1:] not in known:
+            release(self._link, self.keys, free_lost=True)
 
     def dispatch(
         self, departures: Sequence[Departure], result_ttl_ms: int

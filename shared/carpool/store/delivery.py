@@ -81,12 +81,16 @@ def answer(
     return set() if answered == b"SETTLED" else set(answered)
 
 
-def release(link: Link, keys: Keys, *, free_lost: bool = False) -> None:
+def release(link: Link, keys: Keys, *, free_lost: bool = False) -> str:
     """Deliver all held results that have nobody before them; with `free_lost` also the slots of requests that
-    were withdrawn by XDEL, or whose batch was deleted by hand."""
+    were withdrawn by XDEL, or whose batch was deleted by hand.
+
+    Returns where the request is whose turn it is: 'w' and its entry, 'b' and its batch, '' if there is none.
+    """
     where = [keys.requests, keys.batches] if free_lost else []
-    while link.run(_RELEASE, [keys.order, keys.held, *where], []):
+    while (first := link.run(_RELEASE, [keys.order, keys.held, *where], [])) == 1:
         pass
+    return str(first.decode())
 
 
 def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[Address, Result]]) -> list[Argument]:

@@ -93,17 +93,18 @@ class Directory:
 
 def take_census(link: Link, keys: Keys, clock: RedisClock) -> Census:
     """Look at a model, and at the clock."""
-    time_reply, waiting, in_flight, slots, workers, *hashes = no_errors(
-        link.call_many(
-            ("TIME",),
-            ("XLEN", keys.requests),
-            ("XLEN", keys.batches),
-            ("LLEN", keys.order),
-            ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
-            ("HGETALL", keys.registration),
-            ("HGETALL", keys.config),
-        )
+    slots, *replies = link.call_many(
+        ("LLEN", keys.order),
+        ("TIME",),
+        ("XLEN", keys.requests),
+        ("XLEN", keys.batches),
+        ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
+        ("HGETALL", keys.registration),
+        ("HGETALL", keys.config),
     )
+    if isinstance(slots, CommandError) and slots.code == "WRONGTYPE":
+        slots = 0  # nobody is in order: see order.lua
+    time_reply, waiting, in_flight, slots, workers, *hashes = no_errors([*replies[:3], slots, *replies[3:]])
     clock.set(time_reply, time.monotonic_ns())
     alive = _alive(workers, clock.now_us() // 1000)
     return Census(waiting, in_flight, slots, alive, *map(_texts, hashes))
