@@ -186,3 +186,30 @@ def test_a_speed_that_goes_up_and_down_leaves_no_trace() -> None:
             latency.observe(32, int(factor * true_us(32)))
     assert latency.of(1) == pytest.approx(true_us(1), rel=0.1)
     assert latency.of(32) == pytest.approx(true_us(32), rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [1.0005, 0.9995])
+def test_a_model_that_drifts_does_so_for_sizes_that_do_not_come(factor: float) -> None:
+    """A tenth in 200 batches, which is no change: the line stays true for who comes, and for who does not."""
+    latency, speed, chance = learned(on_the_line(40)), 1.0, random.Random(1)
+    for _ in range(4000):
+        speed *= factor
+        latency.observe(32, int(speed * true_us(32) * chance.gauss(1, 0.02)))
+    for size in (1, 8, 32, 100):
+        assert latency.of(size) == pytest.approx(speed * true_us(size), rel=0.06)
+
+
+def test_what_is_no_line_is_not_taken_for_drift() -> None:
+    """One size lies off the line for ever; that moves no other."""
+    latency = learned([(size, int(1000 * size**1.3)) for size in (1, 2, 4, 8, 16) * 8])
+    before = [latency.of(size) for size in (1, 16)]
+    for _ in range(1000):
+        latency.observe(16, int(1000 * 16**1.3))
+    assert [latency.of(size) for size in (1, 16)] == pytest.approx(before, rel=0.01)
+
+
+def test_noise_is_no_drift() -> None:
+    latency, chance = learned(on_the_line(40)), random.Random(2)
+    for _ in range(5000):
+        latency.observe(32, int(true_us(32) * chance.gauss(1, 0.05)))
+    assert latency.of(1) == pytest.approx(true_us(1), rel=0.1)

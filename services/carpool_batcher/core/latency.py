@@ -7,13 +7,13 @@ that lie far from the first (a pause of the machine, a cache that was cold). Siz
 out what is known of others, or a model that is asked for one size all day would be a riddle in the evening.
 Of one size alone nothing follows for others: a smaller one is taken to last as long, a larger one somewhat
 longer, so that it is tried and found out. When several in a row lie off on one side, the model has changed
-its speed, and all that was observed before is taken to have changed with it.
+its speed, and all that was observed before is taken to have changed with it. So it is when it drifts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 OF_EACH: Final = 8  # observations that are remembered of sizes 1, 2 and 3, 4 to 7, and so on
@@ -23,6 +23,9 @@ CHANGED_AFTER: Final = 6  # so many in a row off on one side are not chance
 FAR: Final = 4.0  # times the median distance from the line
 UPPER: Final = 0.9
 UNKNOWN: Final = 0.25  # of the time in proportion, for sizes beyond the only one that was seen
+
+
+Observed = tuple[int, float]  # a batch's size, and how long it took (us)
 
 
 class Line(NamedTuple):
@@ -42,13 +45,14 @@ class Line(NamedTuple):
 
 
 class Latency:
-    """l(n) of one lane, or of all. `observe` costs about 10 µs, the others less than one."""
+    """l(n) of one lane, or of all. `observe` costs about 20 µs, the others less than one."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[tuple[int, int]]] = {}  # by the number of bits of the size
-        self._latest: deque[tuple[int, int]] = deque(maxlen=CHANGED_AFTER)
+        self._seen: dict[int, deque[Observed]] = {}  # by the number of bits of the size
+        self._before: dict[int, list[Observed]] = {}  # the same, when they were last fitted
+        self._fresh: dict[int, int] = {}  # how many were observed since
+        self._latest: deque[Observed] = deque(maxlen=CHANGED_AFTER)
         self._line: Line | None = None
-        self._fresh = 0  # observed since the last fit
         self._off = 0  # in a row above (or below, negative) what was expected
 
     @property
@@ -71,19 +75,23 @@ class Latency:
 
     def observe(self, size: int, took_us: int) -> None:
         """A batch of `size` took so long."""
-        one = size, took_us
+        one, number = (size, float(took_us)), size.bit_length()
         self._latest.append(one)
         changed = self._line is not None and self._is_change(took_us, self._line.at(size))
         if changed:
             self._follow_change()
-        self._seen.setdefault(size.bit_length(), deque(maxlen=OF_EACH)).append(one)
-        self._fresh += 1
-        if self._line is None or changed or self._fresh >= min(REFIT_EVERY, len(self._seen_in_all()) // 4):
-            self._line = fit(self._seen_in_all())
-            self._fresh = 0
+        self._seen.setdefault(number, deque(maxlen=OF_EACH)).append(one)
+        self._fresh[number] = self._fresh.get(number, 0) + 1
+        enough = min(REFIT_EVERY, sum(map(len, self._seen.values())) // 4)
+        if self._line is None or changed or sum(self._fresh.values()) >= enough:
+            self._refit()
 
-    def _seen_in_all(self) -> list[tuple[int, int]]:
-        return [one for of_size in self._seen.values() for one in of_size]
+    def _refit(self) -> None:
+        if self._line is not None and len(self._fresh) < len(self._seen):
+            self._follow_drift(self._line)
+        self._line = fit([one for of_size in self._seen.values() for one in of_size])
+        self._before |= {number: list(self._seen[number]) for number in self._fresh}
+        self._fresh.clear()
 
     def _is_change(self, took_us: int, expected_us: int) -> bool:
         side = (took_us > CHANGED * expected_us) - (CHANGED * took_us < expected_us)
@@ -93,16 +101,40 @@ class Latency:
     def _follow_change(self) -> None:
         """What was observed before is as if the model had been as fast then as it is now."""
         assert self._line is not None
-        ratios = sorted(took_us / max(1, self._line.at(size)) for size, took_us in self._latest)
-        ratio = ratios[len(ratios) // 2]
+        ratio = _level(self._latest, self._line)
         after = {id(one) for one in self._latest}
         for number, of_size in self._seen.items():
-            scaled = [one if id(one) in after else (one[0], int(ratio * one[1])) for one in of_size]
+            scaled = [one if id(one) in after else (one[0], ratio * one[1]) for one in of_size]
             self._seen[number] = deque(scaled, maxlen=OF_EACH)
+        self._before.clear()
         self._off = 0
 
+    def _follow_drift(self, line: Line) -> None:
+        """Sizes of which nothing was heard since the last fit are slower by as much as the others became.
 
-def fit(seen: Sequence[tuple[int, int]]) -> Line:
+        Each of those is compared with itself, or a law that is no line would be taken for drift.
+        """
+        became = [
+            _level(self._seen[number], line) / _level(self._before[number], line)
+            for number in self._fresh
+            if number in self._before
+        ]
+        if not became:
+            return
+        ratio = sorted(became)[len(became) // 2]
+        for number in self._seen.keys() - self._fresh.keys():
+            scaled = [(size, ratio * took_us) for size, took_us in self._seen[number]]
+            self._seen[number] = deque(scaled, maxlen=OF_EACH)
+            self._before[number] = scaled
+
+
+def _level(seen: Iterable[Observed], line: Line) -> float:
+    """How slow these are beside a line: 1 is on it."""
+    ratios = sorted(took_us / max(1, line.at(size)) for size, took_us in seen)
+    return max(ratios[len(ratios) // 2], 1e-6)
+
+
+def fit(seen: Sequence[Observed]) -> Line:
     """The line through these (size, microseconds). There must be one at least."""
     first = _least_squares(seen)
     off = sorted(abs(took_us - first.at(size)) for size, took_us in seen)
@@ -114,7 +146,7 @@ def fit(seen: Sequence[tuple[int, int]]) -> Line:
     return line._replace(margin_us=float(margin_us))
 
 
-def _least_squares(seen: Sequence[tuple[int, int]]) -> Line:
+def _least_squares(seen: Sequence[Observed]) -> Line:
     count = len(seen)
     mean_size = sum(size for size, _ in seen) / count
     mean_us = sum(took_us for _, took_us in seen) / count
