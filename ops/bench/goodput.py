@@ -61,6 +61,16 @@ class Point(NamedTuple):
     arrivals: str
     load: float
 
+    @property
+    def words(self) -> str:
+        """For a sentence."""
+        intercept_ms, slope_ms = (one / 1000 for one in self.model)
+        law, workers = (
+            f"{intercept_ms:g} + {slope_ms:g} b ms",
+            f"{self.workers} worker{'s' * (self.workers > 1)}",
+        )
+        return f"{law}, {workers}, {self.deadline_ms} ms, {self.arrivals}, load {self.load:g}"
+
 
 class Figures(NamedTuple):
     """Goodput of each policy, and the bound, in requests/s. `bound` is U3 for one worker, else U1."""
@@ -279,15 +289,15 @@ def summary(results: Sequence[Figures]) -> Iterator[str]:
     """What it comes to."""
     shortfall = [(max(one.good.values()) - one.good["deferred"]) / one.bound for one in results]
     worst = results[int(np.argmax(shortfall))].point
-    yield f"`deferred` is the best of these, or at most {max(shortfall):.1%} of the bound below it ({worst})."
+    yield (
+        f"`deferred` is the best of these at all {len(results)} points, or at most {max(shortfall):.1%} of "
+        f"the bound below it: {worst.words}.\n"
+    )
     for workers, bound in ((1, "U3"), (16, "U1")):
-        of = [one.good["deferred"] / one.bound for one in results if one.point.workers == workers]
-        at = [
-            one.good["deferred"] / one.bound
-            for one in results
-            if one.point.workers == workers and one.point.load == 0.9
-        ]
-        yield f"With {workers}: {min(of):.1%} of {bound} at least, {min(at):.1%} at 0.9 load."
+        of = {one.point: one.good["deferred"] / one.bound for one in results if one.point.workers == workers}
+        loaded = [share for point, share in of.items() if point.load == 0.9]
+        name = f"{workers} worker{'s' * (workers > 1)}"
+        yield f"- {name}: {min(of.values()):.1%} of {bound} at least, {min(loaded):.1%} at 0.9 load"
 
 
 def main() -> None:
