@@ -61,6 +61,7 @@ def _registration(model: LoadedModel) -> dict[str, Any]:
         "inputs": [(spec.name, spec.datatype, spec.shape) for spec in model.inputs],
         "outputs": [(spec.name, spec.datatype, spec.shape) for spec in model.outputs],
         "wants_requests": model.wants_requests,
+        "misspelt": dict(model.misspelt),
     }
 
 

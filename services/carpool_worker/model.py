@@ -17,15 +17,20 @@ requests)` also gets a RequestInfo for each item.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.model_settings import ModelSettings
 from carpool.tensors import TensorSpec
 
 __all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]
+
+# How alike a name and a setting's are for the one to be a slip for the other, from 0 to 1. A letter that is
+# wrong, missing or in the wrong place is above this, and so is a unit left out; `batch_size` is below.
+ALIKE: Final = 0.86
 
 
 class RequestInfo(NamedTuple):
@@ -47,6 +52,7 @@ class LoadedModel:
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     settings: ModelSettings = field(default_factory=ModelSettings)
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that means nothing -> setting
 
 
 def adapt(model: Any, device: str) -> LoadedModel:
@@ -72,6 +78,7 @@ def adapt(model: Any, device: str) -> LoadedModel:
         settings=ModelSettings.from_mapping(
             {name: getattr(model, name, None) for name in ModelSettings.names()}
         ),
+        misspelt=dict(_misspelt(model)),
     )
 
 
@@ -92,6 +99,26 @@ def _wants_requests(predict: Callable[..., Any]) -> bool:
         return "requests" in inspect.signature(predict).parameters
     except (TypeError, ValueError):  # some C functions have no signature
         return False
+
+
+def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
+    """Attributes that look like a setting's name and are none, each with that setting.
+
+    Not methods, nor what begins with an underscore; and a setting that is declared too was not missed.
+    """
+    settings = ModelSettings.names()
+    missing = {_plain(name): name for name in settings if getattr(model, name, None) is None}
+    homes = [model, *type(model).__mro__]
+    for name in sorted({name for home in homes for name in getattr(home, "__dict__", ())}):
+        if name.startswith("_") or name in settings or callable(inspect.getattr_static(model, name)):
+            continue
+        for meant in difflib.get_close_matches(_plain(name), missing, n=1, cutoff=ALIKE):
+            yield name, missing[meant]
+
+
+def _plain(name: str) -> str:
+    """A name as it would be in any other style: maxBatchSize, MAX_BATCH_SIZE."""
+    return name.replace("_", "").lower()
 
 
 def _specs(model: Any, name: str) -> tuple[TensorSpec, ...]:

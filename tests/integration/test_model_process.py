@@ -72,6 +72,7 @@ class Obedient:
         self.log.write("unloaded\\n")
 
 class Doubling:
+    max_batch_sise = 4
     inputs = [TensorSpec("x", "FP32", (-1,))]
     outputs = [TensorSpec("y", "FP32", (-1,))]
 
@@ -160,6 +161,7 @@ def test_it_says_what_its_model_is(process_of: Start) -> None:
     ready = process_of("Doubling").start()
     assert (ready["inputs"], ready["outputs"]) == ([["x", "FP32", [-1]]], [["y", "FP32", [-1]]])
     assert ready["wants_requests"]
+    assert ready["misspelt"] == {"max_batch_sise": "max_batch_size"}
 
 
 def test_it_executes_frames_in_order(process_of: Start) -> None:
