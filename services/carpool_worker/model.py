@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from carpool.model_settings import ModelSettings
+from carpool.plugins import UnusableError
 from carpool.tensors import TensorSpec
 
 __all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]
@@ -56,14 +57,16 @@ class LoadedModel:
 
 
 def adapt(model: Any, device: str) -> LoadedModel:
-    """Load a user's model on `device`, and find its hooks. What it declares wrongly raises ValueError."""
+    """Load a user's model on `device`, and find its hooks. What it declares wrongly raises UnusableError."""
     if inspect.isclass(model):
         model = model()
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
-        raise ValueError(f"the model {model!r:.80} is neither a function nor a class with a method 'predict'")
+        raise UnusableError(
+            f"the model {model!r:.80} is neither a function nor a class with a method 'predict'"
+        )
     if inspect.iscoroutinefunction(predict):
-        raise ValueError("the model's 'predict' is a coroutine function: it must be a plain one")
+        raise UnusableError("the model's 'predict' is a coroutine function: it must be a plain one")
     load = getattr(model, "load", None)
     if load is not None:
         load(device)
@@ -75,9 +78,7 @@ def adapt(model: Any, device: str) -> LoadedModel:
         wants_requests=wants_requests,
         inputs=_specs(model, "inputs"),
         outputs=_specs(model, "outputs"),
-        settings=ModelSettings.from_mapping(
-            {name: getattr(model, name, None) for name in ModelSettings.names()}
-        ),
+        settings=_settings(model),
         misspelt=dict(_misspelt(model)),
     )
 
@@ -99,6 +100,14 @@ def _wants_requests(predict: Callable[..., Any]) -> bool:
         return "requests" in inspect.signature(predict).parameters
     except (TypeError, ValueError):  # some C functions have no signature
         return False
+
+
+def _settings(model: Any) -> ModelSettings:
+    declared = {name: getattr(model, name, None) for name in ModelSettings.names()}
+    try:
+        return ModelSettings.from_mapping(declared)
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
@@ -127,7 +136,7 @@ def _specs(model: Any, name: str) -> tuple[TensorSpec, ...]:
         return ()
     specs = tuple(declared) if isinstance(declared, Iterable) else (None,)
     if not all(isinstance(spec, TensorSpec) for spec in specs):
-        raise ValueError(f"the model's {name!r} must be a list of TensorSpec, not {declared!r:.120}")
+        raise UnusableError(f"the model's {name!r} must be a list of TensorSpec, not {declared!r:.120}")
     if len({spec.name for spec in specs}) != len(specs):
-        raise ValueError(f"the model's {name!r} name a tensor twice")
+        raise UnusableError(f"the model's {name!r} name a tensor twice")
     return specs

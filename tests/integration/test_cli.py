@@ -30,6 +30,12 @@ class Broken:
     def predict(self, batch):
         return batch
 """
+UNSETTLED: Final = """
+class Unsettled:
+    priority_policies = {0: {"max_queue_sise": 100}}
+    def predict(self, batch):
+        return batch
+"""
 SLOW: Final = """
 import time
 class Slow:
@@ -339,6 +345,14 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(tmp_path: Path) -
         assert "no weights" in started.said()
         assert "the worker of Broken ended with exit status 1" in started.said().splitlines()[-1]
         assert list(tmp_path.glob("carpool-*/*")) == []
+
+
+def test_a_setting_that_makes_no_sense_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "unsettled.py").write_text(UNSETTLED)
+    with Up(tmp_path, "unsettled.py:Unsettled", "--redis-port", str(embedded._free_port())) as started:
+        assert started.process.wait(START_S) == 1
+        assert "max_queue_sise is none of max_queue_size, " in started.said()
+        assert "Traceback" not in started.said()
 
 
 def test_a_stop_does_not_wait_for_a_model_that_loads_for_ever(tmp_path: Path) -> None:

@@ -183,9 +183,9 @@ def test_a_slip_in_a_settings_name_is_noticed_wherever_it_is_made(name: str, set
 
 ORDINARY = """
     batch_size min_batch_size max_batch_tokens max_batch_rows max_length max_seq_len max_tokens max_size
-    device name policy_network policies weights tenants priority target latency_ms result results queue queue_size
-    timeout_ms body_size training dump_patches call_super_init T_destination tokenizer net model input output
-    input_names labels classes _max_batch_sise __max_batch_size__
+    device name policy_network policies weights tenants priority target latency_ms result results queue
+    queue_size timeout_ms body_size training dump_patches call_super_init T_destination tokenizer
+    net model input output input_names labels classes _max_batch_sise __max_batch_size__
 """
 
 
