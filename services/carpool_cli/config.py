@@ -111,6 +111,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     wanted = {name: value for name, value in {**said, **values}.items() if name not in back}
     try:
         holds = ModelSettings.from_mapping({**registered, **wanted})
+        if "preferred_batch_sizes" in values:
+            holds.check_sizes()
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and holds.policy not in POLICIES:

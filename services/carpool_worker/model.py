@@ -105,9 +105,11 @@ def _wants_requests(predict: Callable[..., Any]) -> bool:
 def _settings(model: Any) -> ModelSettings:
     declared = {name: getattr(model, name, None) for name in ModelSettings.names()}
     try:
-        return ModelSettings.from_mapping(declared)
+        settings = ModelSettings.from_mapping(declared)
+        settings.check_sizes()
     except ValueError as error:
         raise UnusableError(str(error)) from None
+    return settings
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:

@@ -124,6 +124,30 @@ def test_changes_are_made_all_or_none() -> None:
     assert len(directory.asked_for) == 1
 
 
+PREFERRING: Final = ModelSettings(max_batch_size=16, preferred_batch_sizes=(4, 16)).as_text()
+
+
+def test_a_preferred_size_that_no_batch_can_have_is_refused() -> None:
+    directory: Any = Directory(PREFERRING, {})
+    says = "preferred_batch_sizes: 32 can never be filled, because max_batch_size is 16; nothing was changed"
+    with pytest.raises(ConfigError, match=f"^{says}$"):
+        configure(directory, "m", ["preferred_batch_sizes=8,32"])
+    with pytest.raises(ConfigError, match="because max_batch_size is 8; nothing"):
+        configure(directory, "m", ["preferred_batch_sizes=8,16", "max_batch_size=8"])
+    assert not directory.asked_for
+    assert configure(directory, "m", ["preferred_batch_sizes=32", "max_batch_size=32"]).before
+
+
+def test_batches_can_be_made_smaller_than_a_size_the_model_prefers() -> None:
+    directory: Any = Directory(PREFERRING, {})
+    lines, _ = configure(directory, "m", ["max_batch_size=8"])
+    assert lines["max_batch_size"][:2] == ("8", "operator")
+    assert lines["preferred_batch_sizes"][:2] == ("4,16", "model")
+    # And from then on all else can be changed
+    directory.said = {"max_batch_size": "8"}
+    assert configure(directory, "m", ["max_queue_size=5"]).lines["max_queue_size"].source == "operator"
+
+
 def test_looking_changes_nothing() -> None:
     directory: Any = Directory(REGISTERED, {})
     assert configure(directory, "m", []).before == {}

@@ -208,6 +208,17 @@ def test_what_cannot_be_a_slip() -> None:
     assert adapt(Everything, "cpu").misspelt == adapt(max, "cpu").misspelt == {}
 
 
+def test_a_preferred_size_that_no_batch_can_have_is_refused() -> None:
+    class Model:
+        preferred_batch_sizes = (16, 32, 48, 64)
+        predict = staticmethod(double)
+
+    with pytest.raises(ValueError, match=r"^preferred_batch_sizes: 48, 64 can never be filled, .* is 32$"):
+        adapt(Model, "cpu")
+    Model.max_batch_size = 64  # type: ignore[attr-defined]
+    assert adapt(Model, "cpu").settings.preferred_batch_sizes == (16, 32, 48, 64)
+
+
 @pytest.mark.parametrize("given", [3, "a model", None, object()])
 def test_what_cannot_predict_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="neither a function nor a class with a method 'predict'"):
