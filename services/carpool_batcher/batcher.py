@@ -169,30 +169,27 @@ class ModelBatcher:
         scheduler, _, entries = active
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
-        in_order = scheduler.settings.preserve_ordering
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
             entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_SLACK_US)
             entries[entry.id] = entry
-            for at, one in enumerate(decoded):
-                if type(one) is Request:
-                    refused = scheduler.offer(one, now_us)
-                    if refused is not None:
-                        refusals.append(refused)
-                    elif in_order and one.slot is None:
-                        one.slot = wire.slot_of(entry.id, at)
-                elif type(one) is Refusal:
-                    refusals.append(one)
-                elif type(one) is Withdrawal:
-                    refusals += scheduler.withdraw(one.correlation_ids)
+            match decoded:
+                case [Withdrawal() as word]:
+                    refusals += scheduler.withdraw(word.correlation_ids)
                     emptied.append(entry)
+                case _:
+                    refusals += _offer(scheduler, decoded, now_us)
         if arrived:
             self._pace(arrived)
-            if in_order:
-                read = [entries[entry_id.decode()] for entry_id, _ in arrived]
-                scheduler.hold(_held(scheduler, self._store.admit(read)))
+            if scheduler.settings.preserve_ordering:
+                self._take_slots(active, arrived)
         return refusals, emptied
+
+    def _take_slots(self, active: Active, arrived: Sequence[RawEntry]) -> None:
+        """Who has a slot takes it, in the order of arrival; what was put back has it, and keeps it."""
+        entries = [active.entries[entry_id.decode()] for entry_id, _ in arrived]
+        active.scheduler.hold(_held(active.scheduler, self._store.admit(entries)))
 
     def _pace(self, arrived: Sequence[RawEntry]) -> None:
         """Ask for fewer entries at a time where they are large, so that one reply fits in memory."""
@@ -366,6 +363,25 @@ def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]
         active.entries.pop(old_id, None)
         if entry.requests:
             active.entries[entry.id] = entry
+
+
+def _offer(scheduler: Scheduler, decoded: Sequence[wire.Decoded], now_us: int) -> list[Refusal]:
+    """Offer an entry's requests. Returns who is refused; where results come in order, all others have slots.
+
+    Who is refused on arrival is given none: its result does not wait for those before it.
+    """
+    in_order = scheduler.settings.preserve_ordering
+    refusals: list[Refusal] = []
+    for at, one in enumerate(decoded):
+        if type(one) is Request:
+            refused = scheduler.offer(one, now_us)
+            if refused is not None:
+                refusals.append(refused)
+            elif in_order and one.slot is None:
+                one.slot = wire.slot_of(one.entry.id, at)
+        elif type(one) is Refusal:
+            refusals.append(one)
+    return refusals
 
 
 def _held(scheduler: Scheduler, slots: int) -> int:
