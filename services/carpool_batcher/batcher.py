@@ -171,43 +171,36 @@ class ModelBatcher:
         scheduler, _, entries = active
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
-        in_order = scheduler.settings.preserve_ordering
-        waited, counted = scheduler.waiting, False
+        if scheduler.held and 2 * (scheduler.waiting + scheduler.held) > scheduler.settings.max_queue_size:
+            self._hold(scheduler, self._store.admit(()))  # nobody is refused for what is out by now
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
             entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_SLACK_US)
             entries[entry.id] = entry
-            for at, one in enumerate(decoded):
-                if type(one) is Request:
-                    refused = scheduler.offer(one, now_us)
-                    if refused is not None and scheduler.held and not counted:
-                        counted = True  # once, since what was held a while ago may be out
-                        self._hold(scheduler, self._store.admit(()), waited)
-                        refused = scheduler.offer(one, now_us)
-                    if refused is not None:
-                        refusals.append(refused)
-                    elif in_order and one.slot is None:
-                        one.slot = wire.slot_of(entry.id, at)
-                elif type(one) is Refusal:
-                    refusals.append(one)
-                elif type(one) is Withdrawal:
-                    refusals += scheduler.withdraw(one.correlation_ids)
+            match decoded:
+                case [Withdrawal() as word]:
+                    refusals += scheduler.withdraw(word.correlation_ids)
                     emptied.append(entry)
+                case _:
+                    refusals += _offer(scheduler, decoded, now_us)
         if arrived:
             self._pace(arrived)
             self._unread = max(0, self._unread - len(arrived))
-            if in_order:
-                read = [entries[entry_id.decode()] for entry_id, _ in arrived]
-                self._hold(scheduler, self._store.admit(read), scheduler.waiting)
+            if scheduler.settings.preserve_ordering:
+                self._take_slots(active, arrived)
         return refusals, emptied
 
-    def _hold(self, scheduler: Scheduler, slots: int, waiting: int) -> None:
-        """So many slots are taken, `waiting` of them by who waits: the rest, beside those in flight, are of
-        results that are held. Or of who waits in entries that only a batcher before this one has read: as
-        long as there are such, none is counted."""
+    def _take_slots(self, active: Active, arrived: Sequence[RawEntry]) -> None:
+        """Who has a slot takes it, in the order of arrival; what was put back has it, and keeps it."""
+        entries = [active.entries[entry_id.decode()] for entry_id, _ in arrived]
+        self._hold(active.scheduler, self._store.admit(entries))
+
+    def _hold(self, scheduler: Scheduler, slots: int) -> None:
+        """So many slots are taken: by who waits or is in flight, and the rest by results that are held. Or by
+        who waits in entries that only a batcher before this one read: while there are such, none counts."""
         riding = sum(one.size for one in scheduler.in_flight().values())
-        scheduler.hold(0 if self._unread else max(0, slots - waiting - riding))
+        scheduler.hold(0 if self._unread else max(0, slots - scheduler.waiting - riding))
 
     def _pace(self, arrived: Sequence[RawEntry]) -> None:
         """Ask for fewer entries at a time where they are large, so that one reply fits in memory."""
@@ -294,7 +287,7 @@ class ModelBatcher:
         self._find_unseen(active, census, now_us)
         if census.waiting_entries <= len(active.entries):
             self._unread = 0  # some were withdrawn meanwhile
-        self._hold(scheduler, census.slots, scheduler.waiting)
+        self._hold(scheduler, census.slots)
         if census.slots:
             self._store.release(active.entries, scheduler.in_flight())
         self._meter.looked(scheduler, now_us)
@@ -383,6 +376,25 @@ def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]
         active.entries.pop(old_id, None)
         if entry.requests:
             active.entries[entry.id] = entry
+
+
+def _offer(scheduler: Scheduler, decoded: Sequence[wire.Decoded], now_us: int) -> list[Refusal]:
+    """Offer an entry's requests. Returns who is refused; where results come in order, all others have slots.
+
+    Who is refused on arrival is given none: its result does not wait for those before it.
+    """
+    in_order = scheduler.settings.preserve_ordering
+    refusals: list[Refusal] = []
+    for at, one in enumerate(decoded):
+        if type(one) is Request:
+            refused = scheduler.offer(one, now_us)
+            if refused is not None:
+                refusals.append(refused)
+            elif in_order and one.slot is None:
+                one.slot = wire.slot_of(one.entry.id, at)
+        elif type(one) is Refusal:
+            refusals.append(one)
+    return refusals
 
 
 def _as_request(one: BatchedRequest) -> Request:

@@ -56,17 +56,27 @@ class Line(NamedTuple):
     meaning: str
 
 
+class Configured(NamedTuple):
+    """All settings as they hold now; and of those that were to change, what held before and who said so."""
+
+    lines: dict[str, Line]
+    before: dict[str, str]
+
+
 class ConfigError(Exception):
     """What was asked for cannot be done, and why."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Change what is to be changed, then show. 1 if Redis cannot be asked, 2 if a change makes no sense."""
+    """Change what is to be changed and show that, or else all there is.
+
+    1 if Redis cannot be asked, 2 if a change makes no sense.
+    """
     settings = read_settings(ConfigSettings, argv, "carpool config")
     link = Link(settings.redis_url, name=f"carpool-config-{os.getpid()}")
     directory = Directory(link, settings.prefix)
     try:
-        lines = configure(directory, settings.model, settings.change)
+        lines, before = configure(directory, settings.model, settings.change)
         status = None if settings.change else _status(directory, settings.model)
     except ConfigError as error:
         print(f"carpool config: {error}", file=sys.stderr)
@@ -78,15 +88,19 @@ def main(argv: Sequence[str]) -> int:
         directory.close()
     if settings.as_json:
         print(json.dumps({name: line._asdict() for name, line in lines.items()}))
+        return 0
+    screen = Screen()
+    if settings.change:
+        show_changes(lines, before, screen)
+        screen.say(f"\n`carpool config {settings.model}` shows all settings.")
     else:
-        screen = Screen()
         show(lines, screen)
-        if status is not None and status.unheeded:
-            screen.say(f"\nThe batcher does not follow these: {status.unheeded}")
+    if status is not None and status.unheeded:
+        screen.say(f"\nThe batcher does not follow these: {status.unheeded}")
     return 0
 
 
-def configure(directory: Directory, model: str, changes: Sequence[str]) -> dict[str, Line]:
+def configure(directory: Directory, model: str, changes: Sequence[str]) -> Configured:
     """Make these changes, all or none, and return the settings as they are then. Raises ConfigError."""
     known = directory.models()
     if model not in known:
@@ -97,13 +111,26 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> dict[
     wanted = {name: value for name, value in {**said, **values}.items() if name not in back}
     try:
         holds = ModelSettings.from_mapping({**registered, **wanted})
+        if "preferred_batch_sizes" in values:
+            holds.check_sizes()
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and holds.policy not in POLICIES:
         _check_policy(_status(directory, model), holds.policy)
     if values or back:
         directory.configure(model, values, back)
-    return resolve(registered, wanted)
+    before = {name: _before(registered, said, name) for name in (*values, *back)}
+    return Configured(resolve(registered, wanted), before)
+
+
+def _before(registered: Mapping[str, str], said: Mapping[str, str], name: str) -> str:
+    """What held for a setting, and who said so; an operator's word that made no sense is shown as it is."""
+    own = {name: said[name]} if name in said else {}
+    try:
+        line = resolve(registered, own)[name]
+    except ValueError:
+        return f"{_short(said[name])} (operator)"
+    return f"{_short(line.value)} ({line.source})"
 
 
 def _status(directory: Directory, model: str) -> Status | None:
@@ -161,6 +188,16 @@ def show(lines: Mapping[str, Line], screen: Screen) -> None:
     rows += [(name, _short(line.value), line.source) for name, line in lines.items()]
     meanings = ["meaning", *(line.meaning for line in lines.values())]
     head, *rest = (f"{text}  {meaning}" for text, meaning in zip(table(rows), meanings, strict=True))
+    screen.say(screen.bold(head))
+    for text in rest:
+        screen.say(text)
+
+
+def show_changes(lines: Mapping[str, Line], before: Mapping[str, str], screen: Screen) -> None:
+    """Of the settings that were to change: what they are, and what they were."""
+    rows = [("setting", "value", "from", "before")]
+    rows += [(name, _short(lines[name].value), lines[name].source, was) for name, was in before.items()]
+    head, *rest = table(rows)
     screen.say(screen.bold(head))
     for text in rest:
         screen.say(text)

@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
         serve_status(settings, metrics, worker)
         worker.start(stop)
     except ModelLoadError as error:
-        print(error.trace, file=sys.stderr)
+        if error.trace:
+            print(error.trace, file=sys.stderr)
         log.error("model cannot be loaded", model=settings.model, reason=str(error))
         return 1
     except (ValueError, OSError) as error:

@@ -19,6 +19,7 @@ from typing import Any
 from carpool.errors import INTERNAL
 from carpool.lifecycle import die_with_parent
 from carpool.logs import configure_logs
+from carpool.plugins import UnusableError
 from carpool_worker import frames
 from carpool_worker.executor import Items, ListItems, Outcome, StackedItems, execute
 from carpool_worker.loader import find_model
@@ -39,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for a model that logs by structlog
     try:
         model = adapt(find_model(where), device)
-    except BaseException as error:
+    except UnusableError as error:
+        frames.send_frame(sock, {"failed": str(error), "traceback": ""})
+        return 1
+    except BaseException as error:  # out of the user's own code: it helps to see where
         frames.send_frame(
             sock, {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         )
@@ -61,6 +65,7 @@ def _registration(model: LoadedModel) -> dict[str, Any]:
         "inputs": [(spec.name, spec.datatype, spec.shape) for spec in model.inputs],
         "outputs": [(spec.name, spec.datatype, spec.shape) for spec in model.outputs],
         "wants_requests": model.wants_requests,
+        "misspelt": dict(model.misspelt),
     }
 
 

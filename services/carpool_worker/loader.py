@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from carpool.keys import MODEL_NAME
-from carpool.plugins import find_object
+from carpool.plugins import UnusableError, find_object
 
 READY_MADE: Final = {
     "square": "carpool_worker.models.square:Square",
@@ -35,7 +35,7 @@ def model_name(spec: str) -> tuple[str, str]:
 
 
 def find_model(where: str) -> Any:
-    """The model object: a class, an instance or a function. Raises ValueError that says what was expected."""
+    """The model object: a class, an instance or a function. Raises UnusableError: what was expected."""
     if where in READY_MADE:
         where = READY_MADE[where]
     if where.startswith(_ONNX):
@@ -44,7 +44,7 @@ def find_model(where: str) -> Any:
         return OnnxModel(where.removeprefix(_ONNX))
     source, colon, name = where.rpartition(":")
     if not colon or not source or not name:
-        raise ValueError(
+        raise UnusableError(
             f"model {where!r}: write module:Name, path/file.py:Name, onnx:FILE, {' or '.join(READY_MADE)}"
         )
     return find_object(where)

@@ -18,7 +18,7 @@ STOP_S: Final = 10.0
 
 
 class ModelLoadError(Exception):
-    """The model could not be loaded; the message says why, `trace` where."""
+    """The model could not be loaded; the message says why, `trace` where, if code of its own raised."""
 
     def __init__(self, message: str, trace: str) -> None:
         super().__init__(message)

@@ -84,6 +84,8 @@ class Worker:
         ready = [slot.process.wait_ready() for slot in self._slots]
         for slot in self._slots:
             slot.codec = Codec(ready[0])
+        for name, setting in ready[0]["misspelt"].items():
+            self._log.warning("attribute ignored", reason=f"{name} is no setting; did you mean {setting}?")
         self._registration = registration_of(ready[0])
         self._heartbeat = Heartbeat(
             self._slots, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics

@@ -243,6 +243,20 @@ class ModelSettings:
         action = (policy.expiration_action if policy else None) or self.expiration_action
         return action == "delay"
 
+    def check_sizes(self) -> None:
+        """Raise ValueError for a preferred size that no batch can have, being full before.
+
+        For whoever says such a size, a model or an operator. No settings are wrong for it: an operator who
+        needs smaller batches lowers `max_batch_size` and nothing else, and must not be told to mend the model
+        first, nor batchers refuse what holds then. What cannot be reached is never reached, and does no harm.
+        """
+        too_large = [str(size) for size in self.preferred_batch_sizes if size > self.max_batch_size]
+        if too_large:
+            raise ValueError(
+                f"preferred_batch_sizes: {', '.join(too_large)} can never be filled, "
+                f"because max_batch_size is {self.max_batch_size}"
+            )
+
     @classmethod
     def names(cls) -> list[str]:
         """The settings' names, in the order in which they are documented."""

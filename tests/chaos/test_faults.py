@@ -379,7 +379,7 @@ def planted(home: Path, find: str, replace: str) -> Path:
     return home
 
 
-DELIVER: Final = "  deliver(key, kind, payload, tonumber(ARGV[4]))"
+DELIVER: Final = "  deliver_in_order(KEYS[6], slot, key, kind, payload, ARGV[4])"
 FENCE: Final = "then return 'FENCED' end"
 
 

@@ -30,6 +30,12 @@ class Broken:
     def predict(self, batch):
         return batch
 """
+UNSETTLED: Final = """
+class Unsettled:
+    priority_policies = {0: {"max_queue_sise": 100}}
+    def predict(self, batch):
+        return batch
+"""
 SLOW: Final = """
 import time
 class Slow:
@@ -267,6 +273,44 @@ def test_the_lines_to_paste_work(square: Up) -> None:
         assert '"body":49' in _shell(for_redis_cli)
 
 
+TENSORS: Final = """
+from carpool.tensors import TensorSpec
+class Few:
+    max_batch_sise = 4
+    inputs = [
+        TensorSpec("ids", "INT64", (3, -1)), TensorSpec("text", "BYTES", (1,)), TensorSpec("on", "BOOL", ())
+    ]
+    outputs = [TensorSpec("ids", "INT64", (3, -1))]
+    def predict(self, batch):
+        assert batch["text"].tolist() == [["hello"]]
+        return {"ids": batch["ids"] + 1}
+class Many:
+    inputs = [TensorSpec("pixels", "FP16", (3, 224, 224))]
+    outputs = [TensorSpec("label", "INT64", ())]
+    def predict(self, batch):
+        return batch[:, 0, 0, 0].astype("int64") + batch[0].size
+"""
+
+
+def test_the_lines_to_paste_fit_a_model_with_tensors(tmp_path: Path) -> None:
+    (tmp_path / "tensors.py").write_text(TENSORS)
+    with up(tmp_path, "tensors.py:Few", "tensors.py:Many") as started:
+        said = [line.strip() for line in started.said().splitlines() if line.startswith("  ")]
+        few, many = (
+            [line for line in said if name in line and " is served " not in line] for name in ("Few", "Many")
+        )
+        assert "max_batch_sise is no setting; did you mean max_batch_size?" in started.said()
+        for_carpool, for_redis_cli, for_python = few
+        assert _shell(for_carpool) == '{"datatype":"INT64","shape":[3,2],"data":[1,1,1,1,1,1]}\n'
+        assert _shell(for_python) == "[[1 1]\n [1 1]\n [1 1]]\n"
+        if shutil.which("redis-cli"):
+            assert '"data":[1,1,1,1,1,1]' in _shell(for_redis_cli)
+        for_carpool, for_redis_cli, for_python = many
+        assert _shell(for_carpool) == _shell(for_python) == "150528\n"
+        if shutil.which("redis-cli"):
+            assert '"body":150528' in _shell(for_redis_cli)
+
+
 def _shell(line: str) -> str:
     done = subprocess.run(
         ["/bin/sh", "-c", line], env=environment(), capture_output=True, timeout=START_S, check=True
@@ -339,6 +383,14 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(tmp_path: Path) -
         assert "no weights" in started.said()
         assert "the worker of Broken ended with exit status 1" in started.said().splitlines()[-1]
         assert list(tmp_path.glob("carpool-*/*")) == []
+
+
+def test_a_setting_that_makes_no_sense_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "unsettled.py").write_text(UNSETTLED)
+    with Up(tmp_path, "unsettled.py:Unsettled", "--redis-port", str(embedded._free_port())) as started:
+        assert started.process.wait(START_S) == 1
+        assert "max_queue_sise is none of max_queue_size, " in started.said()
+        assert "Traceback" not in started.said()
 
 
 def test_a_stop_does_not_wait_for_a_model_that_loads_for_ever(tmp_path: Path) -> None:

@@ -135,6 +135,14 @@ def test_a_change_holds_until_it_is_taken_back(stack: Stack, gate: Path) -> None
     in_force(stack, "max_batch_size", "16")
 
 
+def test_a_person_is_shown_what_changed_and_how_to_see_the_rest(stack: Stack) -> None:
+    head, change, blank, more = run(stack, MODEL, "max_batch_size=2").stdout.splitlines()
+    assert head.split() == ["setting", "value", "from", "before"]
+    assert change.split() == ["max_batch_size", "2", "operator", "16", "(model)"]
+    assert (blank, more) == ("", "`carpool config Echo` shows all settings.")
+    in_force(stack, "max_batch_size", "2")
+
+
 def test_several_changes_at_once_all_in_force(stack: Stack, gate: Path) -> None:
     change(stack, "max_queue_size=2", "result_ttl_ms=7000")
     hold_up(stack, gate)

@@ -72,6 +72,7 @@ class Obedient:
         self.log.write("unloaded\\n")
 
 class Doubling:
+    max_batch_sise = 4
     inputs = [TensorSpec("x", "FP32", (-1,))]
     outputs = [TensorSpec("y", "FP32", (-1,))]
 
@@ -99,6 +100,16 @@ class KilledWhileLoading(Unloadable):
 class Misdeclared:
     inputs = ["x"]
     predict = len
+
+class Unsettled:
+    max_batch_size = "many"
+    predict = len
+
+class Undecided:
+    predict = len
+    @property
+    def max_batch_size(self):
+        raise ValueError("sizes are up to the weather")
 
 class OnlyOnce(Obedient):
     """Loads once, and not again."""
@@ -160,6 +171,7 @@ def test_it_says_what_its_model_is(process_of: Start) -> None:
     ready = process_of("Doubling").start()
     assert (ready["inputs"], ready["outputs"]) == ([["x", "FP32", [-1]]], [["y", "FP32", [-1]]])
     assert ready["wants_requests"]
+    assert ready["misspelt"] == {"max_batch_sise": "max_batch_size"}
 
 
 def test_it_executes_frames_in_order(process_of: Start) -> None:
@@ -257,22 +269,36 @@ def test_a_kill_is_a_process_gone_and_it_may_be_started_again(process_of: Start)
     ("name", "said", "where"),
     [
         ("Unloadable", "RuntimeError: no weights for cpu", "in load"),
-        (
-            "Misdeclared",
-            "ValueError: the model's 'inputs' must be a list of TensorSpec, not ['x']",
-            "in adapt",
-        ),
-        ("Missing", "has no 'Missing'", "in find_model"),
+        ("Undecided", "ValueError: sizes are up to the weather", "in max_batch_size"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_says_why_and_where(
+def test_a_model_whose_code_raises_says_why_and_where(
     process_of: Start, name: str, said: str, where: str
 ) -> None:
     process = process_of(name)
     with pytest.raises(ModelLoadError) as caught:
         process.start()
-    assert said in str(caught.value)
+    assert str(caught.value) == said
     assert where in caught.value.trace
+    assert not process.alive
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Misdeclared", "the model's 'inputs' must be a list of TensorSpec, not ['x']"),
+        ("Unsettled", "max_batch_size: 'many' must be a number, 1 or more"),
+        ("Missing", "has no 'Missing'"),
+    ],
+)
+def test_of_a_wrong_declaration_a_sentence_is_all_that_is_said(
+    process_of: Start, name: str, said: str
+) -> None:
+    process = process_of(name)
+    with pytest.raises(ModelLoadError) as caught:
+        process.start()
+    assert str(caught.value).endswith(said)
+    assert caught.value.trace == ""
     assert not process.alive
 
 

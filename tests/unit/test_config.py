@@ -20,6 +20,7 @@ from carpool_cli.config import (
     parse,
     resolve,
     show,
+    show_changes,
 )
 from carpool_cli.report import Screen
 
@@ -110,10 +111,12 @@ def test_what_an_operator_says_is_shown_as_it_is_understood() -> None:
 
 def test_changes_are_made_all_or_none() -> None:
     directory: Any = Directory(REGISTERED, {"policy": "deferred"})
-    lines = configure(directory, "m", ["max_batch_size=2", "policy="])
+    lines, before = configure(directory, "m", ["max_batch_size=2", "policy="])
     assert directory.asked_for == [("m", {"max_batch_size": "2"}, ["policy"])]
     assert lines["max_batch_size"][:2] == ("2", "operator")
     assert lines["policy"][:2] == ("eager", "default")
+    assert list(lines) == ModelSettings.names()
+    assert before == {"max_batch_size": "16 (model)", "policy": "deferred (operator)"}
     with pytest.raises(
         ConfigError, match="max_queue_size: '0' must be a number, 1 or more; nothing was changed"
     ):
@@ -121,15 +124,41 @@ def test_changes_are_made_all_or_none() -> None:
     assert len(directory.asked_for) == 1
 
 
+PREFERRING: Final = ModelSettings(max_batch_size=16, preferred_batch_sizes=(4, 16)).as_text()
+
+
+def test_a_preferred_size_that_no_batch_can_have_is_refused() -> None:
+    directory: Any = Directory(PREFERRING, {})
+    says = "preferred_batch_sizes: 32 can never be filled, because max_batch_size is 16; nothing was changed"
+    with pytest.raises(ConfigError, match=f"^{says}$"):
+        configure(directory, "m", ["preferred_batch_sizes=8,32"])
+    with pytest.raises(ConfigError, match="because max_batch_size is 8; nothing"):
+        configure(directory, "m", ["preferred_batch_sizes=8,16", "max_batch_size=8"])
+    assert not directory.asked_for
+    assert configure(directory, "m", ["preferred_batch_sizes=32", "max_batch_size=32"]).before
+
+
+def test_batches_can_be_made_smaller_than_a_size_the_model_prefers() -> None:
+    directory: Any = Directory(PREFERRING, {})
+    lines, _ = configure(directory, "m", ["max_batch_size=8"])
+    assert lines["max_batch_size"][:2] == ("8", "operator")
+    assert lines["preferred_batch_sizes"][:2] == ("4,16", "model")
+    # And from then on all else can be changed
+    directory.said = {"max_batch_size": "8"}
+    assert configure(directory, "m", ["max_queue_size=5"]).lines["max_queue_size"].source == "operator"
+
+
 def test_looking_changes_nothing() -> None:
     directory: Any = Directory(REGISTERED, {})
-    configure(directory, "m", [])
+    assert configure(directory, "m", []).before == {}
     assert directory.asked_for == []
 
 
 def test_a_wrong_word_of_before_can_be_taken_back() -> None:
     directory: Any = Directory(REGISTERED, {"max_batch_size": "many"})
-    assert configure(directory, "m", ["max_batch_size="])["max_batch_size"][:2] == ("16", "model")
+    lines, before = configure(directory, "m", ["max_batch_size="])
+    assert lines["max_batch_size"][:2] == ("16", "model")
+    assert before == {"max_batch_size": "many (operator)"}
 
 
 def test_a_model_that_is_not_there() -> None:
@@ -150,6 +179,16 @@ def test_a_page_is_narrow_whatever_is_said(capsys: pytest.CaptureFixture[str]) -
     assert any(line.split() == ["policy", "-", "model", "which"] for line in said.splitlines())
 
 
+def test_after_a_change_only_what_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    directory: Any = Directory(REGISTERED, {})
+    show_changes(*configure(directory, "m", ["tenant_weights=gold:4", "max_batch_size=2"]), Screen())
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["setting", "value", "from", "before"],
+        ["tenant_weights", "gold:4", "operator", "-", "(default)"],
+        ["max_batch_size", "2", "operator", "16", "(model)"],
+    ]
+
+
 class Served(Directory):
     """With an active batcher that knows a policy of a user's own."""
 
@@ -164,4 +203,4 @@ def test_a_policy_that_the_batcher_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"none of the active batcher's --policies, which are mine.py:Bal"):
         configure(directory, "m", ["policy=mine.py:Other"])
     assert not directory.asked_for
-    assert configure(directory, "m", ["policy=mine.py:Balanced"])["policy"].source == "operator"
+    assert configure(directory, "m", ["policy=mine.py:Balanced"]).lines["policy"].source == "operator"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 from carpool.aio import AsyncClient, Reply
 from carpool.errors import InternalError
+from carpool.tensors import TensorSpec
 from carpool_cli.local import paste
 from carpool_cli.local.supervisor import Supervisor
 from carpool_cli.measure import Asked, Run, WorkerLog, ask, percentile, same_answer
@@ -214,6 +216,31 @@ def test_lines_to_paste_fit_the_address_and_hold_no_password() -> None:
     assert paste.needs_environment("redis://:hush@example.org/0")
     assert "hush" not in "".join(secret)
     assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
+
+
+def pasted(*inputs: TensorSpec) -> list[str]:
+    return paste.lines("redis://127.0.0.1:6379/0", "m", inputs=inputs)
+
+
+def test_lines_to_paste_send_what_the_model_declares() -> None:
+    flags = TensorSpec("flags", "BOOL", (-1,))
+    infer, redis_cli, python = pasted(flags)
+    assert infer.endswith("infer m '[false, false]'")
+    assert "body '[false, false]')" in redis_cli
+    assert """infer("m", numpy.zeros((2,), "bool"))""" in python
+    infer, _, python = pasted(flags, TensorSpec("text", "BYTES", ()), TensorSpec("half", "BF16", (1, 2)))
+    body = shlex.split(infer)[-1]
+    assert json.loads(body) == {"flags": [False, False], "text": "hello", "half": [[0, 0]]}
+    assert """"text": "hello", "half": numpy.zeros((1, 2), "float32")}""" in python
+
+
+def test_lines_to_paste_are_short_however_large_the_tensors() -> None:
+    infer, redis_cli, python = pasted(TensorSpec("pixels", "FP32", (3, 224, 224)))
+    assert max(map(len, (infer, redis_cli, python))) < 1000
+    assert infer.endswith("carpool infer m -")
+    assert "redis-cli -x XADD 'carpool:{m}:requests' '*' body)" in redis_cli
+    (only,) = pasted(TensorSpec("pixels", "FP32", (3, 2048, 2048)))
+    assert "numpy.zeros((3, 2048, 2048)" in only
 
 
 # --- What is wrong is noticed

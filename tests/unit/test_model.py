@@ -149,6 +149,76 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, value: Any)
         adapt(type("Model", (), {"predict": double, name: value}), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("max_batch_sise", "max_batch_size"),
+        ("max_bacth_size", "max_batch_size"),
+        ("maxBatchSize", "max_batch_size"),
+        ("MAX_BATCH_SIZE", "max_batch_size"),
+        ("max_queue_delay", "max_queue_delay_ms"),
+        ("prefered_batch_size", "preferred_batch_sizes"),
+        ("preserve_order", "preserve_ordering"),
+        ("tenant_weight", "tenant_weights"),
+        ("priority_policy", "priority_policies"),
+        ("polcy", "policy"),
+    ],
+)
+def test_a_slip_in_a_settings_name_is_noticed_wherever_it_is_made(name: str, setting: str) -> None:
+    class OfItsOwn:
+        def __init__(self) -> None:
+            setattr(self, name, 4)
+
+        predict = staticmethod(double)
+
+    def function(batch: list[int]) -> list[int]:
+        return batch
+
+    setattr(function, name, 4)
+    of_a_class = type("Model", (), {"predict": double, name: 4})
+    inherits = type("Heir", (of_a_class,), {})
+    for model in (of_a_class, inherits, OfItsOwn, function):
+        assert adapt(model, "cpu").misspelt == {name: setting}
+
+
+ORDINARY = """
+    batch_size min_batch_size max_batch_tokens max_batch_rows max_length max_seq_len max_tokens max_size
+    device name policy_network policies weights tenants priority target latency_ms result results queue
+    queue_size timeout_ms body_size training dump_patches call_super_init T_destination tokenizer
+    net model input output input_names labels classes _max_batch_sise __max_batch_size__
+"""
+
+
+@pytest.mark.parametrize("name", ORDINARY.split())
+def test_what_a_model_keeps_for_itself_is_no_slip(name: str) -> None:
+    assert adapt(type("Model", (), {"predict": double, name: 4}), "cpu").misspelt == {}
+
+
+def test_what_cannot_be_a_slip() -> None:
+    class Model:
+        max_batch_size = 8
+        max_batch_sizes = (4, 8)  # a table of the model's own, beside the setting
+
+        def priority_policy(self) -> None:
+            """A method."""
+
+        predict = staticmethod(double)
+
+    assert adapt(Model, "cpu").misspelt == {}
+    assert adapt(Everything, "cpu").misspelt == adapt(max, "cpu").misspelt == {}
+
+
+def test_a_preferred_size_that_no_batch_can_have_is_refused() -> None:
+    class Model:
+        preferred_batch_sizes = (16, 32, 48, 64)
+        predict = staticmethod(double)
+
+    with pytest.raises(ValueError, match=r"^preferred_batch_sizes: 48, 64 can never be filled, .* is 32$"):
+        adapt(Model, "cpu")
+    Model.max_batch_size = 64  # type: ignore[attr-defined]
+    assert adapt(Model, "cpu").settings.preferred_batch_sizes == (16, 32, 48, 64)
+
+
 @pytest.mark.parametrize("given", [3, "a model", None, object()])
 def test_what_cannot_predict_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="neither a function nor a class with a method 'predict'"):

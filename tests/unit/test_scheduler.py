@@ -566,6 +566,13 @@ def test_preferred_the_largest_size_that_can_be_filled() -> None:
     assert desk.poll(10) == ["delay: g"]
 
 
+def test_preferred_sizes_over_the_largest_are_never_reached() -> None:
+    desk = Desk(workers=3, max_batch_size=2, preferred_batch_sizes=(4,), max_queue_delay_ms=10)
+    desk.offer("a b c d e")
+    assert desk.poll() == ["full: a b", "full: c d"]
+    assert desk.poll(10) == ["delay: e"]
+
+
 def test_preferred_waits_for_an_idle_process_or_one_that_soon_is() -> None:
     desk = known(Desk(preferred_batch_sizes=(2,), max_queue_delay_ms=1000), slope=0)
     desk.offer("a b")

@@ -6,36 +6,51 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
 from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.tensors import TensorSpec
+from carpool_cli.local.example import Example, example
 
 _DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")
-# What a ready-made model can be asked, as JSON. Of anyone else's model we know nothing.
-_BODIES: Final = {"square": "7", "docsearch": '"how do I read a zip file"'}
-_SOME_BODY: Final = '"hello"'
 
 
-def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX) -> list[str]:
-    """A line for `carpool infer`, one for redis-cli and one for Python.
+def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX, inputs: Sequence[TensorSpec] = ()) -> list[str]:
+    """A line for `carpool infer`, one for redis-cli and one for Python: the last alone where JSON is no use.
 
     None holds a password: where there is one, it is taken from the environment.
     """
-    body, keys, cli = _BODIES.get(model, _SOME_BODY), Keys(model, prefix), _redis_cli(url)
-    text = body.strip('"')  # what is not JSON is sent as a string
+    body = example(model, inputs)
+    python = _python(url, model, prefix, body)
+    return [*_shell(url, model, prefix, body), python] if body.json or body.made else [python]
+
+
+def _shell(url: str, model: str, prefix: str, body: Example) -> list[str]:
+    keys, cli = Keys(model, prefix), _redis_cli(url)
     own = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     at = "" if _is_default(url) or _password(url) else f" --redis-url {shlex.quote(url)}"
+    if body.json:
+        before, text = "", shlex.quote(body.json.strip('"'))  # what is not JSON is sent as a string
+        sent = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body.json)}"
+    else:
+        made = shlex.quote(f"import json; print(json.dumps({body.made}))")
+        before, text = f"{command('python')} -c {made} | ", "-"
+        sent = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*' body"
+    return [
+        f"{before}{command('carpool')} infer {model} {text}{at}{own}",
+        f'{cli} BLPOP "{keys.result(f"$({sent})")}" 5',
+    ]
+
+
+def _python(url: str, model: str, prefix: str, body: Example) -> str:
     client = [] if _is_default(url) or _password(url) else [json.dumps(url)]
     client += [] if prefix == DEFAULT_PREFIX else [f"prefix={json.dumps(prefix)}"]
-    python = f'from carpool import Client; print(Client({", ".join(client)}).infer("{model}", {body}))'
-    sent = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body)}"
-    return [
-        f"{command('carpool')} infer {model} {shlex.quote(text)}{at}{own}",
-        f'{cli} BLPOP "{keys.result(f"$({sent})")}" 5',
-        f"{command('python')} -c {shlex.quote(python)}",
-    ]
+    call = f'Client({", ".join(client)}).infer("{model}", {body.value})'
+    script = f"{body.imports}from carpool import Client; print({call})"
+    return f"{command('python')} -c {shlex.quote(script)}"
 
 
 def needs_environment(url: str) -> bool:

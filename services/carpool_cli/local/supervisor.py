@@ -8,6 +8,7 @@ All is started from the main thread and ends with this process, however that end
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.link import CommandError, Link
 from carpool.settings import RedisSettings
 from carpool.store.directory import take_census
+from carpool.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.loader import model_name
 
@@ -175,6 +177,11 @@ class WorkerService(Service):
         self.serves_since_s = 0.0
         self.registration: Mapping[str, str] = {}
         self.started_s = 0.0
+
+    @property
+    def inputs(self) -> list[TensorSpec]:
+        """The tensors that the model declares."""
+        return [TensorSpec(**one) for one in json.loads(self.registration.get("inputs", "[]"))]
 
     def start(self) -> None:
         self.serving = False

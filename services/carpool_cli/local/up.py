@@ -159,7 +159,7 @@ def _tell_how_to_call(supervisor: Supervisor, settings: UpSettings, screen: Scre
     if paste.needs_environment(supervisor.url):
         screen.say("  (where CARPOOL_REDIS_URL is set to that, with the password)\n")
     for worker in supervisor.workers:
-        for line in paste.lines(supervisor.url, worker.model, settings.prefix):
+        for line in paste.lines(supervisor.url, worker.model, settings.prefix, worker.inputs):
             screen.say(f"  {line}")
         screen.say()
     screen.say("Ctrl-C stops.")
