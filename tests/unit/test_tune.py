@@ -23,6 +23,7 @@ from carpool_cli.tuning.calibrate import (
     give_or_take,
     measured,
 )
+from carpool_cli.tuning.live import Live
 from carpool_cli.tuning.search import (
     FOUND,
     LIKE,
@@ -38,6 +39,7 @@ from carpool_cli.tuning.search import (
     recommended,
 )
 from carpool_cli.tuning.simulator import World, normal
+from carpool_cli.tuning.tune import curve_rows, notes
 
 PRESENT = ModelSettings(max_batch_size=32)
 FLAT = World(intercept_us=5000, slope_us=50)
@@ -304,3 +306,41 @@ def test_a_starved_machine_is_doubted(measured: Measured, says: list[str]) -> No
     found = doubts(measured)
     assert len(found) == len(says)
     assert all(part in reason for part, reason in zip(says, found, strict=True))
+
+
+LIVE = Live(ModelSettings(max_batch_size=64), ModelSettings(max_batch_size=64), 1, [])
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        ([(size, 5000 + 50 * size) for size in bursts(64, 3)], []),
+        ([(size, 5000 + 50 * size) for size in bursts(16, 3)], ["only batches of 1 to 16 were seen"]),
+        ([(8, 5000)] * 20, ["only batches of 8 were seen"]),
+        (
+            [(size, 1000 * size.bit_length()) for size in bursts(64, 3)],
+            ["The batcher learns a line", "batches that leave just in time"],
+        ),
+    ],
+)
+def test_what_the_advice_rests_on_is_told(seen: list[tuple[int, int]], says: list[str]) -> None:
+    found = list(notes(LIVE, measured(seen), 64))
+    assert len(found) == len(says)
+    assert all(part in note for part, note in zip(says, found, strict=True))
+
+
+def test_where_the_batcher_s_line_is_off_by_most_is_told() -> None:
+    found_out = measured([(1, 1000), (32, 5000), (64, 5500)] * 8)._replace(line=Line(1000.0, 62.5))
+    first, _ = notes(LIVE, found_out, 64)
+    assert "1 + 0.0625 n ms, which is 40% too low at n = 32" in first
+
+
+def test_only_what_was_seen_is_shown_as_measured() -> None:
+    assert [row.split()[-2:] for row in curve_rows(measured([(8, 5000), (16, 6000)] * 4))] == [
+        ["8", "16"],
+        ["5", "6"],
+    ]
+    by_chance = measured([(size, 5000 + 50 * size) for size in range(1, 1001)])
+    sizes, times_ms = (row.split() for row in curve_rows(by_chance))
+    assert len(times_ms) < 20
+    assert int(sizes[-1]) > 900

@@ -14,7 +14,7 @@ from carpool_cli.tuning.search import Figures
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HIGHEST: Final = 4.0  # times the latency
+HIGHEST: Final = 3.0  # times the latency
 BLUE, RED, GRAY = "#1f5fa8", "#d1495b", "#777777"
 LOOKS: Final[Sequence[dict[str, Any]]] = (  # the second curve can be seen where it lies upon the first
     {"color": BLUE, "lw": 4, "alpha": 0.45, "solid_capstyle": "round"},
@@ -69,9 +69,11 @@ def _over_size(axes: Axes, found_out: Measured, max_size: int) -> None:
     sizes = range(1, max_size + 1)
     seen_at, seen_ms = zip(*((size, took_us / 1000) for size, took_us in found_out.seen), strict=True)
     axes.plot(seen_at, seen_ms, "o", color=BLUE, ms=4, alpha=0.35, mew=0, label="batches measured")
-    axes.plot(
-        sizes, [at(found_out.curve, size) / 1000 for size in sizes], color=BLUE, lw=1.5, label="simulated"
-    )
+    known, guessed = sizes[: max(seen_at)], sizes[max(seen_at) - 1 :]
+    for part, style, label in ((known, "-", "simulated"), (guessed, ":", "guessed")):
+        if len(part) > 1:
+            curve_ms = [at(found_out.curve, size) / 1000 for size in part]
+            axes.plot(part, curve_ms, style, color=BLUE, lw=1.5, label=label)
     learned_ms = [found_out.line.at(size) / 1000 for size in sizes]
     axes.plot(sizes, learned_ms, color=GRAY, lw=1, ls="--", label="the line that the batcher learns")
     axes.set(xlabel="n, requests in a batch", ylabel="compute, ms", xlim=(0, None), ylim=(0, None))

@@ -19,7 +19,7 @@ from carpool.settings import ProducerSettings, read_settings
 from carpool_cli.infer import read_body
 from carpool_cli.report import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
-from carpool_cli.tuning.calibrate import Measured, bursts, calibrate, doubts, give_or_take, measured
+from carpool_cli.tuning.calibrate import TRIP, Measured, bursts, calibrate, doubts, give_or_take, measured
 from carpool_cli.tuning.curve import furthest_off
 from carpool_cli.tuning.live import Live, NotServedError, exit_status, linked, look
 from carpool_cli.tuning.search import (
@@ -140,24 +140,27 @@ async def _send(
 
 def _show_measured(live: Live, found_out: Measured, world: World, max_size: int, screen: Screen) -> None:
     screen.title("Measured")
-    for line in _curve_rows(found_out):
+    for line in curve_rows(found_out):
         screen.say(f"  {line}")
-    way_ms, spreads = (world.out_us + world.back_us) / 1000, (world.spread, world.trip_spread)
-    computed, trip = (f"give or take {give_or_take(spread):.1%}" for spread in spreads)
-    screen.say(f"  {computed}; its trip takes {way_ms:.3g} + {world.trip_slope_us / 1000:.3g} n ms, {trip}")
+    trip = f"{(world.out_us + world.back_us) / 1000:.3g} + {world.trip_slope_us / 1000:.3g} n ms"
+    if found_out.trip is TRIP:
+        trip = f"was not measured: {trip} is a guess"
+    else:
+        trip = f"takes {trip}, give or take {give_or_take(world.trip_spread):.1%}"
+    screen.say(f"  give or take {give_or_take(world.spread):.1%}; its trip {trip}")
     screen.say(f"  {count(world.processes, 'process', 'processes')}")
-    for note in _notes(live, found_out, max_size):
+    for note in notes(live, found_out, max_size):
         screen.say(f"  {note}")
     reasons = doubts(found_out)
     if reasons:
         _warn(reasons, screen)
 
 
-def _curve_rows(found_out: Measured) -> list[str]:
+def curve_rows(found_out: Measured) -> list[str]:
     """l(n) at the sizes that were seen, and not where it was guessed."""
     seen = [size for size, _ in found_out.seen]
     points = [point for point in found_out.curve if min(seen) <= point[0] <= max(seen)]
-    points = points[:: -(-len(points) // COLUMNS)]
+    points = points[:: -max(1, -(-len(points) // COLUMNS))][::-1]  # the largest in any case
     return table(
         [
             ("a batch of n =", *(f"{size:.0f}" for size, _ in points)),
@@ -166,14 +169,14 @@ def _curve_rows(found_out: Measured) -> list[str]:
     )
 
 
-def _notes(live: Live, found_out: Measured, max_size: int) -> Iterator[str]:
+def notes(live: Live, found_out: Measured, max_size: int) -> Iterator[str]:
     """What whoever reads the advice should know of how it was come by."""
     seen = [size for size, _ in found_out.seen]
     if min(seen) > 1 or max(seen) < KNOWN * max_size:
         sizes = " to ".join(map(str, sorted({min(seen), max(seen)})))
         yield f"(only batches of {sizes} were seen: other sizes are a guess)"
     line = found_out.line
-    size, off = furthest_off(line, found_out.curve, max_size)
+    size, off = furthest_off(line, found_out.curve, min(max_size, max(seen)))
     if abs(off) > OFF and not line.known_to:
         law = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
         yield (
