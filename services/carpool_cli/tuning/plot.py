@@ -54,6 +54,7 @@ def _over_rate(axes: Axes, latency_ms: float, curves: Mapping[str, Sequence[Figu
         axes.plot([one.rate for one in curve], [one.p99_ms for one in curve], label=label, **look)
     axes.axhline(latency_ms, color=GRAY, lw=1, ls=":", label=f"{latency_ms:g} ms asked for")
     axes.set(xlabel="requests/s", ylabel="p99, ms", xlim=(0, None), ylim=(0, _top_ms(latency_ms, curves)))
+    axes.locator_params(axis="x", nbins=7)
     axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
