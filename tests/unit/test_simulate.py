@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from carpool_cli.tuning.simulate import main
+from carpool_cli.report import Screen
+from carpool_cli.tuning.simulate import Watch, main
 
 BRIEF = ("--requests", "400")
 
@@ -34,10 +36,45 @@ def test_the_table_says_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> N
     assert head == "eager, up to 32 in a batch, 1 process, l(n) = 2 + 0.5 n ms"
     values = {name: value for name, _, value in (row.strip().rpartition("  ") for row in rows)}
     figures = {name.strip(): value for name, value in values.items()}
-    assert figures["requests/s offered"] == "100"
+    assert figures["requests"] == "400"
+    # Not the 100 that were asked for: what came, and each was answered before the next hundred came.
+    assert figures["requests/s offered"] == figures["requests/s served"] == "96"
     assert figures["goodput"] == "100.00%"
     assert figures["left: idle"] == "100.0%"
+    assert not any(name.startswith("within") for name in figures)
     assert said.err == ""
+
+
+def test_what_is_aimed_at_is_told_beside_what_is_late(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--rate", "4000", "--noise", "0.5", "policy=deferred")
+    assert simulated(capsys, *words)["within_target"] is None
+    aims = simulated(capsys, *words, "target_latency_ms=20")
+    assert 0.1 < aims["within_target"] < 1  # type: ignore[operator]
+    assert (aims["late"], aims["goodput"]) == (0, 1)  # nobody said when it expires
+    main([*BRIEF, *words, "target_latency_ms=20"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "within" in line]
+    assert row.split() == ["within", "20", "ms", f"{aims['within_target']:.2%}"]
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
+def test_where_all_is_served_as_much_is_served_as_came(
+    arrivals: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(capsys, "--rate", "250", "--requests", "2000", "--arrivals", arrivals)
+    assert found["goodput"] == 1
+    assert found["served_per_s"] == pytest.approx(found["offered_per_s"], rel=0.01)
+
+
+def test_a_recording_says_now_and_then_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch(Screen(sys.stderr), "square", 12)
+    for tenth in range(120):
+        watch.step(tenth / 10, 7 * tenth)
+    watch.end()
+    assert capsys.readouterr().err.splitlines() == [
+        "recording what arrives at square for 12 s",
+        "  5 of 12 s, 350 arrivals",
+        "  10 of 12 s, 700 arrivals",
+    ]
 
 
 def test_settings_and_flags_are_heeded(capsys: pytest.CaptureFixture[str]) -> None:

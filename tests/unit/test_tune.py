@@ -22,21 +22,24 @@ from carpool_cli.tuning.calibrate import (
     doubts,
     give_or_take,
     measured,
-    spread_of,
 )
+from carpool_cli.tuning.live import Live
 from carpool_cli.tuning.search import (
     FOUND,
     LIKE,
     Candidate,
     Figures,
     Goal,
+    Larger,
     candidates,
     changes,
+    larger,
     most_in_time,
     most_requests,
     recommended,
 )
 from carpool_cli.tuning.simulator import World, normal
+from carpool_cli.tuning.tune import curve_rows, notes
 
 PRESENT = ModelSettings(max_batch_size=32)
 FLAT = World(intercept_us=5000, slope_us=50)
@@ -104,8 +107,46 @@ def test_of_equals_the_one_that_changes_least_is_recommended() -> None:
     much, little = figures(1000, policy="deferred", target_latency_ms=5), figures(990, max_queue_delay_ms=2)
     assert recommended([much, little, figures(900)], present, at_one_rate=False) is little
     assert recommended([much, figures(900)], present, at_one_rate=False) is much
-    late = little._replace(p99_ms=1.5)
-    assert recommended([much, late], present, at_one_rate=True) is much
+
+
+AT_ONE_RATE = Figures(Candidate("delay", ModelSettings(max_queue_delay_ms=20)), 3000, 1.0, 5.0, 10.0, 8.0)
+AS_IT_IS = AT_ONE_RATE._replace(candidate=Candidate("as it is", ModelSettings()))
+
+
+@pytest.mark.parametrize(
+    ("best", "present", "changes_it"),
+    [
+        ({}, {"p99_ms": 10.3}, False),  # of p99 one trace tells no more
+        ({}, {"p99_ms": 10.6}, True),
+        ({}, {"within": 0.992}, False),
+        ({}, {"within": 0.985, "p99_ms": 10.1}, True),  # near, and not what was asked for
+        ({"within": 0.615, "p99_ms": 80.0}, {"within": 0.605, "p99_ms": 95.0}, False),
+        ({"within": 0.615, "p99_ms": math.inf}, {"within": 0.6, "p99_ms": math.inf}, True),
+    ],
+)
+def test_settings_are_changed_for_what_is_more_than_noise(
+    best: dict[str, float], present: dict[str, float], changes_it: bool
+) -> None:
+    first, last = AT_ONE_RATE._replace(**best), AS_IT_IS._replace(**present)  # type: ignore[arg-type]
+    found = recommended([first, last], last.candidate.settings, at_one_rate=True)
+    assert found is (first if changes_it else last)
+
+
+@pytest.mark.parametrize(
+    ("world", "mean_batch", "seen_to", "latency_ms", "gain"),
+    [
+        (FLAT, 30.0, 32, 20.0, 2 * 6600 / 8200 - 1),
+        (FLAT, 15.0, 32, 20.0, None),  # they are not full as they are
+        (FLAT, 30.0, 20, 20.0, None),  # a guess upon a guess
+        (FLAT, 30.0, 32, 8.5, None),  # 8.2 ms, and the way
+        (World(intercept_us=100, slope_us=1000), 32.0, 32, 100.0, None),  # nothing is won
+    ],
+)
+def test_larger_batches_are_suggested_where_they_pay(
+    world: World, mean_batch: float, seen_to: int, latency_ms: float, gain: float | None
+) -> None:
+    found = larger(Goal(world, latency_ms), AS_IT_IS._replace(mean_batch=mean_batch), 32, seen_to)
+    assert found == (None if gain is None else Larger(64, gain))
 
 
 def test_changes_are_what_config_reads() -> None:
@@ -158,12 +199,16 @@ class FakeClient:
         future = asyncio.get_running_loop().create_future()
         self._put_out.append(future)
         size = await future
-        return Reply(body, "", size, 700, 2000 + 100 * size)
+        return Reply(body, "", size, 700, self.computed_us(size))
+
+    @staticmethod
+    def computed_us(size: int) -> int:
+        return 2000 + 100 * size
 
     def _serve(self) -> None:
         while self._put_out:
             batch, self._put_out = self._put_out[: self._limit], self._put_out[self._limit :]
-            self._now_us += 900 + 2000 + 130 * len(batch)
+            self._now_us += 900 + 30 * len(batch) + self.computed_us(len(batch))
             for future in batch:
                 future.set_result(len(batch))
 
@@ -201,6 +246,23 @@ def test_what_a_model_held_back_is_no_trip(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.trip[:2] == pytest.approx((1200, 30))
 
 
+def test_lone_trips_that_are_slow_are_spread_and_no_longer_trip() -> None:
+    trips = [(1, 1000)] * 30 + [(1, 4000)] * 20 + [(8, 1140)] * 5
+    found = measured([(1, 5000), (8, 5000)], trips)
+    assert found.trip[:2] == pytest.approx((980, 20))
+    assert set(found.trip_spread) == {1.0, 4.0}
+
+
+def test_what_is_no_line_is_simulated_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeClient, "computed_us", staticmethod(lambda size: 1000 * size.bit_length()))
+    found = calibrated(FakeClient(monkeypatch), bursts(64, 3))
+    world = found.world(1)
+    assert [world.takes_us(size) for size in (1, 8, 64)] == [1000, 4000, 7000]
+    assert abs(found.line.at(8) / 4000 - 1) > 0.15
+    assert set(found.spread) == {1.0}
+    assert doubts(found) == []
+
+
 def test_bursts_end_in_time_with_what_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "LONGEST_S", 0.01)
     found = calibrated(FakeClient(monkeypatch), [1, 1, 64, 64, 64])
@@ -213,21 +275,15 @@ def test_without_trips_they_are_guessed() -> None:
     assert found.world(1).trip_us(1) == calibration.TRIP.at(1)
 
 
-def test_a_spread_does_not_mind_a_single_pause() -> None:
-    line = Line(1000.0, 0.0)
-    assert spread_of([(1, 1000)] * 9 + [(1, 50_000)], line) == (1.0,) * 9
-    assert spread_of([(1, 1100), (1, 900)] * 2, line) == (0.9, 0.9, 1.1)
-    assert spread_of([(1, 900)], line) == (0.9,)
-
-
 def test_give_or_take_is_a_normal_spreads_standard_deviation() -> None:
     assert give_or_take(normal(0.2)) == pytest.approx(0.2, rel=0.1)
     assert give_or_take((1.0,)) == 0.0
 
 
 QUIET = Measured(
-    [], Line(5000.0, 50.0), (1.0,) * 20, Line(1000.0, 20.0), (0.8,) * 5 + (1.0,) * 13 + (3.0,) * 2
-)
+    [], [(1.0, 5050.0)], Line(5000.0, 50.0), (1.0,) * 20, Line(1000.0, 20.0),
+    (0.8,) * 5 + (1.0,) * 13 + (3.0,) * 2,
+)  # fmt: skip
 TENTH = (1.0,) * 18 + (2.5,) * 2
 
 
@@ -239,8 +295,8 @@ TENTH = (1.0,) * 18 + (2.5,) * 2
             QUIET._replace(trip=Line(3500.0, 0.0)),
             ["on its way for 3.5 ms, and computed in 5.05 ms", "trip in ten"],
         ),
-        (QUIET._replace(line=Line(100_000.0, 0.0), trip=Line(3500.0, 0.0), trip_spread=(1.0,)), []),
-        (QUIET._replace(line=Line(200.0, 0.0), trip_spread=(1.0,)), []),  # a quick model's trip is the larger
+        (QUIET._replace(curve=[(1.0, 100_000.0)], trip=Line(3500.0, 0.0), trip_spread=(1.0,)), []),
+        (QUIET._replace(curve=[(1.0, 200.0)], trip_spread=(1.0,)), []),  # a quick model's trip is the larger
         (QUIET, ["One trip in ten took 3 times the usual one"]),
         (QUIET._replace(trip=Line(400.0, 0.0)), []),  # three times of nothing
         (QUIET._replace(trip_spread=(1.0,), spread=TENTH), ["One computation in ten took 2.5 times"]),
@@ -250,3 +306,41 @@ def test_a_starved_machine_is_doubted(measured: Measured, says: list[str]) -> No
     found = doubts(measured)
     assert len(found) == len(says)
     assert all(part in reason for part, reason in zip(says, found, strict=True))
+
+
+LIVE = Live(ModelSettings(max_batch_size=64), ModelSettings(max_batch_size=64), 1, [])
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        ([(size, 5000 + 50 * size) for size in bursts(64, 3)], []),
+        ([(size, 5000 + 50 * size) for size in bursts(16, 3)], ["only batches of 1 to 16 were seen"]),
+        ([(8, 5000)] * 20, ["only batches of 8 were seen"]),
+        (
+            [(size, 1000 * size.bit_length()) for size in bursts(64, 3)],
+            ["The batcher learns a line", "batches that leave just in time"],
+        ),
+    ],
+)
+def test_what_the_advice_rests_on_is_told(seen: list[tuple[int, int]], says: list[str]) -> None:
+    found = list(notes(LIVE, measured(seen), 64))
+    assert len(found) == len(says)
+    assert all(part in note for part, note in zip(says, found, strict=True))
+
+
+def test_where_the_batcher_s_line_is_off_by_most_is_told() -> None:
+    found_out = measured([(1, 1000), (32, 5000), (64, 5500)] * 8)._replace(line=Line(1000.0, 62.5))
+    first, _ = notes(LIVE, found_out, 64)
+    assert "1 + 0.0625 n ms, which is 40% too low at n = 32" in first
+
+
+def test_only_what_was_seen_is_shown_as_measured() -> None:
+    assert [row.split()[-2:] for row in curve_rows(measured([(8, 5000), (16, 6000)] * 4))] == [
+        ["8", "16"],
+        ["5", "6"],
+    ]
+    by_chance = measured([(size, 5000 + 50 * size) for size in range(1, 1001)])
+    sizes, times_ms = (row.split() for row in curve_rows(by_chance))
+    assert len(times_ms) < 20
+    assert int(sizes[-1]) > 900

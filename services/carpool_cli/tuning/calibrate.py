@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.aio import AsyncClient, Reply
 from carpool_batcher.core.latency import Line, fit
+from carpool_cli.tuning.curve import Curve, Sizes, at, curve_of, learned, medians, spread_of
 from carpool_cli.tuning.simulator import STEADY, World
 
 LONGEST_S: Final = 20.0  # then what was heard has to do
@@ -19,13 +20,13 @@ LONG_US: Final = 3000  # a lone request's trip on cores that are free takes a th
 SCATTERED: Final = 2.0  # times the median, in one of ten
 WORTH_US: Final = 1000  # what is less than that from the median is not far from it
 
-Sizes = Sequence[tuple[int, int]]  # of batches: how many requests, and how many us
-
 
 class Measured(NamedTuple):
-    """What bursts showed. `seen`: the size of each batch, and how long it was computed in us."""
+    """What bursts showed. `seen`: the size of each batch, and how long it was computed in us; `curve`: what
+    follows from it, and `line`: what a batcher takes it for."""
 
     seen: Sizes
+    curve: Curve
     line: Line
     spread: Sequence[float]
     trip: Line = TRIP
@@ -38,17 +39,21 @@ class Measured(NamedTuple):
         line, trip = self.line, self.trip
         return World(
             processes, line.intercept_us, line.slope_us, out_us, back_us, trip.slope_us, self.spread,
-            self.trip_spread,
+            self.trip_spread, curve=self.curve,
         )  # fmt: skip
 
 
 def measured(seen: Sizes, trips: Sizes = ()) -> Measured:
     """What follows from batches' times, and from their trips where there are any. Of `seen` one at least."""
-    line = fit(seen)
+    curve = curve_of(seen)
+    computed = Measured(seen, curve, learned(seen), spread_of(seen, curve))
     if not trips:
-        return Measured(seen, line, spread_of(seen, line))
-    trip = fit(trips)
-    return Measured(seen, line, spread_of(seen, line), trip, spread_of(trips, trip))
+        return computed
+    usual = medians(
+        trips
+    )  # of each size one, or the lone requests' slow trips would be in line and spread both
+    trip = fit([(round(size), int(took_us)) for size, took_us in usual])
+    return computed._replace(trip=trip, trip_spread=spread_of(trips, usual))
 
 
 def bursts(max_size: int, rounds: int) -> list[int]:
@@ -103,19 +108,12 @@ async def _ask(client: AsyncClient, model: str, body: Any) -> tuple[Reply, int]:
     return reply, (perf_counter_ns() - began_ns) // 1000
 
 
-def spread_of(seen: Sizes, line: Line) -> Sequence[float]:
-    """How much times vary, as factors of what the line says, in order: of all that was seen but the slowest,
-    since one pause of the machine cannot be told from a tail."""
-    off = sorted(took_us / max(1, line.at(size)) for size, took_us in seen)
-    return tuple(off[:-1] or off)
-
-
 # --- whether to believe it ---------------------------------------------------------------------------------
 
 
 def doubts(of: Measured) -> list[str]:
     """Why what was measured is no ground for advice: reasons, as sentences, and none if it is."""
-    trip_us, alone_us = of.trip.at(1), of.line.at(1)
+    trip_us, alone_us = of.trip.at(1), at(of.curve, 1)
     found: list[str] = []
     if trip_us > max(LONG_US, alone_us / 2):
         found.append(

@@ -17,7 +17,6 @@ from carpool.link import CommandError, Link
 from carpool.model_settings import ModelSettings
 from carpool.settings import ProducerSettings
 from carpool.store.directory import Directory, take_census
-from carpool_batcher.core.latency import Line, fit
 from carpool_cli.config import ConfigError
 from carpool_cli.tuning.arrivals import TraceError
 
@@ -37,13 +36,12 @@ class NotServedError(Exception):
 
 
 class Live(NamedTuple):
-    """What Redis tells of a model. `line` is None if no batch of it was settled of late."""
+    """What Redis tells of a model."""
 
     registered: ModelSettings  # as its workers say
     settings: ModelSettings  # as they hold
     processes: int
-    seen: list[tuple[int, int]]  # batches of late: size, and us
-    line: Line | None
+    seen: list[tuple[int, int]]  # batches of late, the last one last: size, and us
 
 
 class Recording(NamedTuple):
@@ -88,19 +86,18 @@ def look(link: Link, prefix: str, model: str) -> Live:
     keys = Keys(model, prefix)
     census = take_census(link, keys, RedisClock())
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED)
-    settled = [wire.decode_settled(flat) for _, flat in latest]
+    settled = [wire.decode_settled(flat) for _, flat in reversed(latest)]
     seen = [(one.size, one.compute_us) for one in settled if one.size and one.compute_us]
     return Live(
         ModelSettings.from_mapping(census.registration),
         ModelSettings.from_mapping({**census.registration, **census.config}),
         len(census.workers),
         seen,
-        fit(seen) if seen else None,
     )
 
 
-def record(link: Link, keys: Keys, seconds: float) -> Recording:
-    """Watch a model for so long.
+def record(link: Link, keys: Keys, seconds: float, step: Callable[[float, int], None]) -> Recording:
+    """Watch a model for so long. `step` is told now and then for how long it was, and how many arrived.
 
     Batches are followed and not requests, because a request may leave before anybody could look, and one that
     is put back would be seen twice.
@@ -109,8 +106,9 @@ def record(link: Link, keys: Keys, seconds: float) -> Recording:
     after = began[b"last-generated-id"].decode()
     times_us: list[int] = []
     batches = 0
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+    began_s = time.monotonic()
+    while (passed_s := time.monotonic() - began_s) < seconds:
+        step(passed_s, len(times_us))
         reply = link.call("XREAD", "COUNT", _READ_BATCHES, "BLOCK", _BLOCK_MS, "STREAMS", keys.batches, after)
         for _, entries in reply or ():
             batches += len(entries)

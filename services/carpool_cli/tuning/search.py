@@ -15,10 +15,14 @@ from carpool_cli.tuning.simulator import Simulation, World
 QUANTILE: Final = 0.99
 WARM_UP: Final = 0.1  # of a trace: what is learned before is not judged
 LIKE: Final = 0.02  # what is so much apart is alike: then the settings that change least are better
+LIKE_P99: Final = 0.05  # the same of p99, which from one trace is known to 2 to 4%
 BUSIEST: Final = 0.97  # of what processes could do at best: at that rate itself queues grow without end
 FOUND: Final = 0.01  # of a rate, is how exactly it is found
 LEAST: Final = 0.001  # of the ceiling: rates below are nothing
 FEWEST, MOST, LASTING_S = 4000, 12_000, 0.6  # requests in a trace
+PAYS: Final = 0.1  # more requests/s, if batches were twice as large, is worth a word
+FULL: Final = 0.5  # of the largest size on average: those that are larger would be larger still
+KNOWN: Final = 0.75  # of the largest size was measured: what comes after it can be guessed
 DELAYS: Final = (0.0, 0.2, 0.5)  # of the latency
 TARGETS: Final = (0.7, 0.85, 1.0)  # of the latency
 
@@ -159,15 +163,41 @@ def _order(figures: Figures) -> tuple[float, float]:
 
 
 def recommended(found: Sequence[Figures], present: ModelSettings, *, at_one_rate: bool) -> Figures:
-    """Of those that are as good as the first, the one that changes least."""
+    """Of those that are as good as the first, the one that changes least.
+
+    At one rate a latency that is kept is better than one that is not, and p99 counts only where it is kept.
+    """
     first = found[0]
 
     def alike(one: Figures) -> bool:
-        if at_one_rate:
-            return one.within >= first.within - 0.001 and one.p99_ms <= first.p99_ms * (1 + LIKE)
-        return one.rate >= first.rate * (1 - LIKE)
+        if not at_one_rate:
+            return one.rate >= first.rate * (1 - LIKE)
+        if first.within < QUANTILE:
+            return one.within >= first.within * (1 - LIKE)
+        return one.within >= QUANTILE and one.p99_ms <= first.p99_ms * (1 + LIKE_P99)
 
     return min(filter(alike, found), key=lambda one: len(changes(one.candidate.settings, present)))
+
+
+class Larger(NamedTuple):
+    """Batches larger than any that was measured: how many more requests/s they would serve, as a share."""
+
+    size: int
+    gain: float
+
+
+def larger(goal: Goal, best: Figures, max_size: int, seen_to: int) -> Larger | None:
+    """Twice as large, where the curve goes on to say that it pays; None where it does not.
+
+    It can only where the best settings fill batches as they are, where batches about as large as they may be
+    were measured (a guess is not built upon a guess), and where one that large comes back within the latency.
+    """
+    twice, world = 2 * max_size, goal.world
+    took_us = world.takes_us(twice)
+    gain = 2 * world.takes_us(max_size) / max(1.0, took_us) - 1
+    full = best.mean_batch >= FULL * max_size and seen_to >= KNOWN * max_size
+    in_time = took_us + world.trip_us(twice) <= 1000 * goal.latency_ms
+    return Larger(twice, gain) if full and in_time and gain > PAYS else None
 
 
 def changes(settings: ModelSettings, present: ModelSettings) -> dict[str, str]:

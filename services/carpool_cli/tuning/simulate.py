@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -18,13 +18,15 @@ from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
 from carpool_cli.report import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
-from carpool_cli.tuning.calibrate import TRIP
+from carpool_cli.tuning.calibrate import TRIP, measured
+from carpool_cli.tuning.curve import Curve
 from carpool_cli.tuning.live import NotServedError, exit_status, linked, look, record
 from carpool_cli.tuning.simulator import Outcome, Simulation, World, normal
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # where no model says otherwise
 TRIP_MS, TRIP_SLOPE_MS = TRIP.intercept_us / 1000, TRIP.slope_us / 1000
 RATE = 1000.0
+TELL_S: Final = 5.0  # in a pipe or a file, a line in so many seconds
 
 
 class SimulateSettings(ProducerSettings):
@@ -33,6 +35,10 @@ class SimulateSettings(ProducerSettings):
     A batch of n is computed in intercept + slope n, and on its way for trip + trip slope n; `carpool tune`
     measures all four. With --model the first two, the settings and the number of processes are those of a
     model that is being served; nothing is sent to it. KEY=VALUE says another setting, as in `carpool config`.
+
+    goodput: the share of all requests that were answered, and before their deadline. late: those that passed
+    it; a request that does not expire is never late, however long it takes. refused: those that found the
+    queue full, or could not have been in time. p50 and p99 are of those answered in time.
 
       carpool simulate --rate 4000 --expiration-ms 50 policy=deferred max_batch_size=256
       carpool simulate --record trace.txt --model square --seconds 60
@@ -76,13 +82,41 @@ def _record(settings: SimulateSettings, path: Path) -> None:
         raise ConfigError("--record: say with --model whose arrivals")
     with linked(settings, "simulate") as link:
         look(link, settings.prefix, settings.model)
-        recording = record(link, Keys(settings.model, settings.prefix), settings.seconds)
+        watch = Watch(Screen(sys.stderr), settings.model, settings.seconds)
+        recording = record(link, Keys(settings.model, settings.prefix), settings.seconds, watch.step)
+        watch.end()
     if not recording.times_us:
         raise NotServedError(f"nothing arrived at {settings.model} within {settings.seconds:g} s")
     write_trace(path, recording.times_us, f"requests of {settings.model}, in seconds from the first")
     print(f"{count(len(recording.times_us), 'arrival')} in {path}")
     if recording.missed:
         print(f"carpool simulate: {recording.missed:,} batches went by unseen", file=sys.stderr)
+
+
+class Watch:
+    """Says how far a recording is: a line at first and now and then, or a bar on a terminal."""
+
+    def __init__(self, screen: Screen, model: str, seconds: float) -> None:
+        self._screen = screen
+        self._seconds = seconds
+        self._due_s = TELL_S
+        screen.say(f"recording what arrives at {model} for {seconds:g} s")
+
+    def step(self, passed_s: float, arrivals: int) -> None:
+        """So many have arrived until now."""
+        if not self._screen.live and passed_s < self._due_s:
+            return
+        text = f"{passed_s:.0f} of {self._seconds:g} s, {count(arrivals, 'arrival')}"
+        if self._screen.live:
+            self._screen.draw(int(1000 * passed_s), int(1000 * self._seconds), text)
+        else:
+            self._screen.say(f"  {text}")
+            self._due_s = TELL_S * (passed_s // TELL_S + 1)
+
+    def end(self) -> None:
+        """Make room for what came of it."""
+        if self._screen.live:
+            self._screen.wipe()
 
 
 # --- simulating --------------------------------------------------------------------------------------------
@@ -102,9 +136,9 @@ def _simulate(settings: SimulateSettings) -> None:
     outcome = simulation.run(arrives(rate, requests, settings.seed, expiration_us))
     progress.end()
     if settings.as_json:
-        print(json.dumps(figures(outcome, rate)))
+        print(json.dumps(figures(outcome, model)))
     else:
-        show(outcome, rate, model, world, Screen())
+        show(outcome, model, world, Screen())
 
 
 def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
@@ -112,12 +146,15 @@ def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
     values, back = parse(settings.change)
     declared: dict[str, str] = {}
     processes, intercept_ms, slope_ms = 1, INTERCEPT_MS, SLOPE_MS
+    curve: Curve | None = None
     if settings.model is not None:
         with linked(settings, "simulate") as link:
             live = look(link, settings.prefix, settings.model)
         declared, processes = live.settings.as_text(), max(1, live.processes)
-        if live.line is not None:
-            intercept_ms, slope_ms = live.line.intercept_us / 1000, live.line.slope_us / 1000
+        if live.seen:
+            found_out = measured(live.seen)
+            intercept_ms, slope_ms = found_out.line.intercept_us / 1000, found_out.line.slope_us / 1000
+            curve = found_out.curve if settings.intercept_ms is settings.slope_ms is None else None
         elif settings.intercept_ms is None or settings.slope_ms is None:
             raise NotServedError(
                 f"{settings.model} has settled no batch of late, so nobody knows how long one takes: say "
@@ -142,6 +179,7 @@ def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
         1000 * settings.trip_slope_ms,
         normal(settings.noise),
         normal(settings.trip_noise),
+        curve=curve,
     )
 
 
@@ -153,34 +191,39 @@ def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | No
 # --- what came of it ---------------------------------------------------------------------------------------
 
 
-def figures(outcome: Outcome, rate: float) -> dict[str, Any]:
+def figures(outcome: Outcome, model: ModelSettings) -> dict[str, Any]:
     """What came of a trace, for a program."""
+    aims_ms = model.target_latency_ms
     return {
         "requests": outcome.requests,
-        "offered_per_s": round(rate, 3),
-        "served_per_s": round(1e6 * outcome.good / max(1, outcome.took_us), 3),
+        "offered_per_s": round(outcome.offered_per_s, 3),
+        "served_per_s": round(outcome.served_per_s, 3),
         "goodput": round(outcome.good / max(1, outcome.requests), 6),
+        "late": outcome.late,
+        "refused": outcome.refused,
+        "within_target": None if aims_ms is None else round(outcome.share_within(aims_ms), 6),
         "p50_ms": outcome.latency_ms(0.5),
         "p99_ms": outcome.latency_ms(0.99),
         "mean_batch": round(outcome.mean_batch, 3),
         "batches": len(outcome.sizes),
         "reasons": outcome.reasons,
-        "late": outcome.late,
-        "refused": outcome.refused,
     }
 
 
-def show(outcome: Outcome, rate: float, model: ModelSettings, world: World, screen: Screen) -> None:
+def show(outcome: Outcome, model: ModelSettings, world: World, screen: Screen) -> None:
     """The same for a person."""
-    law = f"{world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
     who = count(world.processes, "process", "processes")
-    screen.say(screen.bold(f"{model.policy}, up to {model.max_batch_size} in a batch, {who}, l(n) = {law}"))
-    found = figures(outcome, rate)
+    head = (
+        f"{model.policy}, up to {model.max_batch_size} in a batch, {who}, {law(world, model.max_batch_size)}"
+    )
+    screen.say(screen.bold(head))
+    found = figures(outcome, model)
     batches = max(1, len(outcome.sizes))
     reasons = sorted(outcome.reasons.items(), key=lambda one: -one[1])
     rows = [
-        ("requests/s offered", f"{rate:,.0f}"),
-        ("requests/s served", f"{found['served_per_s']:,.0f}"),
+        ("requests", f"{outcome.requests:,}"),
+        ("requests/s offered", f"{outcome.offered_per_s:,.0f}"),
+        ("requests/s served", f"{outcome.served_per_s:,.0f}"),
         ("goodput", f"{found['goodput']:.2%}"),
         ("late", f"{outcome.late:,}"),
         ("refused", f"{outcome.refused:,}"),
@@ -189,5 +232,16 @@ def show(outcome: Outcome, rate: float, model: ModelSettings, world: World, scre
         ("mean batch", f"{outcome.mean_batch:.1f}"),
         *((f"left: {reason}", f"{number / batches:.1%}") for reason, number in reasons),
     ]
+    if model.target_latency_ms is not None:
+        rows.insert(6, (f"within {model.target_latency_ms:g} ms", f"{found['within_target']:.2%}"))
     for line in table(rows):
         screen.say(f"  {line}")
+
+
+def law(world: World, max_size: int) -> str:
+    """l(n) in words."""
+    if world.curve is None:
+        return f"l(n) = {world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
+    sizes = sorted({1, max_size})
+    times = ", ".join(f"l({size}) = {world.takes_us(size) / 1000:.3g} ms" for size in sizes)
+    return f"as measured: {times}"

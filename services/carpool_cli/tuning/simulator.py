@@ -22,6 +22,7 @@ from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import JSON, Entry, Refusal, Request
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
+from carpool_cli.tuning.curve import Curve, at
 
 STEP: Final = 1000
 _ALIKE: Final[Mapping[str, float]] = MappingProxyType({})
@@ -33,11 +34,12 @@ _NOWHERE: Final = Entry("", 0)  # no stream carries these requests
 class World(NamedTuple):
     """What is around the scheduler, in us: how long a batch of n is computed, and how long it is on its way.
 
-        computed    l(n) = intercept + slope n              times one of `spread`, by chance
+        computed    l(n) = intercept + slope n, or `curve`  times one of `spread`, by chance
         on its way  trip(n) = out + back + trip slope n     times one of `trip_spread`, by chance
 
     The slope of the trip is half on the way out, where bodies are read, half on the way back, where results
     are. A batch that has bad luck has it both ways. In lanes that are slower all batches are, by a factor.
+    Where there is a `curve`, what was measured, the line is not looked at.
     """
 
     processes: int = 1
@@ -49,10 +51,12 @@ class World(NamedTuple):
     spread: Sequence[float] = STEADY
     trip_spread: Sequence[float] = STEADY
     slower: Mapping[str, float] = _ALIKE
+    curve: Curve | None = None
 
     def takes_us(self, size: int, lane: str = "") -> float:
         """l(size), of a lane."""
-        return (self.intercept_us + self.slope_us * size) * self.slower.get(lane, 1.0)
+        line_us = self.intercept_us + self.slope_us * size
+        return (line_us if self.curve is None else at(self.curve, size)) * self.slower.get(lane, 1.0)
 
     def trip_us(self, size: int) -> float:
         """The way there and back of a batch of `size`, without l(size)."""
@@ -77,6 +81,7 @@ class Outcome:
     refused: int = 0  # any other refusal
     sizes: list[int] = field(default_factory=list)  # of batches
     reasons: dict[str, int] = field(default_factory=dict)  # why they left
+    arriving_us: int = 0  # from the first arrival to the last
     took_us: int = 0  # from the first arrival to the last result
 
     @property
@@ -88,6 +93,20 @@ class Outcome:
     def requests(self) -> int:
         """All of them."""
         return self.good + self.late + self.refused
+
+    @property
+    def offered_per_s(self) -> float:
+        """How many came in a second, on average: of a trace by chance, near the rate that was asked for."""
+        return 1e6 * max(0, self.requests - 1) / max(1, self.arriving_us)
+
+    @property
+    def served_per_s(self) -> float:
+        """How many were answered in time in a second, on average."""
+        return 1e6 * self.good / max(1, self.took_us)
+
+    def share_within(self, latency_ms: float) -> float:
+        """Of all requests, those answered within a latency (and in time)."""
+        return sum(one <= 1000 * latency_ms for one in self.latencies_us) / max(1, self.requests)
 
     @property
     def mean_batch(self) -> float:
@@ -189,6 +208,7 @@ class Simulation:
                 break
             now_us = max(now_us, next_us)
             while arrival is not None and arrival.at_us <= now_us:
+                self._outcome.arriving_us = arrival.at_us - first_us
                 self._arrive(arrival)
                 arrival = next(trace, None)
                 arrived += 1

@@ -6,7 +6,7 @@ import asyncio
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,14 +19,17 @@ from carpool.settings import ProducerSettings, read_settings
 from carpool_cli.infer import read_body
 from carpool_cli.report import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
-from carpool_cli.tuning.calibrate import Measured, bursts, calibrate, doubts, give_or_take, measured
+from carpool_cli.tuning.calibrate import TRIP, Measured, bursts, calibrate, doubts, give_or_take, measured
+from carpool_cli.tuning.curve import furthest_off
 from carpool_cli.tuning.live import Live, NotServedError, exit_status, linked, look
 from carpool_cli.tuning.search import (
+    KNOWN,
     Candidate,
     Figures,
     Goal,
     candidates,
     changes,
+    larger,
     most_in_time,
     most_requests,
     recommended,
@@ -34,6 +37,8 @@ from carpool_cli.tuning.search import (
 from carpool_cli.tuning.simulator import World
 
 PLOTTED: Final = 12  # rates
+OFF: Final = 0.15  # of a batch's time, is how far a line may be off before it is told
+COLUMNS: Final = 12  # of sizes
 
 
 class TuneSettings(ProducerSettings):
@@ -73,9 +78,10 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
         live = look(link, settings.prefix, settings.model)
     if not live.processes:
         raise NotServedError(f"no process serves {settings.model} at present")
+    max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
     found_out = _measure(settings, live, screen)
     world = found_out.world(live.processes)
-    _show_measured(live, found_out, world, screen)
+    _show_measured(live, found_out, world, max_size, screen)
     goal = Goal(world, settings.latency_ms, arrives)
     alone_ms = (world.takes_us(1) + world.trip_us(1)) / 1000
     if alone_ms > settings.latency_ms:
@@ -83,7 +89,6 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
             f"a request alone takes {alone_ms:.3g} ms: no settings can bring 99 of 100 under "
             f"{settings.latency_ms:g}"
         )
-    max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
     tried = list(candidates(live.settings, max_size, settings.latency_ms))
     progress = Progress(Screen(sys.stderr), len(tried))
     if settings.rate is None:
@@ -93,8 +98,9 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
     progress.end()
     best = recommended(found, live.settings, at_one_rate=settings.rate is not None)
     _show(settings, live, found, best, screen)
+    _show_larger(settings, goal, found_out, best, max_size, screen)
     if settings.plot:
-        _plot(settings, goal, found_out, live, best, screen)
+        _plot(settings, goal, found_out, live, best, max_size, screen)
 
 
 # --- measuring -----------------------------------------------------------------------------------------
@@ -103,7 +109,7 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
 def _measure(settings: TuneSettings, live: Live, screen: Screen) -> Measured:
     """What the model shows, or has shown of late where there is nothing to send. Raises NotServedError."""
     if not settings.body:
-        if live.line is None:
+        if not live.seen:
             raise NotServedError(
                 f"{settings.model} has settled no batch of late: say a BODY to send, as in `carpool tune "
                 f"{settings.model} 7 --latency-ms {settings.latency_ms:g}`"
@@ -132,22 +138,54 @@ async def _send(
 # --- saying --------------------------------------------------------------------------------------------
 
 
-def _show_measured(live: Live, found_out: Measured, world: World, screen: Screen) -> None:
+def _show_measured(live: Live, found_out: Measured, world: World, max_size: int, screen: Screen) -> None:
     screen.title("Measured")
-    way_ms = (world.out_us + world.back_us) / 1000
-    for law, spread in (
-        (f"l(n) = {world.intercept_us / 1000:.3g} + {world.slope_us / 1000:.3g} n ms", world.spread),
-        (f"trip(n) = {way_ms:.3g} + {world.trip_slope_us / 1000:.3g} n ms", world.trip_spread),
-    ):
-        screen.say(f"  {law}, give or take {give_or_take(spread):.1%}")
+    for line in curve_rows(found_out):
+        screen.say(f"  {line}")
+    trip = f"{(world.out_us + world.back_us) / 1000:.3g} + {world.trip_slope_us / 1000:.3g} n ms"
+    if found_out.trip is TRIP:
+        trip = f"was not measured: {trip} is a guess"
+    else:
+        trip = f"takes {trip}, give or take {give_or_take(world.trip_spread):.1%}"
+    screen.say(f"  give or take {give_or_take(world.spread):.1%}; its trip {trip}")
     screen.say(f"  {count(world.processes, 'process', 'processes')}")
-    if found_out.line.known_to:
-        screen.say(f"  (only batches of about {found_out.line.known_to} were seen: other sizes are a guess)")
-    if live.settings.policy not in POLICIES:
-        screen.say(f"  (the policy {live.settings.policy} is simulated as if it were eager)")
+    for note in notes(live, found_out, max_size):
+        screen.say(f"  {note}")
     reasons = doubts(found_out)
     if reasons:
         _warn(reasons, screen)
+
+
+def curve_rows(found_out: Measured) -> list[str]:
+    """l(n) at the sizes that were seen, and not where it was guessed."""
+    seen = [size for size, _ in found_out.seen]
+    points = [point for point in found_out.curve if min(seen) <= point[0] <= max(seen)]
+    points = points[:: -max(1, -(-len(points) // COLUMNS))][::-1]  # the largest in any case
+    return table(
+        [
+            ("a batch of n =", *(f"{size:.0f}" for size, _ in points)),
+            ("is computed in l(n), ms", *(f"{took_us / 1000:.3g}" for _, took_us in points)),
+        ]
+    )
+
+
+def notes(live: Live, found_out: Measured, max_size: int) -> Iterator[str]:
+    """What whoever reads the advice should know of how it was come by."""
+    seen = [size for size, _ in found_out.seen]
+    if min(seen) > 1 or max(seen) < KNOWN * max_size:
+        sizes = " to ".join(map(str, sorted({min(seen), max(seen)})))
+        yield f"(only batches of {sizes} were seen: other sizes are a guess)"
+    line = found_out.line
+    size, off = furthest_off(line, found_out.curve, min(max_size, max(seen)))
+    if abs(off) > OFF and not line.known_to:
+        law = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
+        yield (
+            f"The batcher learns a line, {law}, which is {abs(off):.0%} too {'high' if off > 0 else 'low'} "
+            f"at n = {size}: `deferred`,"
+        )
+        yield "and batches that leave just in time for a process, go by it."
+    if live.settings.policy not in POLICIES:
+        yield f"(the policy {live.settings.policy} is simulated as if it were eager)"
 
 
 def _warn(reasons: Sequence[str], screen: Screen) -> None:
@@ -184,14 +222,14 @@ def _show(
     words_of = [row[-1] for row in rows]
     for line, words in zip(table([row[:-1] for row in rows]), words_of, strict=True):
         screen.say(f"  {line}  {words}".rstrip())
-    screen.say("  * what changes least, of those that are as good as the first, give or take 2%")
+    screen.say("  * what changes least, of those that are as good as the first, give or take 2% (of p99 5%)")
     changed = changes(best.candidate.settings, live.settings)
     if not best.rate or not best.within:
         screen.say(
             f"\nNo settings keep {within}: a lone request takes too long, or more processes are needed."
         )
     elif not changed:
-        screen.say("\nThe present settings are the best of these.")
+        screen.say("\nThe present settings are as good as any of these.")
     else:
         pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changed.items())
         if "default_expiration_ms" in changed:
@@ -201,12 +239,32 @@ def _show(
         screen.say(f"  carpool config {shlex.quote(settings.model)} {pairs}")
 
 
+def _show_larger(
+    settings: TuneSettings, goal: Goal, found_out: Measured, best: Figures, max_size: int, screen: Screen
+) -> None:
+    """Where batches larger than the largest promise more: a suggestion, of which nothing was measured."""
+    promised = larger(goal, best, max_size, max(size for size, _ in found_out.seen))
+    if promised is not None:
+        screen.say(
+            f"\nThe largest batch still pays: if l(n) goes on as it does, batches of {promised.size:,} would "
+            f"serve {promised.gain:.0%} more\nrequests/s than those of {max_size:,}. That was not measured: "
+            "try it if the model can take so many, and tune again:"
+        )
+        screen.say(f"  carpool config {shlex.quote(settings.model)} max_batch_size={promised.size}")
+
+
 def _ms(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "-"
 
 
 def _plot(
-    settings: TuneSettings, goal: Goal, measured: Measured, live: Live, best: Figures, screen: Screen
+    settings: TuneSettings,
+    goal: Goal,
+    found_out: Measured,
+    live: Live,
+    best: Figures,
+    max_size: int,
+    screen: Screen,
 ) -> None:
     from carpool_cli.tuning.plot import plot  # noqa: PLC0415 (it is not always wanted)
 
@@ -220,8 +278,7 @@ def _plot(
 
         curves = {label: [goal.try_at(one, rate) for rate in rates] for label, one in shown.items()}
         path = Path(settings.plot)
-        max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
-        plot(path, settings.model, settings.latency_ms, curves, goal.world, measured.seen, max_size)
+        plot(path, settings.model, settings.latency_ms, curves, found_out, max_size)
     except ImportError:
         screen.say("\nThere is no plot: it needs matplotlib (pip install 'carpool[plot]').")
     else:
