@@ -213,7 +213,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
             {
                 "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
-                "held {{model}}": "sum by (model) (carpool_held_results{M}) > 0",
+                "held {{model}}": "sum by (model) (carpool_held_results{M})",
             },
             width=6,
         ),

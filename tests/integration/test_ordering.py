@@ -402,8 +402,7 @@ def test_an_operator_may_turn_it_on_and_off(stack: Stack) -> None:
     def names() -> list[str]:
         return [one["correlation_id"] for one in stack.replies(model, "all")]
 
-    stack.redis.hset(keys.config, "preserve_ordering", "true")
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true")
     send("slow", {"gate": str(gate)})
     send("fast", 7)
     wait_until(
@@ -411,8 +410,7 @@ def test_an_operator_may_turn_it_on_and_off(stack: Stack) -> None:
         description="the second is done, and held",
     )
     assert names() == []
-    stack.redis.hset(keys.config, "preserve_ordering", "false")
-    wait_until(lambda: len(stack.events("settings changed")) == 2, description="it is off")
+    stack.configure(model, preserve_ordering="false")
     send("later", 7)
     wait_until(lambda: names() == ["later"], description="what comes now need not wait")
     gate.touch()
@@ -425,8 +423,7 @@ def test_results_that_are_held_count_as_waiting(stack: Stack) -> None:
     model = stack.serve("plain.py:Single")
     stack.worker("plain.py:Single")
     keys, gate = Keys(model), stack.home / "gate"
-    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "5"})
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true", max_queue_size="5")
     stack.send(model, body=json.dumps({"gate": str(gate)}))
     sent: list[str] = []
     while not (sent and stack.redis.exists(keys.result(sent[-1]))):
@@ -455,8 +452,7 @@ def test_results_that_came_out_make_room_at_once(stack: Stack) -> None:
     model = stack.serve("plain.py:Single")
     stack.worker("plain.py:Single")
     keys, gate = Keys(model), stack.home / "gate"
-    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "5"})
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true", max_queue_size="5")
     sent = [stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")]
     wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
     while held(stack, keys) < 3:
@@ -476,8 +472,7 @@ def test_results_that_came_out_make_room_at_once(stack: Stack) -> None:
 def test_who_takes_over_a_full_queue_refuses_nobody_in_it(stack: Stack) -> None:
     model = stack.serve("plain.py:Single")
     keys, gate = Keys(model), stack.home / "gate"
-    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_queue_size": "20"})
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true", max_queue_size="20")
     sent = [stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")]
     while not stack.replies(model, "all"):
         sent.append(stack.send(model, body="7", reply_to="all"))
@@ -499,12 +494,10 @@ def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
     model = stack.serve("plain.py:Echo")
     stack.worker("plain.py:Echo")
     keys, gate = Keys(model), stack.home / "gate"
-    stack.redis.hset(keys.config, mapping={"preserve_ordering": "true", "max_batch_size": "1"})
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true", max_batch_size="1")
     stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
     wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
-    stack.redis.hset(keys.config, "max_batch_size", "500")
-    wait_until(lambda: len(stack.events("settings changed")) == 2, description="batches may be larger")
+    stack.configure(model, max_batch_size="500")
     names = [f"n{at}" for at in range(2500)]
     body = json.dumps("x" * 2000).encode()
     stack.send_packed(
@@ -524,8 +517,7 @@ def test_a_full_redis_gets_rid_of_what_is_held(stack: Stack) -> None:
 def test_a_key_of_another_type_costs_the_order(stack: Stack, name: str, in_order: str) -> None:
     model = stack.serve("plain.py:Single")
     keys = Keys(model)
-    stack.redis.hset(keys.config, mapping={"preserve_ordering": in_order, "max_queue_size": "3"})
-    wait_until(lambda: stack.events("settings changed"), description="it is on, or off")
+    stack.configure(model, preserve_ordering=in_order, max_queue_size="3")
     stack.redis.set(getattr(keys, name), "x")
     stack.redis.delete(keys.status)
     wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
@@ -539,8 +531,7 @@ def test_a_forged_slot_costs_nobody_a_result(stack: Stack) -> None:
     model = stack.serve("plain.py:Single")
     stack.worker("plain.py:Single")
     keys, gate = Keys(model), stack.home / "gate"
-    stack.redis.hset(keys.config, "preserve_ordering", "true")
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true")
     stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
     wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="it is in flight")
     behind = stack.send(model, body="7", reply_to="all", correlation_id="behind")
@@ -560,8 +551,7 @@ def test_what_is_known_to_be_there_is_not_looked_for(stack: Stack) -> None:
     """To look costs Redis the bytes of a batch, a few times a second."""
     model = stack.serve("plain.py:Single")
     keys, gate = Keys(model), stack.home / "gate"
-    stack.redis.hset(keys.config, "preserve_ordering", "true")
-    wait_until(lambda: stack.events("settings changed"), description="it is on")
+    stack.configure(model, preserve_ordering="true")
     stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all")
     waiting = [stack.send(model, body="7", reply_to="all") for _ in range(3)]
     wait_until(lambda: stack.redis.llen(keys.order) == 4, description="all have slots")

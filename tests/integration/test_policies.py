@@ -25,17 +25,8 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
-def follow(stack: Stack, policy: str) -> None:
-    """As `carpool config` does, once the batcher goes by it."""
-    stack.redis.hset(Keys(MODEL).config, "policy", policy)
-    wait_until(
-        lambda: any(event.get("policy") == policy for event in stack.events("settings changed")),
-        description=f"{policy} is in force",
-    )
-
-
 def test_it_says_who_rides_together_and_fails_alone(stack: Stack) -> None:
-    follow(stack, PAIRS)
+    stack.configure(MODEL, policy=PAIRS)
     requests = [{"correlation_id": f"p{at}", "body": b"7"} for at in range(9)]
     requests[4]["raise"] = b"yes"
     stack.send_packed(MODEL, requests)

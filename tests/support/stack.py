@@ -225,6 +225,17 @@ class Stack:
             timeout_s=timeout_s,
         )
 
+    def configure(self, model: str, **values: str) -> None:
+        """As `carpool config` does; returns once a batcher of ours goes by it."""
+        wait_until(
+            lambda: any(event["model"] == model for event in self.events("batcher active")),
+            description=f"a batcher has read the settings of {model}",  # or it would begin with these
+            timeout_s=START_S,
+        )
+        before = len(self.events("settings changed"))
+        self.redis.hset(Keys(model).config, mapping=values)
+        wait_until(lambda: len(self.events("settings changed")) > before, description=f"{values} is in force")
+
     def live_workers(self, model: str) -> list[str]:
         """Consumers whose lease has not run out."""
         seconds, microseconds = self.redis.time()
