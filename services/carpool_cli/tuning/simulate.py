@@ -163,6 +163,8 @@ def _around(settings: SimulateSettings) -> tuple[ModelSettings, World]:
     try:
         kept = {name: value for name, value in declared.items() if name not in back}
         model = ModelSettings.from_mapping({**kept, **values})
+        if "preferred_batch_sizes" in values:
+            model.check_sizes()
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model.policy not in POLICIES:
