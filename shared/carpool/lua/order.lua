@@ -30,12 +30,12 @@ end
 -- release(order, held): deliver what is held and has nobody before it, as much as one script should do.
 -- Returns 1 if there is more to deliver. O(results delivered), and O(bytes).
 local function release(order, held)
-  local most, most_bytes, entry_bytes = 1000, 8388608, 16777216
+  local most, most_bytes = 1000, 8388608
   local gone, size_bytes = {}, 0
-  local stream, stream_ttl_ms, envelopes, entry_size_bytes = nil, nil, {}, 0
+  local stream, stream_ttl_ms, envelopes = nil, nil, {}
   local function flush()
     if stream then deliver(stream, 'stream', array_of(envelopes), stream_ttl_ms) end
-    stream, envelopes, entry_size_bytes = nil, {}, 0
+    stream, envelopes = nil, {}
   end
 
   local more = 1
@@ -48,11 +48,10 @@ local function release(order, held)
     end
     local kind, ttl_ms, key, begins = string.match(what, '^r(%a+) (%d+) (%S+) ()')
     local payload = string.sub(what, begins)
-    if key ~= stream or ttl_ms ~= stream_ttl_ms or entry_size_bytes > entry_bytes then flush() end
+    if key ~= stream or ttl_ms ~= stream_ttl_ms then flush() end
     if kind == 'stream' then
       stream, stream_ttl_ms = key, ttl_ms
       envelopes[#envelopes + 1] = payload
-      entry_size_bytes = entry_size_bytes + #payload
     else
       deliver(key, kind, payload, ttl_ms)
     end
