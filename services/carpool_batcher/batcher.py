@@ -260,8 +260,7 @@ class ModelBatcher:
         for batch_id, position, request in in_flight:
             detail = "expired: its batch was dispatched, but not done by its deadline"
             result = Result(request.correlation_id, DEADLINE_EXCEEDED, request.content_type, detail=detail)
-            address = Address(request.reply_to, request.slot)
-            by_batch.setdefault(batch_id, []).append(Answer(position, address, result))
+            by_batch.setdefault(batch_id, []).append(Answer(position, Address.of(request), result))
         for batch_id, answers in by_batch.items():
             answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
         self._meter.expired_in_flight(answered)

@@ -9,7 +9,6 @@ from typing import Final
 import structlog
 
 from carpool.link import CommandError
-from carpool.messages import BatchedRequest
 from carpool.store.delivery import Address, Answer, FencedError
 from carpool.store.worker import WorkerStore
 from carpool_worker.job import Job
@@ -56,7 +55,7 @@ class Committer:
         self._write_ahead(job)
         requests = job.batch.requests
         results = {
-            position: (_address(requests[position]), result)
+            position: (Address.of(requests[position]), result)
             for position, result in job.results.items()
             if position not in job.noted
         }
@@ -88,7 +87,7 @@ class Committer:
 
     def _answer(self, job: Job, positions: list[int], starting: int | None) -> None:
         requests = job.batch.requests
-        answers = [Answer(at, _address(requests[at]), job.results[at]) for at in positions]
+        answers = [Answer(at, Address.of(requests[at]), job.results[at]) for at in positions]
         written = self._store.answer(self._slot.consumer, job.batch, answers, starting)
         for position in set(positions) - written:  # answered by a batcher, when their deadline passed
             del job.results[position]
@@ -112,7 +111,3 @@ class Committer:
             dead=len(job.dead),
             worker=self._slot.consumer,
         )
-
-
-def _address(request: BatchedRequest) -> Address:
-    return Address(request.reply_to, request.slot)

@@ -142,10 +142,7 @@ class InOrder(RuleBasedStateMachine):
     def commit(self, which: int) -> None:
         """A batch is done, in whatever order."""
         batch = self.in_hand.pop(which % len(self.in_hand))
-        results = {
-            at: (Address(one.reply_to, one.slot), Result(one.correlation_id, body=b"1"))
-            for at, one in enumerate(batch.requests)
-        }
+        results = all_done(batch, b"1")
         self.worker.commit("w", batch, results, [], 1)
         for one in batch.requests:
             self.account[one.correlation_id].done = True
@@ -158,7 +155,7 @@ class InOrder(RuleBasedStateMachine):
         position = at % len(batch.requests)
         one = batch.requests[position]
         result = Result(one.correlation_id, DEADLINE_EXCEEDED)
-        answer = Answer(position, Address(one.reply_to, one.slot), result)
+        answer = Answer(position, Address.of(one), result)
         self.batcher.expire_in_flight(batch.id, [answer], TTL_MS)
         self.account[one.correlation_id].done = True
 
@@ -176,7 +173,7 @@ class InOrder(RuleBasedStateMachine):
             position = left[which % len(left)]
             one = batch.requests[position]
             result = Result(one.correlation_id, INTERNAL, detail="x")
-            self.worker.answer("w", batch, [Answer(position, Address(one.reply_to, one.slot), result)], None)
+            self.worker.answer("w", batch, [Answer(position, Address.of(one), result)], None)
             self.account[one.correlation_id].done = True
 
     @precondition(lambda self: self.waiting())
@@ -245,6 +242,13 @@ class InOrder(RuleBasedStateMachine):
         assert self.delivered() == may
 
 
+def all_done(batch: Batch, body: bytes) -> dict[int, tuple[Address, Result]]:
+    """A result for each request of a batch, as a worker commits them."""
+    return {
+        at: (Address.of(one), Result(one.correlation_id, body=body)) for at, one in enumerate(batch.requests)
+    }
+
+
 def _number(correlation_id: str) -> int:
     return int(correlation_id[1:])
 
@@ -282,10 +286,7 @@ def test_more_than_one_script_delivers(server: Path) -> None:
         early, late = worker.fetch("w", None), worker.fetch("w", None)
         assert early is not None and late is not None
         for batch, delivered in ((late, 0), (early, 2501)):
-            results = {
-                at: (Address(one.reply_to, one.slot), Result(one.correlation_id, body=b""))
-                for at, one in enumerate(batch.requests)
-            }
+            results = all_done(batch, b"")
             worker.commit("w", batch, results, [], 1)
             entries = redis.xrange(keys.replies("all"))
             names = [one["correlation_id"] for _, raw in entries for one in msgpack.unpackb(raw[b"results"])]
@@ -314,10 +315,7 @@ def test_one_script_delivers_a_few_megabytes(server: Path) -> None:
         early, late = worker.fetch("w", None), worker.fetch("w", None)
         assert early is not None and late is not None
         megabyte = b"x" * (1 << 20)
-        results = {
-            at: (Address(one.reply_to, one.slot), Result(one.correlation_id, body=megabyte))
-            for at, one in enumerate(late.requests)
-        }
+        results = all_done(late, megabyte)
         worker.commit("w", late, results, [], 1)
         slow = early.requests[0]
         expired = Answer(0, Address("all", slow.slot), Result(slow.correlation_id, DEADLINE_EXCEEDED))

@@ -49,9 +49,7 @@ def measured(seen: Sizes, trips: Sizes = ()) -> Measured:
     computed = Measured(seen, curve, learned(seen), spread_of(seen, curve))
     if not trips:
         return computed
-    usual = medians(
-        trips
-    )  # of each size one, or the lone requests' slow trips would be in line and spread both
+    usual = medians(trips)  # one of each size, or slow trips of lone requests were in line and spread both
     trip = fit([(round(size), int(took_us)) for size, took_us in usual])
     return computed._replace(trip=trip, trip_spread=spread_of(trips, usual))
 

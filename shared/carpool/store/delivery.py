@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from carpool import envelopes
 from carpool.keys import Keys
 from carpool.link import Argument, Link, Script
-from carpool.messages import Result
+from carpool.messages import BatchedRequest, Request, Result
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
-
 RESULT_ARGS: Final = 4
 IN_ORDER: Final = ("deliver", "move", "order")  # what scripts need that deliver results
 
 _ANSWER: Final = Script("answer", after=IN_ORDER)
-
 _RELEASE: Final = Script("release", after=IN_ORDER)
 
 
@@ -26,6 +24,11 @@ class Address(NamedTuple):
 
     reply_to: str | None
     slot: str | None
+
+    @classmethod
+    def of(cls, request: Request | BatchedRequest) -> Self:
+        """Where a request's result goes."""
+        return cls(request.reply_to, request.slot)
 
 
 class Answer(NamedTuple):

@@ -13,7 +13,7 @@ from carpool.link import Argument, CommandError, Link
 
 
 class Census(NamedTuple):
-    """What Redis says of a model, looked at every half second or so."""
+    """What Redis says of a model, looked at a few times a second."""
 
     waiting_entries: int
     batches_in_flight: int

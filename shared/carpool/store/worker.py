@@ -178,15 +178,8 @@ class WorkerStore:
         delivered = result_args(self.keys, keyring, results.values())
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_LENGTH, DEAD_LENGTH]
-        args += [
-            len(left_out),
-            *left_out,
-            len(settled),
-            *settled,
-            len(delivered) // RESULT_ARGS,
-            *delivered,
-            len(dead),
-        ]
+        args += [len(left_out), *left_out, len(settled), *settled]
+        args += [len(delivered) // RESULT_ARGS, *delivered, len(dead)]
         for letter in dead:
             fields = wire.encode_dead_letter(letter)
             args += [len(fields), *fields]
