@@ -15,7 +15,7 @@ import carpool
 from carpool.keys import Keys
 from support.checker import Checker, Report
 from support.load import Load, settled
-from support.stack import Service, Stack, fixed_keys, frozen
+from support.stack import START_S, Service, Stack, fixed_keys, frozen
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
@@ -284,8 +284,11 @@ def test_a_request_that_kills_its_whole_worker_is_given_up_alone(stack: Stack) -
 
     names = send_with_poison(stack, "kill worker")
     for _ in range(4):
-        wait_until(lambda: not workers[-1].alive, description="the worker dies of the poison")
-        workers.append(stack.worker("faulty.py:Faulty", *LEASE))
+        wait_until(
+            lambda: not workers[-1].alive, description="the worker dies of the poison", timeout_s=START_S
+        )
+        workers.append(stack.worker("faulty.py:Faulty", *LEASE, ready=False))  # it may die before it says so
+    workers[-1].wait_for("worker ready")
 
     bad = results_with_poison(stack, names)
     assert bad["status"] == "ABORTED"
