@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from sleeper import Linear
 
-from carpool.aio import AsyncClient
+from carpool.client.aio import AsyncClient
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.local.embedded import EmbeddedRedis

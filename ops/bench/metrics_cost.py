@@ -19,10 +19,10 @@ from carpool.errors import OK
 from carpool.messages import MSGPACK, Batch, BatchedRequest, Entry, Request, Result
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import Departed
-from carpool_batcher.core.fleet import Riding
+from carpool_batcher.core.capacity import Riding
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_worker.job import Job
+from carpool_worker.codec import Job
 from carpool_worker.meter import WorkerMetrics
 
 TRIP_US: Final = 27.0  # `make bench`, 1,024 in flight: CPU a request, all processes together

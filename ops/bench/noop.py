@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from carpool.tensors import Array, TensorSpec
+from carpool.wire.tensors import Array, TensorSpec
 
 
 class Noop:

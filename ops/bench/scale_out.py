@@ -26,11 +26,11 @@ from typing import IO, Final, NamedTuple
 
 from sleeper import Sleeper
 
-from carpool import wire
-from carpool.aio import AsyncClient
+from carpool.client.aio import AsyncClient
 from carpool.keys import Keys
-from carpool.link import Link
 from carpool.messages import Settled
+from carpool.store.connection import Link
+from carpool.wire.batches import decode_settled
 from carpool_cli.local.embedded import EmbeddedRedis
 
 HERE: Final = Path(__file__).parent
@@ -103,7 +103,7 @@ class Workers:
 
 
 def _settled(entry: tuple[bytes, list[bytes]]) -> Settled:
-    return wire.decode_settled(entry[1])
+    return decode_settled(entry[1])
 
 
 async def until(happens: Callable[[], bool], what: str) -> float:

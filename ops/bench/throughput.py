@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from carpool.aio import AsyncClient
+from carpool.client.aio import AsyncClient
 from carpool.errors import NotFoundError
-from carpool.link import Link
+from carpool.store.connection import Link
 from carpool_cli.local.embedded import EmbeddedRedis
 
 LONE_REQUESTS: Final = 1000

@@ -17,16 +17,16 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from carpool import wire
 from carpool.clock import RedisClock
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.keys import Keys
-from carpool.link import CommandError, Link
 from carpool.messages import BatchedRequest, Entry, Refusal, Request, Result, Settled, Withdrawal
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.store.batcher import BatcherStore, Departure, RawEntry, Tail
-from carpool.store.delivery import Address, Answer
+from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Census
+from carpool.store.results import Address, Answer
+from carpool.wire.requests import Decoded, decode_entry, slot_of
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.meter import Meter
@@ -176,7 +176,7 @@ class ModelBatcher:
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
                 continue  # put back by this batcher's own dispatch
-            entry, decoded = wire.decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_SLACK_US)
+            entry, decoded = decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_SLACK_US)
             entries[entry.id] = entry
             match decoded:
                 case [Withdrawal() as word]:
@@ -377,7 +377,7 @@ def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]
             active.entries[entry.id] = entry
 
 
-def _offer(scheduler: Scheduler, decoded: Sequence[wire.Decoded], now_us: int) -> list[Refusal]:
+def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
     """Offer an entry's requests. Returns who is refused; where results come in order, all others have slots.
 
     Who is refused on arrival is given none: its result does not wait for those before it.
@@ -390,7 +390,7 @@ def _offer(scheduler: Scheduler, decoded: Sequence[wire.Decoded], now_us: int) -
             if refused is not None:
                 refusals.append(refused)
             elif in_order and one.slot is None:
-                one.slot = wire.slot_of(one.entry.id, at)
+                one.slot = slot_of(one.entry.id, at)
         elif type(one) is Refusal:
             refusals.append(one)
     return refusals

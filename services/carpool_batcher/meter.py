@@ -19,7 +19,7 @@ from carpool.errors import (
 from carpool.messages import Refusal
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
 from carpool.store.batcher import Departed
-from carpool_batcher.core.fleet import Riding
+from carpool_batcher.core.capacity import Riding
 from carpool_batcher.core.scheduler import Dispatch, Reason, Scheduler
 from carpool_batcher.status import Status, Tally, gauges
 

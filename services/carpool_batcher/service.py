@@ -11,7 +11,7 @@ import structlog
 
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
-from carpool.link import Link
+from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_batcher.batcher import ModelBatcher, Policies
 from carpool_batcher.meter import BatcherMetrics, Meter

@@ -21,7 +21,7 @@ _COMMANDS: Final = {
     "simulate": "carpool_cli.tuning.simulate",
     "tune": "carpool_cli.tuning.tune",
     "health": "carpool_cli.health",
-    "demo": "carpool_cli.demo",
+    "demo": "carpool_cli.demo.command",
     "acl": "carpool_cli.acl",
     "worker": "carpool_worker.__main__",
     "batcher": "carpool_batcher.__main__",

@@ -14,12 +14,12 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.errors import UnavailableError
-from carpool.link import CommandError, Link
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
+from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool_batcher.status import Status
-from carpool_cli.report import Screen, table
+from carpool_cli.screen import Screen, table
 
 LONGEST_SHOWN: Final = 60
 

@@ -13,11 +13,11 @@ from typing import Any, Final
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from carpool.aio import AsyncClient
-from carpool.bodies import encode_body
+from carpool.client.aio import AsyncClient
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import ProducerSettings, read_settings
+from carpool.wire.bodies import encode_body
 
 
 class InferSettings(ProducerSettings):

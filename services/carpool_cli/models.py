@@ -14,10 +14,10 @@ from pydantic_settings import SettingsConfigDict
 from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
-from carpool.link import CommandError, Link
 from carpool.settings import ProducerSettings, read_settings
+from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_census
-from carpool_cli.report import Screen, duration, table
+from carpool_cli.screen import Screen, duration, table
 
 
 class ModelsSettings(ProducerSettings):

@@ -15,11 +15,11 @@ from pydantic_settings import SettingsConfigDict
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
-from carpool.link import CommandError, Link
 from carpool.settings import ProducerSettings, read_settings
+from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool_batcher.status import Status
-from carpool_cli.report import Screen, Window
+from carpool_cli.screen import Screen, Window
 from carpool_cli.top_page import HEAD, Figures, ModelLook, figures, page
 
 EVERY_S: Final = 1.0

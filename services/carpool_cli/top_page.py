@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from carpool_batcher.status import Status
-from carpool_cli.report import clip, count, duration, table
+from carpool_cli.screen import clip, count, duration, table
 
 HEAD: Final = 2  # the line of a page that heads the table
 NAME_COLUMNS: Final = 28

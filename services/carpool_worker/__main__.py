@@ -13,9 +13,9 @@ from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.metrics import serve_status
 from carpool.settings import WorkerSettings, read_settings
-from carpool_worker.loader import model_name
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.process import ModelLoadError, devices
+from carpool_worker.model_process.loader import model_name
+from carpool_worker.process_handle import ModelLoadError, devices
 from carpool_worker.worker import Worker
 
 

@@ -8,12 +8,12 @@ from typing import Final
 
 import structlog
 
-from carpool.link import CommandError
-from carpool.store.delivery import Address, Answer, FencedError
+from carpool.store.connection import CommandError
+from carpool.store.results import Address, Answer, FencedError
 from carpool.store.worker import WorkerStore
-from carpool_worker.job import Job
+from carpool_worker.codec import Job
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.slot import Slot
+from carpool_worker.replica import Slot
 
 WAIT_S: Final = 0.5
 COMMIT_BYTES: Final = 256 * 1024 * 1024

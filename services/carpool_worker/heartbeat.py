@@ -14,7 +14,7 @@ import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.slot import Slot
+from carpool_worker.replica import Slot
 
 
 class Heartbeat:

@@ -20,7 +20,7 @@ from carpool.errors import (
     UNIMPLEMENTED,
 )
 from carpool.metrics import DURATIONS_US, Bins, CommonMetrics, Histogram
-from carpool_worker.job import Job
+from carpool_worker.codec import Job
 
 # Why a request that reached a worker got its status. Shown from zero: Prometheus notices no first value.
 _USUAL: Final = {

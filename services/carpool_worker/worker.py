@@ -27,15 +27,15 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
-from carpool.link import Argument, CommandError, Link
+from carpool.store.connection import Argument, CommandError, Link
 from carpool.store.worker import WorkerStore
+from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
+from carpool_worker.fetcher import Intake
 from carpool_worker.heartbeat import Heartbeat
-from carpool_worker.intake import Intake
-from carpool_worker.job import Codec
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.process import ModelLoadError, ModelProcess
-from carpool_worker.slot import Slot
+from carpool_worker.process_handle import ModelLoadError, ModelProcess
+from carpool_worker.replica import Slot
 
 STUCK_S: Final = 30.0  # no beat takes so long: Redis's timeout is 5 s
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from carpool.client import AsyncClient, Client, Reply
     from carpool.errors import CarpoolError
-    from carpool.tensors import TensorSpec
+    from carpool.wire.tensors import TensorSpec
 
 __all__ = ["AsyncClient", "CarpoolError", "Client", "Reply", "TensorSpec"]
 
@@ -18,7 +18,7 @@ _HOMES: Final = {
     "Client": "carpool.client",
     "Reply": "carpool.client",
     "CarpoolError": "carpool.errors",
-    "TensorSpec": "carpool.tensors",
+    "TensorSpec": "carpool.wire.tensors",
 }
 
 

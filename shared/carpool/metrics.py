@@ -32,8 +32,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from carpool.link import CommandError, LinkError
 from carpool.settings import CommonSettings
+from carpool.store.connection import CommandError, LinkError
 
 # From a batch that waited for nobody to a model that takes minutes; about three for each factor of ten.
 DURATIONS_US: Final = (

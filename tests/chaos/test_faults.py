@@ -375,7 +375,7 @@ def planted(home: Path, find: str, replace: str) -> Path:
     shutil.copytree(
         Path(carpool.__file__).parent, home / "carpool", ignore=shutil.ignore_patterns("__pycache__")
     )
-    script = home / "carpool" / "lua" / "commit.lua"
+    script = home / "carpool" / "store" / "lua" / "commit.lua"
     source = script.read_text()
     assert source.count(find) == 1
     script.write_text(source.replace(find, replace))

@@ -11,12 +11,14 @@ import msgpack
 import numpy as np
 import pytest
 
-from carpool import envelopes, wire
-from carpool.bodies import decode_body, encode_body
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
 from carpool.messages import JSON, MSGPACK, Batch, BatchedRequest, Refusal, Request, Result, Withdrawal
 from carpool.model_settings import ModelSettings
-from carpool.tensors import from_bytes, to_bytes
+from carpool.wire.batches import decode_batch
+from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.requests import Decoded, decode_entry
+from carpool.wire.results import decode_results, encode_result, encode_results
+from carpool.wire.tensors import from_bytes, to_bytes
 from contract import make_vectors
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -56,7 +58,7 @@ def flat(case: Case) -> list[bytes]:
 # --- requests ----------------------------------------------------------------------------------------------
 
 
-def described(one: wire.Decoded) -> Case:
+def described(one: Decoded) -> Case:
     """What an entry became, as the vectors write it; of a refusal's detail, what comes before the colon."""
     if isinstance(one, Withdrawal):
         return {"withdrawal": sorted(one.correlation_ids)}
@@ -97,7 +99,7 @@ def expected(one: Case) -> Case:
 @cases("cases", "requests.json", "packed.json")
 def test_an_entry_becomes_what_the_vector_says(case: Case) -> None:
     settings = ModelSettings(**case.get("settings", {}))
-    entry, several = wire.decode_entry(case["id"].encode(), flat(case), settings)
+    entry, several = decode_entry(case["id"].encode(), flat(case), settings)
     assert [described(one) for one in several] == [expected(one) for one in case["becomes"]]
     assert entry.requests == [one for one in several if isinstance(one, Request)]
 
@@ -112,14 +114,14 @@ def result_of(written: Case) -> Result:
 
 @cases("envelopes", "results.json")
 def test_a_result_is_written_as_the_vector_says(case: Case) -> None:
-    assert envelopes.encode_result(result_of(case["result"])) == as_bytes(case["envelope"])
+    assert encode_result(result_of(case["result"])) == as_bytes(case["envelope"])
 
 
 @cases("replies", "results.json")
 def test_results_on_a_reply_stream_are_written_as_the_vector_says(case: Case) -> None:
     packed = as_bytes(case["entry"])
-    assert envelopes.encode_results(map(result_of, case["results"])) == packed
-    assert envelopes.decode_results(packed) == msgpack.unpackb(packed)
+    assert encode_results(map(result_of, case["results"])) == packed
+    assert decode_results(packed) == msgpack.unpackb(packed)
 
 
 # --- batches -----------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def test_a_batch_is_read_as_the_vector_says(case: Case) -> None:
     becomes = case["becomes"]
     requests = [riding(one) for one in becomes["requests"]]
     told = (becomes["reason"], becomes["dispatched_us"], becomes["lane"])
-    assert wire.decode_batch(b"9-0", flat(case), epoch=2) == Batch("9-0", 2, requests, *told)
+    assert decode_batch(b"9-0", flat(case), epoch=2) == Batch("9-0", 2, requests, *told)
 
 
 # --- tensors and bodies ------------------------------------------------------------------------------------

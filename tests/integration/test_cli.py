@@ -274,7 +274,7 @@ def test_the_lines_to_paste_work(square: Up) -> None:
 
 
 TENSORS: Final = """
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
 class Few:
     max_batch_sise = 4
     inputs = [

@@ -14,22 +14,22 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from carpool.bodies import decode_body, encode_body
 from carpool.clock import RedisClock
 from carpool.messages import JSON, MSGPACK, Batch, BatchedRequest
-from carpool_worker import process as process_module
-from carpool_worker.frames import ProcessGoneError, pack_values, unpack_values
-from carpool_worker.job import Codec, Job
+from carpool.wire.bodies import decode_body, encode_body
+from carpool_worker import process_handle as process_module
+from carpool_worker.codec import Codec, Job
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.process import ModelLoadError, ModelProcess, devices
-from carpool_worker.slot import Slot
+from carpool_worker.model_process.frames import ProcessGoneError, pack_values, unpack_values
+from carpool_worker.process_handle import ModelLoadError, ModelProcess, devices
+from carpool_worker.replica import Slot
 from support.waiting import wait_until
 
 MODELS = '''
 import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
 
 print("imported")
 

@@ -17,15 +17,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from redis import Redis
 
-from carpool import wire
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.link import Link
 from carpool.messages import Batch, Entry, Refusal, Request, Result
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore, Departure
-from carpool.store.delivery import Address, Answer
+from carpool.store.connection import Link
+from carpool.store.results import Address, Answer
 from carpool.store.worker import WorkerStore
+from carpool.wire.requests import decode_entry, slot_of
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.stack import Stack
 from support.waiting import wait_until
@@ -95,7 +95,7 @@ class InOrder(RuleBasedStateMachine):
         entry_id = self.redis.xadd(self.keys.requests, fields).decode()
         for at, one in enumerate(requests):
             name = str(one["correlation_id"])
-            self.account[name] = Known(wire.slot_of(entry_id, at))
+            self.account[name] = Known(slot_of(entry_id, at))
 
     @rule()
     def read(self) -> None:
@@ -115,10 +115,10 @@ class InOrder(RuleBasedStateMachine):
         for entry_id, fields in entries:
             self.read_until = entry_id
             flat = [part for pair in fields.items() for part in pair]
-            entry, requests = wire.decode_entry(entry_id.encode(), flat, ModelSettings())
+            entry, requests = decode_entry(entry_id.encode(), flat, ModelSettings())
             for at, request in enumerate(requests):
                 assert type(request) is Request
-                request.slot = request.slot or wire.slot_of(entry.id, at)
+                request.slot = request.slot or slot_of(entry.id, at)
                 assert request.slot == self.account[request.correlation_id].slot
             self.entries[entry.id] = entry
             read.append(entry)
@@ -277,9 +277,9 @@ def test_more_than_one_script_delivers(server: Path) -> None:
         entry_id = redis.xadd(keys.requests, {"requests": msgpack.packb(packed)})
         (_, flat), *_ = redis.xrange(keys.requests)
         flat = [part for pair in flat.items() for part in pair]
-        entry, requests = wire.decode_entry(entry_id, flat, ModelSettings())
+        entry, requests = decode_entry(entry_id, flat, ModelSettings())
         for at, one in enumerate(entry.requests):
-            one.slot = wire.slot_of(entry.id, at)
+            one.slot = slot_of(entry.id, at)
         assert batcher.admit([entry]) == len(requests)
         first, rest = entry.requests[:1], entry.requests[1:]
         batcher.dispatch([Departure(first, "full", ""), Departure(rest, "full", "")], TTL_MS)
@@ -306,9 +306,9 @@ def test_one_script_delivers_a_few_megabytes(server: Path) -> None:
         packed = [{"correlation_id": f"r{at}", "body": b"", "reply_to": "all"} for at in range(25)]
         entry_id = redis.xadd(keys.requests, {"requests": msgpack.packb(packed)})
         flat = [b"requests", msgpack.packb(packed)]
-        entry, _ = wire.decode_entry(entry_id, flat, ModelSettings())
+        entry, _ = decode_entry(entry_id, flat, ModelSettings())
         for at, one in enumerate(entry.requests):
-            one.slot = wire.slot_of(entry.id, at)
+            one.slot = slot_of(entry.id, at)
         batcher.admit([entry])
         first, rest = entry.requests[:1], entry.requests[1:]
         batcher.dispatch([Departure(first, "full", ""), Departure(rest, "full", "")], TTL_MS)

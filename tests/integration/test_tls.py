@@ -14,7 +14,7 @@ import pytest
 
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
-from carpool.link import AsyncLink, Link, LinkError
+from carpool.store.connection import AsyncLink, Link, LinkError
 from carpool_cli.local import paste
 from conftest import SERVERS, name_of
 from support.configured import NO_PERSISTENCE, ConfiguredRedis

@@ -23,7 +23,7 @@ from typing import Any, Final
 import pytest
 
 from carpool.keys import Keys
-from carpool.link import Link
+from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_batcher.status import Status
 from carpool_cli.top import look

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from carpool.messages import Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core import alarms, waiting
+from carpool_batcher.core import deadlines, queue
 from carpool_batcher.core.lane import NEVER
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.limits = [
-            mock.patch.object(module, "MAX_BATCH_BYTES", MAX_BATCH_BYTES) for module in (waiting, alarms)
+            mock.patch.object(module, "MAX_BATCH_BYTES", MAX_BATCH_BYTES) for module in (queue, deadlines)
         ]
         for limit in self.limits:
             limit.start()

@@ -29,7 +29,7 @@ from magika import Magika
 from magika.types import Seekable
 from numpy.typing import NDArray
 
-from carpool.tensors import Array
+from carpool.wire.tensors import Array
 
 SAMPLES: Final = 60
 PER_SUFFIX: Final = 2

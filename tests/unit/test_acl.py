@@ -11,10 +11,11 @@ from typing import Final
 
 import pytest
 
-from carpool import aio, pipeline
+from carpool.client import aio
+from carpool.client import transport as pipeline
 from carpool.keys import Keys
-from carpool.link import Script
-from carpool.store import batcher, delivery, directory, worker
+from carpool.store import batcher, directory, results, worker
+from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES, patterns, rules
 
@@ -174,7 +175,7 @@ def test_selectors_give_each_command_its_own_keys() -> None:
     )
 
 
-STORES: Final = {"batcher": (batcher, delivery), "worker": (worker, delivery)}
+STORES: Final = {"batcher": (batcher, results), "worker": (worker, results)}
 
 
 def scripts_of(role: str) -> list[Script]:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from carpool.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_JSON_ITEMS, decode_body, encode_body
 from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW
+from carpool.wire.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_JSON_ITEMS, decode_body, encode_body
 
 fast = settings(deadline=None)
 

@@ -22,7 +22,7 @@ from carpool_cli.config import (
     show,
     show_changes,
 )
-from carpool_cli.report import Screen
+from carpool_cli.screen import Screen
 
 
 class Directory:

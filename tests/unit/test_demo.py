@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import pytest
 
-from carpool.aio import AsyncClient, Reply
+from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
+from carpool_cli.demo.docsearch import DocSearch
+from carpool_cli.demo.measure import Asked, Run, WorkerLog, ask, percentile, same_answer
+from carpool_cli.demo.story import Story
 from carpool_cli.local import paste
 from carpool_cli.local.supervisor import Supervisor
-from carpool_cli.measure import Asked, Run, WorkerLog, ask, percentile, same_answer
-from carpool_cli.report import Progress, Screen, clip, count, duration, table
-from carpool_cli.story import Story
-from carpool_worker.models.docsearch import DocSearch
+from carpool_cli.screen import Progress, Screen, clip, count, duration, table
 
 Answer = list[dict[str, Any]]
 
@@ -180,8 +180,8 @@ class Terminal(io.StringIO):
 
 def test_a_bar_is_redrawn_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("carpool_cli.report._REDRAW_S", 0.0)
-    monkeypatch.setattr("carpool_cli.report._REPEAT_S", 0.0)
+    monkeypatch.setattr("carpool_cli.screen._REDRAW_S", 0.0)
+    monkeypatch.setattr("carpool_cli.screen._REPEAT_S", 0.0)
     shown = []
     for stream in (Terminal(), io.StringIO()):
         progress = Progress(Screen(stream), 4)

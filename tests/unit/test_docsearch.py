@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from carpool.errors import InvalidArgumentError
-from carpool_worker.models import docsearch
-from carpool_worker.models.docsearch import ANSWERS, DIMS, DocSearch
-from carpool_worker.models.docsearch_corpus import (
+from carpool_cli.demo import docsearch
+from carpool_cli.demo.docsearch import ANSWERS, DIMS, DocSearch
+from carpool_cli.demo.docsearch_corpus import (
     MAX_CHARS,
     MIN_CHARS,
     SHOWN_QUERIES,
@@ -21,8 +21,8 @@ from carpool_worker.models.docsearch_corpus import (
     queries,
     split,
 )
-from carpool_worker.models.docsearch_index import LatentIndex, nearest
-from carpool_worker.models.docsearch_words import Analyzer, stem, words
+from carpool_cli.demo.docsearch_index import LatentIndex, nearest
+from carpool_cli.demo.docsearch_words import Analyzer, stem, words
 
 
 @pytest.fixture(scope="module")

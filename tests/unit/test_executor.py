@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from carpool.errors import InvalidArgumentError, NotFoundError
-from carpool.tensors import TensorSpec
-from carpool_worker.executor import Failure, ListItems, Outcome, Stacked, StackedItems, execute
-from carpool_worker.model import LoadedModel, RequestInfo, adapt
+from carpool.wire.tensors import TensorSpec
+from carpool_worker.model_process.executor import Failure, ListItems, Outcome, Stacked, StackedItems, execute
+from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
 
 
 def run(

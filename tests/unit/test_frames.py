@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from carpool.tensors import WIDTHS
-from carpool_worker import frames
-from carpool_worker.frames import FrameReader, ProcessGoneError, send_frame
+from carpool.wire.tensors import WIDTHS
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.frames import FrameReader, ProcessGoneError, send_frame
 
 BUFFER_BYTES = 64 * 1024
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from carpool_worker.model import adapt
+from carpool_worker.model_process.model import adapt
 from support import tiny_onnx
 from support.tiny_onnx import Node, Value
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool_worker.loader import READY_MADE, find_model, model_name
+from carpool_worker.model_process.loader import READY_MADE, find_model, model_name
 from carpool_worker.models.onnx import OnnxModel
 from carpool_worker.models.square import Square
 

@@ -21,7 +21,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from carpool.errors import CarpoolError
-from carpool.link import CommandError, LinkError
 from carpool.messages import RAW, Batch, BatchedRequest, Result
 from carpool.metrics import (
     CONNECTIONS,
@@ -33,8 +32,9 @@ from carpool.metrics import (
     Histogram,
     StatusServer,
 )
+from carpool.store.connection import CommandError, LinkError
 from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_worker.job import Job
+from carpool_worker.codec import Job
 from carpool_worker.meter import WorkerMetrics
 from support.waiting import wait_until
 

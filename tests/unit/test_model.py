@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from carpool.model_settings import ModelSettings
-from carpool.tensors import TensorSpec
-from carpool_worker.model import RequestInfo, adapt
+from carpool.wire.tensors import TensorSpec
+from carpool_worker.model_process.model import RequestInfo, adapt
 
 X = TensorSpec("x", "FP32", (3,))
 

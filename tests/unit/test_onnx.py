@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import structlog.testing
 
-from carpool.tensors import Array, TensorSpec
+from carpool.wire.tensors import Array, TensorSpec
 from carpool_worker.models.onnx import DATATYPES, OnnxModel, model_name
 from support import magika_oracle, tiny_onnx
 from support.tiny_onnx import Node, Value

@@ -10,8 +10,8 @@ import pytest
 
 from carpool.messages import Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.queue import MAX_BATCH_BYTES
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
-from carpool_batcher.core.waiting import MAX_BATCH_BYTES
 
 MS = 1000
 

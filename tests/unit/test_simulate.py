@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool_cli.report import Screen
+from carpool_cli.screen import Screen
 from carpool_cli.tuning.simulate import Watch, main
 
 BRIEF = ("--requests", "400")

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.fleet import Fleet
+from carpool_batcher.core.capacity import Fleet
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival, bursty, poisson, recorded
 from carpool_cli.tuning.simulator import STEP, Outcome, Simulation, World, normal

@@ -13,7 +13,7 @@ from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from carpool.messages import JSON, Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import Departed
-from carpool_batcher.core.fleet import Riding
+from carpool_batcher.core.capacity import Riding
 from carpool_batcher.core.scheduler import Dispatch, Reason, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_batcher.status import RECENT_US, Gauges, Recent, Status, gauges

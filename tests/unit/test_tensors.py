@@ -18,10 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from carpool.bodies import decode_body, encode_body
 from carpool.errors import InvalidArgumentError
 from carpool.messages import JSON, MSGPACK
-from carpool.tensors import (
+from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.tensors import (
     DATATYPES,
     MAX_DIMENSIONS,
     MAX_ITEMS,

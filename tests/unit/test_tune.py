@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from carpool.aio import AsyncClient, Reply
+from carpool.client.aio import AsyncClient, Reply
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.latency import Line
 from carpool_cli.tuning import calibrate as calibration

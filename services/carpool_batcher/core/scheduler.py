@@ -35,12 +35,12 @@ from collections.abc import Iterable, Sequence
 
 from carpool.messages import Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.alarms import Alarms
+from carpool_batcher.core.capacity import Fleet, Riding
 from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.deadlines import Alarms
 from carpool_batcher.core.decisions import Decision, Dispatch, Expire, Reason
-from carpool_batcher.core.departures import Departures
-from carpool_batcher.core.fleet import Fleet, Riding
-from carpool_batcher.core.waiting import Waiting
+from carpool_batcher.core.dispatching import Departures
+from carpool_batcher.core.queue import Waiting
 
 __all__ = ["Decision", "Dispatch", "Expire", "Reason", "Scheduler"]
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from carpool.bodies import MAX_JSON_ITEMS
-from carpool.tensors import TensorSpec
+from carpool.wire.bodies import MAX_JSON_ITEMS
+from carpool.wire.tensors import TensorSpec
 
 # What a ready-made model can be asked. Of anyone else's model that declares no tensors we know nothing.
 _BODIES: Final = {"square": 7, "docsearch": "how do I read a zip file"}

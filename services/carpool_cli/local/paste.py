@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
 from carpool.keys import DEFAULT_PREFIX, Keys
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.example import Example, example
 
 _DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")

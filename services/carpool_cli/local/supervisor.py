@@ -26,12 +26,12 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
-from carpool.link import CommandError, Link
 from carpool.settings import RedisSettings
+from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_census
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
-from carpool_worker.loader import model_name
+from carpool_worker.model_process.loader import model_name
 
 POLL_S: Final = 0.1  # how often `run_once` is meant to be called
 LOOK_EVERY_S: Final = 0.2

@@ -16,13 +16,13 @@ from carpool.address import without_password
 from carpool.errors import UnavailableError
 from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
-from carpool.link import CommandError
 from carpool.logs import configure_logs
 from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, RedisUrl, read_settings
+from carpool.store.connection import CommandError
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError
 from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor, WorkerService, preferred_port
-from carpool_cli.report import Screen, count
+from carpool_cli.screen import Screen, count
 
 STILL_LOADING_EVERY_S: Final = 10.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter_ns
 from typing import Any, Final, NamedTuple
 
-from carpool.aio import AsyncClient, Reply
+from carpool.client.aio import AsyncClient, Reply
 from carpool_batcher.core.latency import Line, fit
 from carpool_cli.tuning.curve import Curve, Sizes, at, curve_of, learned, medians, spread_of
 from carpool_cli.tuning.simulator import STEADY, World

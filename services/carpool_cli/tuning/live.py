@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from carpool import wire
 from carpool.clock import RedisClock
 from carpool.errors import CarpoolError
 from carpool.keys import Keys
-from carpool.link import CommandError, Link
 from carpool.model_settings import ModelSettings
 from carpool.settings import ProducerSettings
+from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_census
+from carpool.wire.batches import decode_batch, decode_settled
 from carpool_cli.config import ConfigError
 from carpool_cli.tuning.arrivals import TraceError
 
@@ -86,7 +86,7 @@ def look(link: Link, prefix: str, model: str) -> Live:
     keys = Keys(model, prefix)
     census = take_census(link, keys, RedisClock())
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED)
-    settled = [wire.decode_settled(flat) for _, flat in reversed(latest)]
+    settled = [decode_settled(flat) for _, flat in reversed(latest)]
     seen = [(one.size, one.compute_us) for one in settled if one.size and one.compute_us]
     return Live(
         ModelSettings.from_mapping(census.registration),
@@ -113,7 +113,7 @@ def record(link: Link, keys: Keys, seconds: float, step: Callable[[float, int], 
         for _, entries in reply or ():
             batches += len(entries)
             for entry_id, flat in entries:
-                times_us += [one.arrival_us for one in wire.decode_batch(entry_id, flat, 0).requests]
+                times_us += [one.arrival_us for one in decode_batch(entry_id, flat, 0).requests]
             after = entries[-1][0].decode()
     left_unseen = len(link.call("XRANGE", keys.batches, f"({after}", "+"))
     added = _stream(link, keys.batches).get(b"entries-added", 0) - began.get(b"entries-added", 0)

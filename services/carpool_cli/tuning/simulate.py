@@ -16,7 +16,7 @@ from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
-from carpool_cli.report import Progress, Screen, count, table
+from carpool_cli.screen import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
 from carpool_cli.tuning.calibrate import TRIP, measured
 from carpool_cli.tuning.curve import Curve

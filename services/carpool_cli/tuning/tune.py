@@ -13,11 +13,11 @@ from typing import Any, Final
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from carpool.aio import AsyncClient
+from carpool.client.aio import AsyncClient
 from carpool.model_settings import POLICIES
 from carpool.settings import ProducerSettings, read_settings
 from carpool_cli.infer import read_body
-from carpool_cli.report import Progress, Screen, count, table
+from carpool_cli.screen import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
 from carpool_cli.tuning.calibrate import TRIP, Measured, bursts, calibrate, doubts, give_or_take, measured
 from carpool_cli.tuning.curve import furthest_off

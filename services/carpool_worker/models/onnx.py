@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 
 from carpool.keys import MODEL_NAME
-from carpool.tensors import Array, TensorSpec, from_bytes, to_bytes
+from carpool.wire.tensors import Array, TensorSpec, from_bytes, to_bytes
 
 DATATYPES: Final = {
     "tensor(bool)": "BOOL",

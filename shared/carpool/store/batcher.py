@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool import wire
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.link import Argument, Link, Script
 from carpool.messages import Batch, Entry, Refusal, Request, Result, Settled
-from carpool.store.delivery import (
+from carpool.store.connection import Argument, Link, Script
+from carpool.store.directory import Census, take_census
+from carpool.store.results import (
     IN_ORDER,
     RESULT_ARGS,
     Address,
@@ -20,10 +20,11 @@ from carpool.store.delivery import (
     release,
     result_args,
 )
-from carpool.store.directory import Census, take_census
+from carpool.wire.batches import decode_batch, decode_settled, encode_batch
+from carpool.wire.requests import encode_requests, slots_of
 
-_ADMIT: Final = Script("admit")
-_DISPATCH: Final = Script("dispatch", after=("move", "put_back"))
+_ADMIT: Final = Script("ordering/admit")
+_DISPATCH: Final = Script("dispatch", after=("ordering/move", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*IN_ORDER, "put_back"))
 _LEASE: Final = Script("lease")
 _MISSING: Final = Script("missing")
@@ -79,7 +80,7 @@ class BatcherStore:
     def batches_in_flight(self) -> list[Batch]:
         """Every batch that is dispatched and not settled."""
         return [
-            wire.decode_batch(entry_id, flat, 0)
+            decode_batch(entry_id, flat, 0)
             for entry_id, flat in self._link.call("XRANGE", self.keys.batches, "-", "+")
         ]
 
@@ -158,7 +159,7 @@ class BatcherStore:
         self, departure: Departure, entries: Mapping[Entry, int], result_ttl_ms: int
     ) -> list[Argument]:
         indexes = dict.fromkeys(entries[request.entry] for request in departure.requests)
-        fields: list[Argument] = ["requests", wire.encode_batch(departure.requests)]
+        fields: list[Argument] = ["requests", encode_batch(departure.requests)]
         fields += ["size", len(departure.requests), "reason", departure.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if departure.lane:
@@ -233,7 +234,7 @@ class Tail:
             if not entries:  # it was emptied between our being told and our reading
                 continue
             if stream == self._keys.settled.encode():
-                settled = [wire.decode_settled(flat) for _, flat in entries]
+                settled = [decode_settled(flat) for _, flat in entries]
                 self._settled_after = entries[-1][0].decode()
             else:
                 arrived = entries
@@ -247,8 +248,8 @@ class Tail:
 
 def _put_back_args(entry: Entry, staying: Sequence[Request]) -> list[Argument]:
     """Payload, arrival (ms) and slots of those who stay; '' for the payload if nobody does."""
-    payload = wire.encode_requests(staying) if staying else b""
-    return [payload, entry.arrival_us // 1000, wire.slots_of(staying)]
+    payload = encode_requests(staying) if staying else b""
+    return [payload, entry.arrival_us // 1000, slots_of(staying)]
 
 
 def _leave(

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from carpool import wire
 from carpool.clock import RedisClock
 from carpool.keys import Keys, models_key
-from carpool.link import Argument, CommandError, Link
+from carpool.store.connection import Argument, CommandError, Link
+from carpool.wire.requests import arrival_of
 
 
 class Census(NamedTuple):
@@ -84,7 +84,7 @@ class Directory:
         if not oldest:
             return None
         arrival_ms = dict(zip(oldest[0][1][::2], oldest[0][1][1::2], strict=True)).get(b"arrival", b"")
-        return int(arrival_ms) * 1000 if arrival_ms.isdigit() else wire.arrival_of(oldest[0][0].decode())
+        return int(arrival_ms) * 1000 if arrival_ms.isdigit() else arrival_of(oldest[0][0].decode())
 
     def close(self) -> None:
         """Hang up."""

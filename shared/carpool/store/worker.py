@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool import wire
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.link import Argument, Link, Script
 from carpool.messages import Batch, DeadLetter, Result
-from carpool.store.delivery import (
+from carpool.store.connection import Argument, Link, Script
+from carpool.store.directory import no_errors
+from carpool.store.results import (
     IN_ORDER,
     RESULT_ARGS,
     Address,
@@ -22,7 +22,7 @@ from carpool.store.delivery import (
     release,
     result_args,
 )
-from carpool.store.directory import no_errors
+from carpool.wire.batches import decode_batch, encode_dead_letter
 
 SETTLED_LENGTH: Final = 10_000
 DEAD_LENGTH: Final = 10_000
@@ -89,7 +89,7 @@ class WorkerStore:
         if not reply or not reply[0][1]:
             return None
         entry_id, flat = reply[0][1][0]
-        return wire.decode_batch(entry_id, flat, epoch=1)
+        return decode_batch(entry_id, flat, epoch=1)
 
     def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
         """Take over a batch whose owner's lease ran out, if there is one."""
@@ -104,7 +104,7 @@ class WorkerStore:
                 answered.add(int(position))
             else:
                 started[int(position)] = int(value)
-        return Reclaimed(wire.decode_batch(entry_id, flat, epoch), frozenset(answered), started)
+        return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
 
     def renew(self, consumer: str, lease_ms: int, held: Iterable[tuple[str, int]]) -> tuple[bool, set[str]]:
         """Extend the lease of a model process and of the batches (ID, epoch) it holds.
@@ -181,7 +181,7 @@ class WorkerStore:
         args += [len(left_out), *left_out, len(settled), *settled]
         args += [len(delivered) // RESULT_ARGS, *delivered, len(dead)]
         for letter in dead:
-            fields = wire.encode_dead_letter(letter)
+            fields = encode_dead_letter(letter)
             args += [len(fields), *fields]
         reply = self._link.run(_COMMIT, keyring.keys, args)
         if reply == b"FENCED":

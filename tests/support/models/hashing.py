@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from carpool_worker.model import RequestInfo
+    from carpool_worker.model_process.model import RequestInfo
 
 
 def digest(correlation_id: str, payload: str | bytes) -> str:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from carpool_worker.model import RequestInfo
+    from carpool_worker.model_process.model import RequestInfo
 
 
 GATE: Final = "gate"

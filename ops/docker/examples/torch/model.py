@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 import torch  # not for those who only look
 
-from carpool.tensors import TensorSpec
+from carpool.wire.tensors import TensorSpec
 
 FEATURES, SIZE = 128, 16
 

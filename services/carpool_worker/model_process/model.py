@@ -1,0 +1,144 @@
+"""What a user writes: a plain function, or a class with some of these methods. Only `predict` is required.
+
+    class Embedder:
+        max_batch_size = 64
+        inputs = [TensorSpec("text_ids", "INT64", (128,))]     # optional: then batches come stacked
+        def load(self, device): ...             # once, before ready; "cpu" or "cuda:0"
+        def validate(self, body): ...           # raising fails this request alone, INVALID_ARGUMENT
+        def preprocess(self, bodies): ...       # list -> whatever predict takes
+        def predict(self, batch): ...           # -> a list, or one stacked array, in the batch's order
+        def postprocess(self, outputs): ...     # whatever predict returned -> results
+        def unload(self): ...
+
+A function `def square(batch): return [x * x for x in batch]` is a model too. A model may raise or return an
+exception for one item of a batch; carpool.errors has one for each status. A method `predict(self, batch,
+requests)` also gets a RequestInfo for each item.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from carpool.model_settings import ModelSettings
+from carpool.plugins import UnusableError
+from carpool.wire.tensors import TensorSpec
+
+__all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]
+
+# How alike a name and a setting's are for the one to be a slip for the other, from 0 to 1. A letter that is
+# wrong, missing or in the wrong place is above this, and so is a unit left out; `batch_size` is below.
+ALIKE: Final = 0.86
+
+
+class RequestInfo(NamedTuple):
+    """What a request carries beside its body: `fields` are those that Carpool does not know."""
+
+    correlation_id: str
+    lane: str
+    fields: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A user's model, ready to be executed: its hooks, and what it declares of itself."""
+
+    run: Callable[[Any, Sequence[RequestInfo]], Any]
+    validate: Callable[[Any], object] | None = None
+    unload: Callable[[], object] | None = None
+    wants_requests: bool = False
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    settings: ModelSettings = field(default_factory=ModelSettings)
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that means nothing -> setting
+
+
+def adapt(model: Any, device: str) -> LoadedModel:
+    """Load a user's model on `device`, and find its hooks. What it declares wrongly raises UnusableError."""
+    if inspect.isclass(model):
+        model = model()
+    predict = getattr(model, "predict", None) or (model if callable(model) else None)
+    if predict is None:
+        raise UnusableError(
+            f"the model {model!r:.80} is neither a function nor a class with a method 'predict'"
+        )
+    if inspect.iscoroutinefunction(predict):
+        raise UnusableError("the model's 'predict' is a coroutine function: it must be a plain one")
+    load = getattr(model, "load", None)
+    if load is not None:
+        load(device)
+    wants_requests = _wants_requests(predict)
+    return LoadedModel(
+        run=_pipeline(model, predict, wants_requests),
+        validate=getattr(model, "validate", None),
+        unload=getattr(model, "unload", None),
+        wants_requests=wants_requests,
+        inputs=_specs(model, "inputs"),
+        outputs=_specs(model, "outputs"),
+        settings=_settings(model),
+        misspelt=dict(_misspelt(model)),
+    )
+
+
+def _pipeline(model: Any, predict: Callable[..., Any], wants_requests: bool) -> Callable[..., Any]:
+    preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
+
+    def run(batch: Any, requests: Sequence[RequestInfo]) -> Any:
+        if preprocess is not None:
+            batch = preprocess(batch)
+        outputs = predict(batch, requests) if wants_requests else predict(batch)
+        return outputs if postprocess is None else postprocess(outputs)
+
+    return run
+
+
+def _wants_requests(predict: Callable[..., Any]) -> bool:
+    try:
+        return "requests" in inspect.signature(predict).parameters
+    except (TypeError, ValueError):  # some C functions have no signature
+        return False
+
+
+def _settings(model: Any) -> ModelSettings:
+    declared = {name: getattr(model, name, None) for name in ModelSettings.names()}
+    try:
+        settings = ModelSettings.from_mapping(declared)
+        settings.check_sizes()
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+    return settings
+
+
+def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
+    """Attributes that look like a setting's name and are none, each with that setting.
+
+    Not methods, nor what begins with an underscore; and a setting that is declared too was not missed.
+    """
+    settings = ModelSettings.names()
+    missing = {_plain(name): name for name in settings if getattr(model, name, None) is None}
+    homes = [model, *type(model).__mro__]
+    for name in sorted({name for home in homes for name in getattr(home, "__dict__", ())}):
+        if name.startswith("_") or name in settings or callable(inspect.getattr_static(model, name)):
+            continue
+        for meant in difflib.get_close_matches(_plain(name), missing, n=1, cutoff=ALIKE):
+            yield name, missing[meant]
+
+
+def _plain(name: str) -> str:
+    """A name as it would be in any other style: maxBatchSize, MAX_BATCH_SIZE."""
+    return name.replace("_", "").lower()
+
+
+def _specs(model: Any, name: str) -> tuple[TensorSpec, ...]:
+    declared = getattr(model, name, None)
+    if declared is None:
+        return ()
+    specs = tuple(declared) if isinstance(declared, Iterable) else (None,)
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        raise UnusableError(f"the model's {name!r} must be a list of TensorSpec, not {declared!r:.120}")
+    if len({spec.name for spec in specs}) != len(specs):
+        raise UnusableError(f"the model's {name!r} name a tensor twice")
+    return specs

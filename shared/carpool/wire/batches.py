@@ -1,0 +1,76 @@
+"""Batches, settled batches and dead letters <-> the fields of stream entries.
+
+Batchers and workers alone write these, so a malformed one is a bug and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from carpool.messages import Batch, BatchedRequest, DeadLetter, Request, Settled
+
+
+def encode_batch(requests: Sequence[Request]) -> bytes:
+    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples, with a slot who has one."""
+    tuples: list[tuple[Any, ...]] = [
+        (
+            request.entry.id,
+            request.correlation_id,
+            request.content_type,
+            request.reply_to,
+            request.arrival_us,
+            request.deadline_us,
+            request.body,
+            request.extra,
+        )
+        for request in requests
+    ]
+    for at, request in enumerate(requests):
+        if request.slot is not None:
+            tuples[at] += (request.slot,)
+    return bytes(msgpack.packb(tuples))
+
+
+def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
+    """A batch as Redis returns it. Only batchers write these: a malformed one raises."""
+    raw = dict(zip(flat[::2], flat[1::2], strict=True))
+    requests = [BatchedRequest(*one) for one in msgpack.unpackb(raw[b"requests"])]
+    gone = raw.get(b"gone")
+    if gone:
+        left_out = frozenset(gone.decode().split())
+        requests = [request for request in requests if request.entry_id not in left_out]
+    return Batch(
+        entry_id.decode(),
+        epoch,
+        requests,
+        raw.get(b"reason", b"").decode(),
+        int(raw.get(b"dispatched_us", b"0")),
+        raw.get(b"lane", b"").decode(),
+        int(raw.get(b"result_ttl_ms", 60_000)),
+    )
+
+
+def decode_settled(flat: Sequence[bytes]) -> Settled:
+    """An entry of the `settled` stream."""
+    raw = dict(zip(flat[::2], flat[1::2], strict=True))
+    return Settled(
+        raw.get(b"batch", b"").decode(),
+        raw.get(b"worker", b"").decode(),
+        int(raw.get(b"size", b"0")),
+        int(raw.get(b"compute_us", b"0")),
+    )
+
+
+def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
+    """The fields of a dead letter: the request as it came, with the reason and the attempts."""
+    request = letter.request
+    flat: list[str | bytes | int] = ["correlation_id", request.correlation_id]
+    flat += ["content_type", request.content_type, "body", request.body]
+    if request.reply_to is not None:
+        flat += ["reply_to", request.reply_to]
+    for name, value in (request.extra or {}).items():
+        flat += [name, value]
+    return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
