@@ -38,12 +38,12 @@ def cost_us(kind: str, depth: int, requests: int) -> float:
     settings = ModelSettings(
         max_batch_size=BATCH, max_queue_size=2 * depth + requests, policy=KINDS[kind]["policy"]
     )
-    scheduler = Scheduler(settings, workers=0)
+    scheduler = Scheduler(settings, model_processes=0)
     before = depth + WARM_UP * BATCH
     made = [_request(kind, number) for number in range(before + requests)]
     for request in made[:depth]:
         scheduler.offer(request, 0)
-    scheduler.workers = 1
+    scheduler.model_processes = 1
     now_us = _serve(scheduler, made[depth:before], 0)
     began_s = time.perf_counter()
     _serve(scheduler, made[before:], now_us)
@@ -57,10 +57,10 @@ def _serve(scheduler: Scheduler, made: Sequence[Request], now_us: int) -> int:
             scheduler.offer(request, now_us)
         for one in scheduler.poll(now_us):
             if type(one) is Dispatch:
-                scheduler.departed(str(next(_IDS)), one.requests, now_us)
+                scheduler.launch(str(next(_IDS)), one, now_us)
         now_us += COMPUTE_US
         for batch_id in list(scheduler.in_flight()):
-            scheduler.settle(batch_id, now_us, COMPUTE_US)
+            scheduler.settle(batch_id, COMPUTE_US, now_us)
     return now_us
 
 

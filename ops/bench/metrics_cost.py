@@ -18,8 +18,7 @@ from prometheus_client import generate_latest
 from carpool.errors import OK
 from carpool.messages import MSGPACK, Batch, BatchedRequest, Entry, Request, Result
 from carpool.model_settings import ModelSettings
-from carpool.store.batcher import Departed
-from carpool_batcher.core.capacity import Riding
+from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.codec import Job
@@ -35,13 +34,13 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     """A batcher's share of one batch."""
     metrics = BatcherMetrics()
     meter = Meter(metrics, MODEL)
-    scheduler = Scheduler(ModelSettings(max_batch_size=size), workers=1)
+    scheduler = Scheduler(ModelSettings(max_batch_size=size), model_processes=1)
     requests = [Request(Entry("1-1", 1000 + at), str(at), b"") for at in range(size)]
-    decided, departed = [Dispatch(requests, "full", "")], [Departed("1-1", requests)]
-    riding = Riding(2_000, size, "", {}, [request.arrival_us for request in requests])
+    batches = [Dispatch(requests, "full", "")]
+    riding = InFlightBatch(2_000, size, "", {}, [request.arrival_us for request in requests])
 
     def share() -> None:
-        meter.dispatched(decided, departed, scheduler, 5_000)
+        meter.dispatched(batches, scheduler, 5_000)
         meter.settled(riding, 7_000)
 
     return share, metrics

@@ -6,10 +6,9 @@ Triton's policy (preferred sizes, a fixed delay, a free instance) is Carpool's `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from carpool.messages import Refusal, Request
-from carpool_batcher.core.scheduler import Decision, Dispatch, Reason
+from carpool_batcher.core.scheduler import Decision, Dispatch, DispatchReason
 
 
 class CountOrTimeout:
@@ -30,21 +29,21 @@ class CountOrTimeout:
         decisions: list[Decision] = []
         while self._waiting and (len(self._waiting) >= self._max_size or self._due_us() <= now_us):
             size = min(self._max_size, len(self._waiting))
-            reason: Reason = "full" if size == self._max_size else "delay"
+            reason: DispatchReason = "full" if size == self._max_size else "delay"
             decisions.append(Dispatch([self._waiting.popleft() for _ in range(size)], reason, ""))
         return decisions
 
-    def wake_at(self) -> int | None:
+    def wake_at_us(self) -> int | None:
         """When the first has waited long enough."""
         return self._due_us() if self._waiting else None
 
     def _due_us(self) -> int:
         return self._waiting[0].arrival_us + self._timeout_us
 
-    def departed(self, batch_id: str | None, requests: Sequence[Request], now_us: int) -> None:
+    def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """Nothing depends on it."""
 
-    def settle(self, batch_id: str, now_us: int, compute_us: int) -> None:
+    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
         """Nor on this."""
 
 
@@ -73,14 +72,14 @@ class Aimd:
             self._free -= 1
         return decisions
 
-    def wake_at(self) -> int | None:
+    def wake_at_us(self) -> int | None:
         """Never by time alone."""
         return None
 
-    def departed(self, batch_id: str | None, requests: Sequence[Request], now_us: int) -> None:
+    def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """Nothing depends on it."""
 
-    def settle(self, batch_id: str, now_us: int, compute_us: int) -> None:
+    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
         """Learn from it."""
         self._free += 1
         if compute_us <= self._objective_us:

@@ -28,7 +28,7 @@ from sleeper import Sleeper
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import Keys
-from carpool.messages import Settled
+from carpool.messages import BatchSettled
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_settled
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -86,12 +86,12 @@ class Workers:
         """Whether this worker has committed a batch lately."""
         mark = f"-{process.pid}-"
         latest = self._link.call("XREVRANGE", KEYS.settled, "+", "-", "COUNT", 200)
-        return any(one.size and mark in one.worker for one in map(_settled, latest))
+        return any(mark in batch.worker for batch in _settled(latest))
 
     def settled(self) -> tuple[int, int]:
         """Batches and requests committed so far, of what `settled` still holds."""
-        sizes = [_settled(entry).size for entry in self._link.call("XRANGE", KEYS.settled, "-", "+")]
-        return sum(size > 0 for size in sizes), sum(sizes)
+        sizes = [one.size for one in _settled(self._link.call("XRANGE", KEYS.settled, "-", "+"))]
+        return len(sizes), sum(sizes)
 
     def stop(self) -> None:
         """End them all."""
@@ -102,8 +102,10 @@ class Workers:
         self._link.close()
 
 
-def _settled(entry: tuple[bytes, list[bytes]]) -> Settled:
-    return decode_settled(entry[1])
+def _settled(entries: Sequence[tuple[bytes, list[bytes]]]) -> list[BatchSettled]:
+    """The committed batches among these entries of the `settled` stream."""
+    settled = [decode_settled(flat) for _, flat in entries]
+    return [one for one in settled if isinstance(one, BatchSettled)]
 
 
 async def until(happens: Callable[[], bool], what: str) -> float:

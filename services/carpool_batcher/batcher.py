@@ -20,19 +20,29 @@ import structlog
 from carpool.clock import RedisClock
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.keys import Keys
-from carpool.messages import BatchedRequest, Entry, Refusal, Request, Result, Settled, Withdrawal
+from carpool.messages import (
+    BatchedRequest,
+    BatchSettled,
+    Dispatch,
+    Entry,
+    Refusal,
+    Request,
+    Result,
+    Withdrawal,
+    WorkersChanged,
+)
 from carpool.model_settings import POLICIES, ModelSettings
-from carpool.store.batcher import BatcherStore, Departure, RawEntry, Tail
+from carpool.store.batcher import BatcherStore, RawEntry, Tail
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import Census
+from carpool.store.directory import ModelSnapshot
 from carpool.store.results import Address, Answer
-from carpool.wire.requests import Decoded, decode_entry, slot_of
+from carpool.wire.requests import Decoded, decode_entry, ticket_of
 from carpool_batcher.core.custom import CustomPolicy
-from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
+from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.meter import Meter
 
 LEASE_MS: Final = 2000
-CENSUS_EVERY_US: Final = 250_000
+SNAPSHOT_EVERY_US: Final = 250_000
 STATUS_EVERY_US: Final = 1_000_000
 STATUS_REFUSED_US: Final = 60_000_000  # by Redis: an ACL file of before there was a status
 STATUS_TTL_MS: Final = 5000
@@ -68,7 +78,7 @@ class ModelBatcher:
         self._clock = RedisClock()
         self._store = BatcherStore(Link(url, name=f"{name}:moves"), keys, self._clock)
         self._active: Active | None = None
-        self._census_at_us = 0
+        self._snapshot_at_us = 0
         self._status_at_us = 0
         self._read_entries = READ_ENTRIES_FIRST
         self._unread = 0  # entries that waited when this batcher took over, and that it has still to read
@@ -107,20 +117,24 @@ class ModelBatcher:
 
     def _stand_by(self) -> None:
         if not self._store.hold_lease(self._name, LEASE_MS):
-            self._stopping.wait(CENSUS_EVERY_US / 1e6)
+            self._stopping.wait(SNAPSHOT_EVERY_US / 1e6)
             return
-        census = self._store.census()
-        settings = self._settings(census, None)
+        snapshot = self._store.snapshot()
+        settings = self._settings(snapshot, None)
         tail = Tail(Link(self._url, name=f"{self._name}:reads"), self._keys, self._store.last_settled_id())
-        scheduler = Scheduler(settings, len(census.workers))
-        scheduler.custom = self._custom(settings)
+        scheduler = Scheduler(settings, len(snapshot.workers))
+        scheduler.custom_policy = self._custom(settings)
         for batch in self._store.batches_in_flight():
-            scheduler.ride(batch.id, [_as_request(one) for one in batch.requests], batch.dispatched_us)
+            requests = [_as_request(one) for one in batch.requests]
+            scheduler.adopt(batch.id, Dispatch(requests, "idle", batch.lane), batch.dispatched_us)
         self._active = Active(scheduler, tail, {})
-        self._unread = census.waiting_entries
+        self._unread = snapshot.waiting_entries
         self._meter.took_over(self._clock.now_us())
         self._log.info(
-            "batcher active", batcher=self._name, workers=len(census.workers), entries=census.waiting_entries
+            "batcher active",
+            batcher=self._name,
+            workers=len(snapshot.workers),
+            entries=snapshot.waiting_entries,
         )
 
     def _step_back(self) -> None:
@@ -131,21 +145,21 @@ class ModelBatcher:
         self._store.close()
         self._meter.stood_by()
         self._read_entries = READ_ENTRIES_FIRST
-        self._census_at_us = self._status_at_us = 0
+        self._snapshot_at_us = self._status_at_us = 0
 
     # --- one turn ------------------------------------------------------------------------------------------
 
     def _serve(self, active: Active) -> None:
         scheduler, tail, _ = active
         now_us = self._clock.now_us()
-        if now_us >= self._census_at_us:
+        if now_us >= self._snapshot_at_us:
             if not self._store.hold_lease(self._name, LEASE_MS):
                 self._log.info("lease lost", batcher=self._name)
                 self._step_back()
                 return
-            self._take_census(active)
+            self._take_snapshot(active)
         tail.ask(self._read_entries, BLOCK_MS)
-        wake_at_us = min(scheduler.wake_at() or self._census_at_us, self._census_at_us)
+        wake_at_us = min(scheduler.wake_at_us() or self._snapshot_at_us, self._snapshot_at_us)
         arrived, settled = tail.hear((wake_at_us - self._clock.now_us()) / 1e6)
 
         now_us = self._clock.now_us()
@@ -154,15 +168,17 @@ class ModelBatcher:
         decisions = scheduler.poll(now_us)
         self._carry_out(active, decisions, refusals, emptied, now_us)
 
-    def _settle(self, scheduler: Scheduler, settled: Sequence[Settled], now_us: int) -> None:
+    def _settle(
+        self, scheduler: Scheduler, settled: Sequence[BatchSettled | WorkersChanged], now_us: int
+    ) -> None:
         for one in settled:
-            if one.size:
-                riding = scheduler.in_flight().get(one.batch_id)
-                if riding is not None:
-                    self._meter.settled(riding, now_us)
-                scheduler.settle(one.batch_id, now_us, one.compute_us)
-            else:  # a worker came or left
-                self._census_at_us = 0
+            if type(one) is BatchSettled:
+                batch = scheduler.in_flight().get(one.batch_id)
+                if batch is not None:
+                    self._meter.settled(batch, now_us)
+                scheduler.settle(one.batch_id, one.compute_us, now_us)
+            else:
+                self._snapshot_at_us = 0
 
     def _admit(
         self, active: Active, arrived: Sequence[RawEntry], now_us: int
@@ -171,7 +187,10 @@ class ModelBatcher:
         scheduler, _, entries = active
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
-        if scheduler.held and 2 * (scheduler.waiting + scheduler.held) > scheduler.settings.max_queue_size:
+        if (
+            scheduler.withheld
+            and 2 * (scheduler.waiting + scheduler.withheld) > scheduler.settings.max_queue_size
+        ):
             self._hold(scheduler, self._store.admit(()))  # nobody is refused for what is out by now
         for entry_id, flat in arrived:
             if entry_id.decode() in entries:
@@ -188,19 +207,21 @@ class ModelBatcher:
             self._pace(arrived)
             self._unread = max(0, self._unread - len(arrived))
             if scheduler.settings.preserve_ordering:
-                self._take_slots(active, arrived)
+                self._take_tickets(active, arrived)
         return refusals, emptied
 
-    def _take_slots(self, active: Active, arrived: Sequence[RawEntry]) -> None:
-        """Who has a slot takes it, in the order of arrival; what was put back has it, and keeps it."""
+    def _take_tickets(self, active: Active, arrived: Sequence[RawEntry]) -> None:
+        """Who has a ticket takes it, in the order of arrival; what was put back has it, and keeps it."""
         entries = [active.entries[entry_id.decode()] for entry_id, _ in arrived]
         self._hold(active.scheduler, self._store.admit(entries))
 
-    def _hold(self, scheduler: Scheduler, slots: int) -> None:
-        """So many slots are taken: by who waits or is in flight, and the rest by results that are held. Or by
-        who waits in entries that only a batcher before this one read: while there are such, none counts."""
+    def _hold(self, scheduler: Scheduler, tickets: int) -> None:
+        """Count the tickets that belong neither to waiting requests nor to those in flight: withheld results.
+
+        While entries read by a previous batcher are still unread here, assume that no results are withheld.
+        """
         riding = sum(one.size for one in scheduler.in_flight().values())
-        scheduler.hold(0 if self._unread else max(0, slots - scheduler.waiting - riding))
+        scheduler.set_withheld(0 if self._unread else max(0, tickets - scheduler.waiting - riding))
 
     def _pace(self, arrived: Sequence[RawEntry]) -> None:
         """Ask for fewer entries at a time where they are large, so that one reply fits in memory."""
@@ -238,7 +259,7 @@ class ModelBatcher:
         if answered:
             self._meter.refused(answered)
             self._log.info("refused", **Counter(one.status for one in answered))
-        custom = active.scheduler.custom
+        custom = active.scheduler.custom_policy
         if custom is not None and any(one.reason == "policy" for one in answered):
             policy = active.scheduler.settings.policy
             self._log.error("policy raised", policy=policy, reason=f"{custom.raised:.1000}")
@@ -246,13 +267,15 @@ class ModelBatcher:
     def _dispatch(self, active: Active, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = active.scheduler
         touched = {request.entry: request.entry.id for one in dispatches for request in one.requests}
-        departed, vanished = self._store.dispatch(
-            [Departure(*one) for one in dispatches], scheduler.settings.result_ttl_ms
-        )
+        dispatched, vanished = self._store.dispatch(dispatches, scheduler.settings.result_ttl_ms)
         _rename(active, touched, vanished)
-        for one in departed:
-            scheduler.departed(one.batch_id, one.requests, decided_us)
-        self._meter.dispatched(dispatches, departed, scheduler, self._clock.now_us())
+        for one in dispatched:
+            if one is None:
+                scheduler.cancel()
+            else:
+                scheduler.launch(one.batch_id, one.dispatch, decided_us)
+        batches = [one.dispatch for one in dispatched if one is not None]
+        self._meter.dispatched(batches, scheduler, self._clock.now_us())
 
     def _expire(self, scheduler: Scheduler, in_flight: Sequence[Expire]) -> None:
         by_batch: dict[str, list[Answer]] = {}
@@ -268,26 +291,26 @@ class ModelBatcher:
 
     # --- looking around ------------------------------------------------------------------------------------
 
-    def _take_census(self, active: Active) -> None:
+    def _take_snapshot(self, active: Active) -> None:
         """Now and then: the clock, the workers, the settings, and what vanished without a word."""
-        census = self._store.census()
+        snapshot = self._store.snapshot()
         scheduler = active.scheduler
-        if self._census_at_us:
-            self._meter.renewed(self._clock.now_us() - self._census_at_us)
-        scheduler.workers = len(census.workers)
-        settings = self._settings(census, scheduler.settings)
+        if self._snapshot_at_us:
+            self._meter.renewed(self._clock.now_us() - self._snapshot_at_us)
+        scheduler.model_processes = len(snapshot.workers)
+        settings = self._settings(snapshot, scheduler.settings)
         if settings != scheduler.settings:
             if settings.policy != scheduler.settings.policy:
-                scheduler.custom = self._custom(settings)
+                scheduler.custom_policy = self._custom(settings)
             scheduler.settings = settings
-            self._log.info("settings changed", **{**census.registration, **census.config})
+            self._log.info("settings changed", **{**snapshot.registration, **snapshot.config})
         now_us = self._clock.now_us()
-        self._census_at_us = now_us + CENSUS_EVERY_US
-        self._find_unseen(active, census, now_us)
-        if census.waiting_entries <= len(active.entries):
+        self._snapshot_at_us = now_us + SNAPSHOT_EVERY_US
+        self._find_unseen(active, snapshot, now_us)
+        if snapshot.waiting_entries <= len(active.entries):
             self._unread = 0  # some were withdrawn meanwhile
-        self._hold(scheduler, census.slots)
-        if census.slots:
+        self._hold(scheduler, snapshot.tickets)
+        if snapshot.tickets:
             self._store.release(active.entries, scheduler.in_flight())
         self._meter.looked(scheduler, now_us)
         if now_us >= self._status_at_us:
@@ -304,14 +327,14 @@ class ModelBatcher:
             self._status_at_us = now_us + STATUS_REFUSED_US
             self._log.warning("status not published", reason=str(error))
 
-    def _settings(self, census: Census, otherwise: ModelSettings | None) -> ModelSettings:
+    def _settings(self, snapshot: ModelSnapshot, otherwise: ModelSettings | None) -> ModelSettings:
         """What is registered, and an operator's word before it; what makes no sense changes nothing.
 
         One who has just taken over has no settings to keep: it goes by what the model itself says, and
         eagerly where it does not know the model's policy.
         """
         try:
-            settings = self._understood({**census.registration, **census.config})
+            settings = self._understood({**snapshot.registration, **snapshot.config})
         except ValueError as error:
             if str(error) != self._nonsense:  # once, and not a few times a second
                 self._log.error("settings make no sense", reason=str(error))
@@ -321,7 +344,7 @@ class ModelBatcher:
             return settings
         if otherwise is not None:
             return otherwise
-        for words in (census.registration, {**census.registration, "policy": POLICIES[0]}):
+        for words in (snapshot.registration, {**snapshot.registration, "policy": POLICIES[0]}):
             with contextlib.suppress(ValueError):
                 return self._understood(words)
         return ModelSettings()
@@ -342,18 +365,18 @@ class ModelBatcher:
             self._log.error("policy cannot be made", policy=settings.policy, reason=str(error))
             return None
 
-    def _find_unseen(self, active: Active, census: Census, now_us: int) -> None:
+    def _find_unseen(self, active: Active, snapshot: ModelSnapshot, now_us: int) -> None:
         """Room and queue must not leak: look up what should be there but, by the count, is not."""
         scheduler, _, entries = active
-        if census.batches_in_flight < len(scheduler.in_flight()):
+        if snapshot.batches_in_flight < len(scheduler.in_flight()):
             old = [
                 batch_id
                 for batch_id, riding in scheduler.in_flight().items()
                 if riding.dispatched_us < now_us - UNSEEN_AFTER_US
             ]
             for batch_id in self._store.missing(self._keys.batches, old) if old else ():
-                scheduler.settle(batch_id, now_us)
-        if census.waiting_entries < len(entries):
+                scheduler.forget_batch(batch_id, now_us)
+        if snapshot.waiting_entries < len(entries):
             for entry_id in self._missing_entries(entries):
                 entry = entries.pop(entry_id)
                 scheduler.forget(entry.requests)
@@ -378,9 +401,9 @@ def _rename(active: Active, touched: dict[Entry, str], vanished: Sequence[Entry]
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
-    """Offer an entry's requests. Returns who is refused; where results come in order, all others have slots.
+    """Offer an entry's requests. Returns the refusals. With `preserve_ordering` all others get tickets.
 
-    Who is refused on arrival is given none: its result does not wait for those before it.
+    A request refused on arrival gets none: its result does not wait for earlier ones.
     """
     in_order = scheduler.settings.preserve_ordering
     refusals: list[Refusal] = []
@@ -389,8 +412,8 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
             refused = scheduler.offer(one, now_us)
             if refused is not None:
                 refusals.append(refused)
-            elif in_order and one.slot is None:
-                one.slot = slot_of(one.entry.id, at)
+            elif in_order and one.ticket is None:
+                one.ticket = ticket_of(one.entry.id, at)
         elif type(one) is Refusal:
             refusals.append(one)
     return refusals
@@ -406,5 +429,5 @@ def _as_request(one: BatchedRequest) -> Request:
         one.reply_to,
         one.arrival_us,
         one.deadline_us,
-        slot=one.slot,
+        ticket=one.ticket,
     )

@@ -16,12 +16,12 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import Refusal
+from carpool.messages import Dispatch, DispatchReason, Refusal
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
-from carpool.store.batcher import Departed
-from carpool_batcher.core.capacity import Riding
-from carpool_batcher.core.scheduler import Dispatch, Reason, Scheduler
-from carpool_batcher.status import Status, Tally, gauges
+from carpool.wire.report import BatcherReport
+from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.tally import Tally, gauges
 
 _GAUGES: Final = {  # of status.Gauges, in that order
     "carpool_waiting_requests": "Requests that wait",
@@ -46,7 +46,7 @@ _ANSWERS: Final = (
     (DEADLINE_EXCEEDED, _IN_FLIGHT),
     (INTERNAL, "policy"),
 )
-_DISPATCH_REASONS: Final = get_args(Reason)
+_DISPATCH_REASONS: Final = get_args(DispatchReason)
 
 
 class BatcherMetrics(CommonMetrics):
@@ -96,21 +96,18 @@ class Meter:
         self.took_over(0)
         self.stood_by()
 
-    def dispatched(
-        self, decided: Sequence[Dispatch], departed: Sequence[Departed], scheduler: Scheduler, now_us: int
-    ) -> None:
-        """Batches left; those that nobody was left to ride in did not."""
-        pairs = [pair for pair in zip(decided, departed, strict=True) if pair[1].batch_id is not None]
-        reasons = [why.reason for why, _ in pairs]
-        left = [batch.requests for _, batch in pairs]
-        sizes = [len(requests) for requests in left]
-        fill_percents = [scheduler.fill_percent(requests) for requests in left]
+    def dispatched(self, batches: Sequence[Dispatch], scheduler: Scheduler, now_us: int) -> None:
+        """These batches are in flight."""
+        reasons = [batch.reason for batch in batches]
+        sizes = [len(batch.requests) for batch in batches]
+        fill_percents = [scheduler.fill_percent(batch.requests) for batch in batches]
         for reason in reasons:
             self._metrics.batches.labels(self._model, reason).inc()
         self._size.observe(sizes)
         self._fill.observe(fill_percents)
         self._tally.dispatched(reasons, sizes, fill_percents)
-        self._queue.observe([max(0, now_us - request.arrival_us) for request in chain.from_iterable(left)])
+        requests = chain.from_iterable(batch.requests for batch in batches)
+        self._queue.observe([max(0, now_us - request.arrival_us) for request in requests])
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
         """Requests were answered without a ride."""
@@ -123,9 +120,9 @@ class Meter:
         self._metrics.answered.labels(self._model, DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
         self._tally.expired_in_flight(f"{DEADLINE_EXCEEDED}/{_IN_FLIGHT}", requests)
 
-    def settled(self, riding: Riding, now_us: int) -> None:
+    def settled(self, batch: InFlightBatch, now_us: int) -> None:
         """A batch is heard of as settled."""
-        self._tally.settled(riding.arrivals_us, now_us)
+        self._tally.settled(batch.arrivals_us, now_us)
 
     def renewed(self, late_us: int) -> None:
         """The lease was renewed, so much later than planned."""
@@ -137,7 +134,7 @@ class Meter:
             gauge.labels(self._model).set(value)
         self._metrics.active.labels(self._model).set(1)
 
-    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> Status:
+    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> BatcherReport:
         """What it did since it took over, and what it sees."""
         return self._tally.status(batcher, scheduler, now_us)
 

@@ -18,7 +18,7 @@ from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
-from carpool_batcher.status import Status
+from carpool.wire.report import BatcherReport
 from carpool_cli.screen import Screen, table
 
 LONGEST_SHOWN: Final = 60
@@ -133,13 +133,13 @@ def _before(registered: Mapping[str, str], said: Mapping[str, str], name: str) -
     return f"{_short(line.value)} ({line.source})"
 
 
-def _status(directory: Directory, model: str) -> Status | None:
+def _status(directory: Directory, model: str) -> BatcherReport | None:
     """What the active batcher says of itself, if there is one."""
-    said = directory.glance(model).status
-    return None if said is None else Status.decode(said)
+    said = directory.overview(model).status
+    return None if said is None else BatcherReport.decode(said)
 
 
-def _check_policy(status: Status | None, policy: str) -> None:
+def _check_policy(status: BatcherReport | None, policy: str) -> None:
     """A policy that the active batcher does not know would leave all settings as they were."""
     if status is not None and policy not in status.policies:
         raise ConfigError(

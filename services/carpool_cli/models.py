@@ -16,7 +16,7 @@ from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.settings import ProducerSettings, read_settings
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import Directory, take_census
+from carpool.store.directory import Directory, take_snapshot
 from carpool_cli.screen import Screen, duration, table
 
 
@@ -78,17 +78,17 @@ def look(link: Link, prefix: str) -> list[ModelState]:
     for model in directory.models():
         keys = Keys(model, prefix)
         clock = RedisClock()
-        census = take_census(link, keys, clock)
+        snapshot = take_snapshot(link, keys, clock)
         arrival_us = directory.oldest_arrival_us(model)
         batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
-        size = census.registration.get("max_batch_size", "")
+        size = snapshot.registration.get("max_batch_size", "")
         states.append(
             ModelState(
                 model,
-                census.waiting_entries,
+                snapshot.waiting_entries,
                 None if arrival_us is None else max(0, clock.now_us() - arrival_us) // 1000,
-                census.batches_in_flight,
-                len(census.workers),
+                snapshot.batches_in_flight,
+                len(snapshot.workers),
                 bool(batcher),
                 dead,
                 int(size) if size.isdigit() else None,

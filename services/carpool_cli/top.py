@@ -18,7 +18,7 @@ from carpool.errors import UnavailableError
 from carpool.settings import ProducerSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
-from carpool_batcher.status import Status
+from carpool.wire.report import BatcherReport
 from carpool_cli.screen import Screen, Window
 from carpool_cli.top_page import HEAD, Figures, ModelLook, figures, page
 
@@ -119,17 +119,17 @@ def look(directory: Directory, only: str) -> Look:
 
 
 def _look_at(directory: Directory, model: str) -> ModelLook:
-    glance = directory.glance(model)
-    status = None if glance.status is None else Status.decode(glance.status)
+    overview = directory.overview(model)
+    status = None if overview.status is None else BatcherReport.decode(overview.status)
     oldest_s = None
-    if glance.waiting_entries and not (glance.batcher and status):
-        oldest_s = _oldest_s(directory, model, glance.at_us)
+    if overview.waiting_entries and not (overview.batcher and status):
+        oldest_s = _oldest_s(directory, model, overview.at_us)
     return ModelLook(
-        glance.waiting_entries,
+        overview.waiting_entries,
         oldest_s,
-        glance.batches_in_flight,
-        glance.model_processes,
-        glance.batcher,
+        overview.batches_in_flight,
+        overview.model_processes,
+        overview.batcher,
         status,
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
-from carpool_batcher.status import Status
+from carpool.wire.report import BatcherReport
 from carpool_cli.screen import clip, count, duration, table
 
 HEAD: Final = 2  # the line of a page that heads the table
@@ -30,7 +30,7 @@ class ModelLook(NamedTuple):
     batches_in_flight: int
     model_processes: int
     batcher: bool
-    status: Status | None = None
+    status: BatcherReport | None = None
 
 
 class Refused(NamedTuple):
@@ -122,12 +122,12 @@ def figures(model: str, before: ModelLook | None, now: ModelLook) -> Figures:
     )
 
 
-def _start(before: Status | None, now: Status) -> Status:
+def _start(before: BatcherReport | None, now: BatcherReport) -> BatcherReport:
     """From where to count: what this batcher said before, or that it had done nothing when it began."""
     same = before is not None and (before.batcher, before.began_us) == (now.batcher, now.began_us)
     if before is not None and same and before.at_us < now.at_us:
         return before
-    return Status(now.batcher, now.began_us, now.began_us, now.gauges, {}, 0, 0, {}, None, None)
+    return BatcherReport(now.batcher, now.began_us, now.began_us, now.gauges, {}, 0, 0, {}, None, None)
 
 
 def _gained(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

@@ -12,14 +12,13 @@ unload, the heartbeat stops last.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -27,8 +26,9 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
-from carpool.store.connection import Argument, CommandError, Link
+from carpool.store.connection import CommandError, Link
 from carpool.store.worker import WorkerStore
+from carpool.wire.registration import encode_registration
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Intake
@@ -63,7 +63,7 @@ class Worker:
             Slot(f"{name}/{replica}", ModelProcess(where, device), self._clock, metrics)
             for replica, device in enumerate(devices)
         ]
-        self._registration: dict[str, Argument] = {}
+        self._registration: dict[str, str] = {}
         self._intakes: list[Loop] = []
         self._committers: list[Loop] = []
         self._hearts: list[Loop] = []
@@ -82,11 +82,12 @@ class Worker:
         for slot in self._slots:
             slot.process.spawn()
         ready = [slot.process.wait_ready() for slot in self._slots]
-        for slot in self._slots:
-            slot.codec = Codec(ready[0])
+        codecs = [Codec(ready[0]) for _ in self._slots]
+        for slot, codec in zip(self._slots, codecs, strict=True):
+            slot.codec = codec
         for name, setting in ready[0]["misspelt"].items():
             self._log.warning("attribute ignored", reason=f"{name} is no setting; did you mean {setting}?")
-        self._registration = registration_of(ready[0])
+        self._registration = encode_registration(ready[0]["settings"], codecs[0].inputs, codecs[0].outputs)
         self._heartbeat = Heartbeat(
             self._slots, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
         )
@@ -214,13 +215,3 @@ class Worker:
         for slot in slots:
             with contextlib.suppress(UnavailableError):  # then the lease runs out by itself
                 self._store.leave(slot.consumer)
-
-
-def registration_of(ready: dict[str, Any]) -> dict[str, Argument]:
-    """The fields of the registration: settings as text, tensors as JSON in OIP's terms."""
-    fields: dict[str, Argument] = dict(ready["settings"])
-    for kind in ("inputs", "outputs"):
-        if ready[kind]:
-            specs = [dict(zip(("name", "datatype", "shape"), spec, strict=True)) for spec in ready[kind]]
-            fields[kind] = json.dumps(specs)
-    return fields

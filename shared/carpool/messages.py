@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from carpool.errors import OK
 
@@ -36,10 +36,9 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One producer's unit of work, as it waits. Compared by identity. Nobody changes it after it was decoded,
-    but for the scheduler: who is to be served even if it expires rides without a deadline.
+    """One producer's unit of work, as it waits. Compared by identity; not changed after it was admitted.
 
-    (Not `frozen=True`: that alone costs 1 µs a request, and a million are made in a minute.)
+    (Not `frozen=True`: that alone costs 1 µs a request.)
     """
 
     entry: Entry
@@ -54,7 +53,27 @@ class Request:
     cost: int = 1
     extra: Mapping[str, bytes] | None = None
     tenant: str = ""
-    slot: str | None = None  # its place in the order of results, where that is preserved
+    ticket: str | None = None  # its place in the order of results, where that is preserved
+
+
+DispatchReason = Literal["full", "preferred", "deadline", "efficient", "delay", "idle"]
+
+
+class Dispatch(NamedTuple):
+    """Requests to be dispatched together as one batch, and why.
+
+    `undated`: those of them that have no deadline once in flight, because they are to be served although they
+    expire (`expiration_action` is delay, or they were late already).
+    """
+
+    requests: list[Request]
+    reason: DispatchReason
+    lane: str
+    undated: frozenset[Request] = frozenset()
+
+    def deadline_us(self, request: Request) -> int | None:
+        """The deadline that a request of this batch has in flight; None if it has none."""
+        return None if request in self.undated else request.deadline_us
 
 
 class Withdrawal(NamedTuple):
@@ -75,7 +94,7 @@ class BatchedRequest(NamedTuple):
     deadline_us: int | None
     body: bytes
     extra: Mapping[str, bytes] | None
-    slot: str | None = None
+    ticket: str | None = None
 
 
 class Batch(NamedTuple):
@@ -125,10 +144,16 @@ class DeadLetter(NamedTuple):
     attempts: int
 
 
-class Settled(NamedTuple):
-    """What the batcher learns of a committed batch. `size` 0: a worker announces itself instead."""
+class BatchSettled(NamedTuple):
+    """What the batcher learns of a committed batch. `compute_us` is 0 where no request of it was computed."""
 
     batch_id: str
     worker: str
     size: int
     compute_us: int
+
+
+class WorkersChanged(NamedTuple):
+    """A model process joined or left."""
+
+    worker: str

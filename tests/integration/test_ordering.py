@@ -19,13 +19,13 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import Batch, Entry, Refusal, Request, Result
+from carpool.messages import Batch, Dispatch, Entry, Refusal, Request, Result
 from carpool.model_settings import ModelSettings
-from carpool.store.batcher import BatcherStore, Departure
+from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link
 from carpool.store.results import Address, Answer
 from carpool.store.worker import WorkerStore
-from carpool.wire.requests import decode_entry, slot_of
+from carpool.wire.requests import decode_entry, ticket_of
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.stack import Stack
 from support.waiting import wait_until
@@ -38,7 +38,7 @@ REPLIES: Final = (None, "near", "far")  # a list of its own, or one of two reply
 class Known:
     """What the account knows of one request."""
 
-    slot: str
+    ticket: str
     done: bool = False
     lost: bool = False  # its entry was deleted: nobody answers it
     freed: bool = False  # and nobody waits for it any more
@@ -95,11 +95,11 @@ class InOrder(RuleBasedStateMachine):
         entry_id = self.redis.xadd(self.keys.requests, fields).decode()
         for at, one in enumerate(requests):
             name = str(one["correlation_id"])
-            self.account[name] = Known(slot_of(entry_id, at))
+            self.account[name] = Known(ticket_of(entry_id, at))
 
     @rule()
     def read(self) -> None:
-        """The batcher reads on, and those who arrived take their slots."""
+        """The batcher reads on, and those who arrived take their tickets."""
         entries = self.redis.xrange(self.keys.requests, f"({self.read_until}", "+")
         self.admit([(name.decode(), fields) for name, fields in entries if name.decode() not in self.entries])
 
@@ -118,8 +118,8 @@ class InOrder(RuleBasedStateMachine):
             entry, requests = decode_entry(entry_id.encode(), flat, ModelSettings())
             for at, request in enumerate(requests):
                 assert type(request) is Request
-                request.slot = request.slot or slot_of(entry.id, at)
-                assert request.slot == self.account[request.correlation_id].slot
+                request.ticket = request.ticket or ticket_of(entry.id, at)
+                assert request.ticket == self.account[request.correlation_id].ticket
             self.entries[entry.id] = entry
             read.append(entry)
         self.batcher.admit(read)
@@ -132,7 +132,7 @@ class InOrder(RuleBasedStateMachine):
         self.send_off(data.draw(some))
 
     def send_off(self, requests: list[Request]) -> None:
-        _, gone = self.batcher.dispatch([Departure(requests, "full", "")], TTL_MS)
+        _, gone = self.batcher.dispatch([Dispatch(requests, "full", "")], TTL_MS)
         self.reindex(gone)
         if (batch := self.worker.fetch("w", None)) is not None:
             self.in_hand.append(batch)
@@ -279,10 +279,10 @@ def test_more_than_one_script_delivers(server: Path) -> None:
         flat = [part for pair in flat.items() for part in pair]
         entry, requests = decode_entry(entry_id, flat, ModelSettings())
         for at, one in enumerate(entry.requests):
-            one.slot = slot_of(entry.id, at)
+            one.ticket = ticket_of(entry.id, at)
         assert batcher.admit([entry]) == len(requests)
         first, rest = entry.requests[:1], entry.requests[1:]
-        batcher.dispatch([Departure(first, "full", ""), Departure(rest, "full", "")], TTL_MS)
+        batcher.dispatch([Dispatch(first, "full", ""), Dispatch(rest, "full", "")], TTL_MS)
         early, late = worker.fetch("w", None), worker.fetch("w", None)
         assert early is not None and late is not None
         for batch, delivered in ((late, 0), (early, 2501)):
@@ -308,17 +308,17 @@ def test_one_script_delivers_a_few_megabytes(server: Path) -> None:
         flat = [b"requests", msgpack.packb(packed)]
         entry, _ = decode_entry(entry_id, flat, ModelSettings())
         for at, one in enumerate(entry.requests):
-            one.slot = slot_of(entry.id, at)
+            one.ticket = ticket_of(entry.id, at)
         batcher.admit([entry])
         first, rest = entry.requests[:1], entry.requests[1:]
-        batcher.dispatch([Departure(first, "full", ""), Departure(rest, "full", "")], TTL_MS)
+        batcher.dispatch([Dispatch(first, "full", ""), Dispatch(rest, "full", "")], TTL_MS)
         early, late = worker.fetch("w", None), worker.fetch("w", None)
         assert early is not None and late is not None
         megabyte = b"x" * (1 << 20)
         results = all_done(late, megabyte)
         worker.commit("w", late, results, [], 1)
         slow = early.requests[0]
-        expired = Answer(0, Address("all", slow.slot), Result(slow.correlation_id, DEADLINE_EXCEEDED))
+        expired = Answer(0, Address("all", slow.ticket), Result(slow.correlation_id, DEADLINE_EXCEEDED))
         batcher.expire_in_flight(early.id, [expired], TTL_MS)
         assert 0 < redis.hlen(keys.held) < 24
         batcher.release()
@@ -412,7 +412,7 @@ def test_an_operator_may_turn_it_on_and_off(stack: Stack) -> None:
     send("later", 7)
     wait_until(lambda: names() == ["later"], description="what comes now need not wait")
     gate.touch()
-    wait_until(lambda: names() == ["later", "slow", "fast"], description="what had slots keeps its order")
+    wait_until(lambda: names() == ["later", "slow", "fast"], description="what had tickets keeps its order")
     assert not stack.redis.exists(keys.order, keys.held), "nothing stays behind"
 
 
@@ -476,7 +476,7 @@ def test_who_takes_over_a_full_queue_refuses_nobody_in_it(stack: Stack) -> None:
         sent.append(stack.send(model, body="7", reply_to="all"))
         wait_until(
             lambda: stack.redis.llen(keys.order) == len(sent) or stack.replies(model, "all"),
-            description="it has a slot, or the queue is full",
+            description="it has a ticket, or the queue is full",
         )
     stack.active_batcher(model).kill()
     second = stack.batcher()
@@ -525,7 +525,7 @@ def test_a_key_of_another_type_costs_the_order(stack: Stack, name: str, in_order
 
 
 def test_a_forged_slot_costs_nobody_a_result(stack: Stack) -> None:
-    """An entry may say that it was put back, and name the slot of another's result that is held."""
+    """An entry may say that it was put back, and name the ticket of another's result that is held."""
     model = stack.serve("plain.py:Single")
     stack.worker("plain.py:Single")
     keys, gate = Keys(model), stack.home / "gate"
@@ -559,5 +559,7 @@ def test_what_is_known_to_be_there_is_not_looked_for(stack: Stack) -> None:
     assert "cmdstat_xrange" not in stack.redis.info("commandstats")
     stack.redis.xdel(keys.requests, waiting[-1])
     gate.touch()
-    wait_until(lambda: not stack.redis.exists(keys.order), description="the lost slot is freed all the same")
+    wait_until(
+        lambda: not stack.redis.exists(keys.order), description="the lost ticket is freed all the same"
+    )
     assert len(stack.replies(model, "all")) == 3

@@ -25,7 +25,7 @@ import pytest
 from carpool.keys import Keys
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
-from carpool_batcher.status import Status
+from carpool.wire.report import BatcherReport
 from carpool_cli.top import look
 from carpool_cli.top_page import figures
 from support.stack import Stack
@@ -71,15 +71,15 @@ def top(stack: Stack, *flags: str) -> str:
     return done.stdout
 
 
-def said(stack: Stack) -> Status | None:
+def said(stack: Stack) -> BatcherReport | None:
     """The batcher's status, as it is in Redis."""
     data = stack.redis.get(KEYS.status)
-    return None if data is None else Status.decode(data)
+    return None if data is None else BatcherReport.decode(data)
 
 
-def wait_for_status(stack: Stack, holds: Callable[[Status], object], what: str) -> Status:
+def wait_for_status(stack: Stack, holds: Callable[[BatcherReport], object], what: str) -> BatcherReport:
     """The first status of which this holds."""
-    found: list[Status] = []
+    found: list[BatcherReport] = []
 
     def look_again() -> bool:
         status = said(stack)

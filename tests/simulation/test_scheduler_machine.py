@@ -89,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             limit.start()
         self.now_us = START_US
         self.waiting: dict[Request, int] = {}
+        self.undated: set[Request] = set()  # in flight without a deadline
         self.deadlines_us: dict[Request, int | None] = {}  # as they were when each arrived
         self.late: set[Request] = set()
         self.leads: dict[tuple[str, int, str, str], tuple[float, float, float]] = {}  # see _take_turns
@@ -115,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if found:
             riders = [self._request(Entry("0-0", START_US), one) for one in found]
             self.riding["found"] = riders
-            self.scheduler.ride("found", riders, self.now_us - 1000)
+            self.scheduler.adopt("found", Dispatch(riders, "idle", riders[0].lane), self.now_us - 1000)
 
     @rule(of_entry=st.lists(traits, min_size=1, max_size=6))
     def offer(self, of_entry: list[Traits]) -> None:
@@ -133,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """As the batcher spends it: it polls whenever it is told to, and at the end."""
         end_us = self.now_us + passes_us
         polls = 0
-        while (wake_us := self.scheduler.wake_at()) is not None and wake_us <= end_us:
+        while (wake_us := self.scheduler.wake_at_us()) is not None and wake_us <= end_us:
             self._advance(max(self.now_us, wake_us))
             self.poll(fate=None)
             polls += 1
@@ -153,12 +154,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answered.update(self.riding.pop(batch_id))
         self.longest_ride_us = max(self.longest_ride_us, self.now_us - START_US + 1000)
         self.polled = False
-        self.scheduler.settle(batch_id, self.now_us, compute_us)
-        self.scheduler.settle(batch_id, self.now_us, compute_us)  # a word that comes twice says nothing new
+        self.scheduler.settle(batch_id, compute_us, self.now_us)
+        self.scheduler.settle(batch_id, compute_us, self.now_us)  # a word that comes twice says nothing new
 
     @rule(workers=numbers_of_workers)
     def workers_come_and_go(self, workers: int) -> None:
-        self.scheduler.workers = workers
+        self.scheduler.model_processes = workers
         self.polled = False
 
     @rule(settings=model_settings)
@@ -225,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._depart(one, fate if number == 0 else None)
         self.polled = not dispatches
         if self.polled:
-            wake_us = self.scheduler.wake_at()
+            wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "it would be woken up at once, for nothing"
 
     # --- what must hold ------------------------------------------------------------------------------------
@@ -241,24 +242,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_queue_is_what_it_says(self) -> None:
         assert self.scheduler.waiting == len(self.waiting)
         assert self.scheduler.waiting_bytes == sum(map(size_of, self.waiting))
-        held = [one for lane in self.scheduler._waiting.lanes.values() for one in lane]
+        held = [one for lane in self.scheduler._queue.lanes.values() for one in lane]
         assert len(held) == len(self.waiting) and set(held) == self.waiting.keys()
-        late = [one for lane in self.scheduler._waiting.lanes.values() for one in lane.late]
+        late = [one for lane in self.scheduler._queue.lanes.values() for one in lane.late]
         assert self.late == set(late)
 
     @invariant()
     def never_more_than_two_batches_for_each_process(self) -> None:
-        self.most_processes = max(self.most_processes, self.scheduler.workers)
+        self.most_processes = max(self.most_processes, self.scheduler.model_processes)
         assert len(self.riding.keys() - {"found"}) <= 2 * self.most_processes
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.scheduler._waiting.lanes) <= 1 + len({one.lane for one in self.waiting})
+        assert len(self.scheduler._queue.lanes) <= 1 + len({one.lane for one in self.waiting})
         # What alarms hold on to is looked at now and then, while others begin to be watched.
         self.most_waiting_bytes = max(
             self.most_waiting_bytes, self.scheduler.waiting_bytes + 1000 * len(self.waiting)
         )
-        watched = [one for _, _, alarm in self.scheduler._alarms._heap for one in alarm.requests]
+        watched = [one for _, _, alarm in self.scheduler._deadlines._heap for one in alarm.requests]
         held_bytes = sum(map(size_of, watched)) + 1000 * len(watched)
         assert held_bytes <= 3 * self.most_waiting_bytes + MAX_BATCH_BYTES
 
@@ -274,14 +275,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             one.deadline_us
             for riders in self.riding.values()
             for one in riders
-            if one.deadline_us is not None and one not in self.answered
+            if one.deadline_us is not None and one not in self.answered | self.undated
         ]
-        room_at_us = self.scheduler.fleet.room_at_us()
-        assert (room_at_us == 0) == (self.scheduler.workers > len(self.riding))
+        room_at_us = self.scheduler.capacity.room_at_us()
+        assert (room_at_us == 0) == (self.scheduler.model_processes > len(self.riding))
         if room_at_us is not None:
             moments += [max(room_at_us, self._leaves_at_us(lane)) for lane in LANES if self._in_lane(lane)]
         if moments:
-            wake_us = self.scheduler.wake_at()
+            wake_us = self.scheduler.wake_at_us()
             assert wake_us is not None and wake_us <= min(moments)
 
     # --- the account ---------------------------------------------------------------------------------------
@@ -344,7 +345,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._forget_leads()
 
     def _past_deadline(self, requests: Iterable[Request]) -> set[Request]:
-        return {one for one in requests if one.deadline_us is not None and one.deadline_us <= self.now_us}
+        return {
+            one
+            for one in requests
+            if one not in self.undated and one.deadline_us is not None and one.deadline_us <= self.now_us
+        }
 
     def _in_lane(self, lane: str) -> list[Request]:
         """Who waits in a lane, in the order in which they are to leave if all were one tenant's."""
@@ -391,17 +396,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         return min((self._objective_us(r) for r in self._in_lane(lane) if r not in self.late), default=NEVER)
 
     def _defers(self, lane: str) -> bool:
-        deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.fleet.latency.known
+        deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
         return deferred and self._earliest_us(lane) < NEVER
 
     def _efficient(self, lane: str) -> int:
-        latency, most = self.scheduler.fleet.latency_of(lane), self.scheduler.settings.max_batch_size
+        latency, most = self.scheduler.capacity.latency_of(lane), self.scheduler.settings.max_batch_size
         rates = {size: size / max(1, latency.of(size)) for size in range(1, most + 1)}
         return min(size for size, rate in rates.items() if rate >= 0.85 * rates[most])
 
     def _done_us(self, lane: str, size: int) -> int:
-        fleet = self.scheduler.fleet
-        return self.now_us + fleet.trip_us + fleet.latency_of(lane).at_most(size)
+        capacity = self.scheduler.capacity
+        return self.now_us + capacity.trip_us + capacity.latency_of(lane).at_most(size)
 
     def _latest_start_us(self, lane: str) -> int:
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
@@ -434,7 +439,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """These expired, and stand behind all others. In which order, those of one poll, it believes."""
         self.late |= delayed
         in_order = [one for dispatch in dispatches for one in dispatch.requests]
-        in_order += [one for lane in self.scheduler._waiting.lanes.values() for one in lane]
+        in_order += [one for lane in self.scheduler._queue.lanes.values() for one in lane]
         for request in in_order:
             if request in delayed:
                 self.number += 1
@@ -526,11 +531,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_dispatch(self, dispatch: Dispatch, departing: int) -> None:
         lane, settings = dispatch.lane, self.scheduler.settings
         outside = len(self.riding) + departing
-        assert not self._past_deadline(dispatch.requests)
+        assert not self._past_deadline(set(dispatch.requests) - dispatch.undated)
         # Who is to be served though it expires has no deadline on its ride.
         for one in dispatch.requests:
             deadline_us = self._must_be_done_us(one)
-            assert one.deadline_us == (None if deadline_us == NEVER else deadline_us)
+            assert dispatch.deadline_us(one) == (None if deadline_us == NEVER else deadline_us)
         self._check_who_leaves(dispatch)
         # Why: the first reason that holds.
         queue = self._in_lane(lane)
@@ -558,19 +563,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._take_turns(dispatch.requests)
 
     def _has_room(self, lane: str, outside: int) -> bool:
-        fleet, workers = self.scheduler.fleet, self.scheduler.workers
+        capacity, workers = self.scheduler.capacity, self.scheduler.model_processes
         if outside < workers:
             return True
         if outside >= 2 * workers:
             return False
         if self._is_full(lane) and self.scheduler.settings.policy != "deferred":
             return True
-        executing = fleet._executing[outside - workers :]
-        if not fleet.latency.known or not executing:
+        executing = capacity._executing[outside - workers :]
+        if not capacity.latency.known or not executing:
             return False
         done_us, batch_id = executing[0]
         # One that takes longer than it should may take any time.
-        return done_us - fleet.trip_us <= self.now_us <= done_us + fleet._grace_us(batch_id)
+        return done_us - capacity.trip_us <= self.now_us <= done_us + capacity._grace_us(batch_id)
 
     def _may_leave(self, lane: str, outside: int) -> bool:
         if not self._in_lane(lane) or not self._has_room(lane, outside):
@@ -583,7 +588,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_nobody_was_overlooked(self, departing: int) -> None:
         outside = len(self.riding) + departing
         assert not [lane for lane in LANES if self._may_leave(lane, outside)]
-        if outside < self.scheduler.workers and self.scheduler.settings.max_queue_delay_ms:
+        if outside < self.scheduler.model_processes and self.scheduler.settings.max_queue_delay_ms:
             last_us = self.now_us + 2000
             in_time = self.waiting.keys() - self.late
             assert all(one.deadline_us is None or one.deadline_us > last_us for one in in_time)
@@ -599,23 +604,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._leave(left_behind, expected=left_behind)
         self.answered.update(one for one in dispatch.requests if one.entry in gone)
         riders = [one for one in dispatch.requests if one.entry not in gone]
-        batch_id = None
-        if riders:
-            self.number += 1
-            batch_id = f"batch {self.number}"
-            self.riding[batch_id] = riders
-        self.scheduler.departed(batch_id, riders, self.now_us)
+        if not riders:
+            self.scheduler.cancel()
+            return
+        self.number += 1
+        batch_id = f"batch {self.number}"
+        self.riding[batch_id] = riders
+        self.undated |= dispatch.undated
+        self.scheduler.launch(batch_id, dispatch._replace(requests=riders), self.now_us)
 
     def _everybody_arrives(self) -> None:
         """Whatever happened before: with one worker that does its work, nobody is left."""
-        self.scheduler.workers = 1
+        self.scheduler.model_processes = 1
         for _ in range(10 + 2 * self.number):
             self.poll(fate=None)
             while self.riding:
                 self.settle(0, 0)
             if not self.waiting:
                 return
-            self._advance(max(self.now_us, self.scheduler.wake_at() or 0))
+            self._advance(max(self.now_us, self.scheduler.wake_at_us() or 0))
         raise AssertionError(f"{len(self.waiting)} wait for ever")
 
 

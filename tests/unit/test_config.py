@@ -9,8 +9,8 @@ import pytest
 
 from carpool.model_settings import ModelSettings
 from carpool.settings import read_settings
-from carpool.store.directory import Glance
-from carpool_batcher.status import Gauges, Status
+from carpool.store.directory import ModelOverview
+from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli.config import (
     LONGEST_SHOWN,
     ConfigError,
@@ -192,10 +192,10 @@ def test_after_a_change_only_what_changed_is_shown(capsys: pytest.CaptureFixture
 class Served(Directory):
     """With an active batcher that knows a policy of a user's own."""
 
-    def glance(self, model: str) -> Glance:
+    def overview(self, model: str) -> ModelOverview:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
-        status = Status("me", 1, 2, gauges, {}, 0, 0, {}, None, None, policies=("mine.py:Balanced",))
-        return Glance(2, 0, 0, 1, True, status.encode().encode())
+        status = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, None, None, policies=("mine.py:Balanced",))
+        return ModelOverview(2, 0, 0, 1, True, status.encode().encode())
 
 
 def test_a_policy_that_the_batcher_does_not_know_is_refused() -> None:

@@ -41,8 +41,8 @@ class Recorder:
 
 
 def scheduler_with(policy: Any, *sizes: int, **settings: Any) -> Scheduler:
-    scheduler = Scheduler(ModelSettings(**settings), workers=1)
-    scheduler.custom = CustomPolicy(policy)
+    scheduler = Scheduler(ModelSettings(**settings), model_processes=1)
+    scheduler.custom_policy = CustomPolicy(policy)
     for at, size in enumerate(sizes):
         entry = Entry(f"{at}-0", 0)
         request = Request(entry, "abcdefgh"[at], b"x" * size)
@@ -68,8 +68,7 @@ def test_a_batch_is_closed_by_who_is_not_let_in() -> None:
     policy = Recorder(10)
     scheduler = scheduler_with(policy, 4, 4, 4, 1)
     assert told(scheduler.poll(0)) == [("leave", "ab")]
-    scheduler.departed("1-0", [], 0)
-    scheduler.settle("1-0", 0)
+    scheduler.cancel()
     assert told(scheduler.poll(0)) == [("leave", "cd")]
     assert policy.finalised == [["a", "b"], ["c", "d"]]
 
@@ -94,7 +93,7 @@ def test_a_hook_that_raises_fails_the_batch_that_was_formed(hook: str) -> None:
     first = told(scheduler.poll(0))
     assert first[:2] == [("refuse", "a"), ("refuse", "b")]
     assert scheduler.waiting == 0
-    assert scheduler.wake_at() is None
+    assert scheduler.wake_at_us() is None
 
 
 def test_hooks_may_be_left_out() -> None:

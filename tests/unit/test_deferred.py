@@ -17,14 +17,14 @@ from carpool_batcher.core.deferred import (
     plan,
 )
 from carpool_batcher.core.lane import NEVER
-from carpool_batcher.core.latency import Latency
+from carpool_batcher.core.latency import LatencyModel
 
 thorough = settings(deadline=None, max_examples=400)
 
 
-def known(intercept_us: int, slope_us: int) -> Latency:
+def known(intercept_us: int, slope_us: int) -> LatencyModel:
     """Of a model that is never late: nine of ten take as long as the line says, and so does the tenth."""
-    latency = Latency()
+    latency = LatencyModel()
     for size in (1, 1000):
         latency.observe(size, intercept_us + slope_us * size)
     return latency
@@ -52,7 +52,7 @@ def test_efficient_is_the_smallest_batch_that_is_nearly_as_good(
 
 
 def test_nothing_is_known_anything_is_efficient() -> None:
-    assert efficient_size(Latency(), 32) == 1
+    assert efficient_size(LatencyModel(), 32) == 1
 
 
 def test_a_batch_leaves_before_one_more_would_be_late() -> None:
@@ -186,7 +186,7 @@ def test_all_who_cannot_be_met_are_told_at_once_wherever_they_stand() -> None:
 def test_a_row_of_a_thousand_is_planned_without_going_over_it_for_each() -> None:
     """Bound by questions to the latency: a constant number for each request."""
 
-    class Counted(Latency):
+    class Counted(LatencyModel):
         asked = 0
 
         def of(self, size: int) -> int:

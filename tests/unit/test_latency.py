@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool_batcher.core import latency as module
-from carpool_batcher.core.latency import Latency, fit
+from carpool_batcher.core.latency import LatencyModel, fit
 
 SIZES = (1, 4, 8, 16, 32)
 
@@ -20,8 +20,8 @@ def true_us(size: int, intercept_us: float = 5000, slope_us: float = 50) -> int:
     return int(intercept_us + slope_us * size)
 
 
-def learned(observed: Sequence[tuple[int, int]]) -> Latency:
-    latency = Latency()
+def learned(observed: Sequence[tuple[int, int]]) -> LatencyModel:
+    latency = LatencyModel()
     for size, took_us in observed:
         latency.observe(size, took_us)
     return latency
@@ -33,7 +33,7 @@ def on_the_line(number: int, intercept_us: float = 5000, slope_us: float = 50) -
 
 
 def test_nothing_is_known_before_anything_was_observed() -> None:
-    latency = Latency()
+    latency = LatencyModel()
     assert not latency.known
     assert (latency.of(8), latency.at_most(8)) == (0, 0)
 

@@ -41,7 +41,7 @@ class Desk:
         said: list[str] = []
         for one in self.scheduler.poll(int(at * MS)):
             if isinstance(one, Dispatch):
-                self.scheduler.departed(str(next(self.batch_ids)), one.requests, int(at * MS))
+                self.scheduler.launch(str(next(self.batch_ids)), one, int(at * MS))
                 said.append(f"{one.reason}: {names_of(one.requests)}")
             elif isinstance(one, Expire):
                 said.append(f"expired: {one.request.correlation_id}")
@@ -50,10 +50,10 @@ class Desk:
         return said
 
     def settle(self, batch: int, at: float = 0) -> None:
-        self.scheduler.settle(str(batch), int(at * MS))
+        self.scheduler.settle(str(batch), 0, int(at * MS))
 
-    def wake_at(self) -> float | None:
-        wake_us = self.scheduler.wake_at()
+    def wake_at_ms(self) -> float | None:
+        wake_us = self.scheduler.wake_at_us()
         return None if wake_us is None else wake_us / MS
 
 
@@ -81,7 +81,7 @@ def names_of(some: Sequence[Request]) -> str:
 def test_nothing_waits_nothing_leaves() -> None:
     desk = Desk()
     assert desk.poll(5) == []
-    assert desk.wake_at() is None
+    assert desk.wake_at_ms() is None
 
 
 def test_idle_a_free_worker_gets_what_there_is() -> None:
@@ -96,7 +96,7 @@ def test_delay_the_oldest_waits_for_company_so_long_and_no_longer() -> None:
     desk.offer("a", at=10)
     desk.offer("b", at=11)
     # It counts from the first arrival, and the loop is told when to come back.
-    assert desk.wake_at() == 12.5
+    assert desk.wake_at_ms() == 12.5
     assert desk.poll(12.499) == []
     assert desk.poll(12.5) == ["delay: a b"]
 
@@ -147,7 +147,7 @@ def test_deadline_it_leaves_before_the_delay_ends() -> None:
     desk.offer("a")
     desk.offer("b", at=1, expiration=50)
     # Two milliseconds are kept for the ride, of which nothing is known yet.
-    assert desk.wake_at() == 49
+    assert desk.wake_at_ms() == 49
     assert desk.poll(48) == []
     assert desk.poll(49) == ["deadline: a b"]
 
@@ -161,7 +161,7 @@ def test_deadline_what_a_ride_takes_is_learned() -> None:
     assert desk.poll(28) == []
     # Then the next leaves one and a half rides, and 2 ms, before its deadline
     desk.offer("b", at=100, expiration=100)
-    assert desk.wake_at() == 200 - 30 - 2
+    assert desk.wake_at_ms() == 200 - 30 - 2
 
 
 def test_deadline_a_longer_ride_is_believed_at_once_and_a_shorter_one_by_and_by() -> None:
@@ -174,7 +174,7 @@ def test_deadline_a_longer_ride_is_believed_at_once_and_a_shorter_one_by_and_by(
         desk.settle(number, at=start + took)
         desk.poll(start + took)
         desk.offer("b", at=start + 100, expiration=800)
-        leads.append(start + 900 - (desk.wake_at() or 0))
+        leads.append(start + 900 - (desk.wake_at_ms() or 0))
         desk.scheduler.withdraw(frozenset("b"))
         desk.poll(start + 900)
     assert leads == [pytest.approx(1.5 * ride + 2, abs=0.01) for ride in (10, 20, 19, 18.1)]
@@ -198,7 +198,7 @@ def test_settings_change_who_waits_for_company_from_now_on_still_leaves_in_time(
     desk.scheduler.settings = ModelSettings(max_queue_delay_ms=1000)
     assert desk.poll(2) == []
     # Then it does not wait until its deadline
-    assert desk.wake_at() == 100 - 1.5 * 2 - 2
+    assert desk.wake_at_ms() == 100 - 1.5 * 2 - 2
     assert desk.poll(95) == ["deadline: b"]
 
 
@@ -219,8 +219,8 @@ def test_without_workers_nothing_leaves() -> None:
     desk = Desk(workers=0, max_batch_size=1)
     desk.offer("a")
     assert desk.poll(100) == []
-    assert desk.wake_at() is None  # a worker that comes is an event, not a time
-    desk.scheduler.workers = 1
+    assert desk.wake_at_ms() is None  # a worker that comes is an event, not a time
+    desk.scheduler.model_processes = 1
     assert desk.poll(100) == ["full: a"]
 
 
@@ -231,7 +231,7 @@ def test_a_busy_worker_gets_no_second_batch_until_it_settles() -> None:
     desk.offer("b")
     desk.offer("c")
     assert desk.poll(50) == []
-    assert desk.wake_at() is None
+    assert desk.wake_at_ms() is None
     desk.settle(1)
     assert desk.poll(51) == ["idle: b c"]
 
@@ -271,7 +271,7 @@ def test_a_batch_of_which_nobody_was_left_takes_no_room() -> None:
     assert isinstance(dispatch, Dispatch)
     desk.offer("b")
     assert desk.poll() == []
-    desk.scheduler.departed(None, [], 0)
+    desk.scheduler.cancel()
     assert desk.poll() == ["idle: b"]
 
 
@@ -291,10 +291,10 @@ def test_what_is_not_known_to_ride_settles_nothing() -> None:
 
 def test_batches_found_in_flight_by_a_batcher_that_takes_over_take_room() -> None:
     desk = Desk()
-    desk.scheduler.ride("found", requests("a"), dispatched_us=-5 * MS)
+    desk.scheduler.adopt("found", Dispatch(requests("a"), "idle", ""), dispatched_us=-5 * MS)
     desk.offer("b")
     assert desk.poll() == []
-    desk.scheduler.settle("found", 10 * MS)
+    desk.scheduler.forget_batch("found", 10 * MS)
     assert desk.poll(10) == ["idle: b"]
 
 
@@ -322,11 +322,11 @@ def test_requests_put_back_keep_their_place() -> None:
     desk = Desk(max_batch_size=8, max_queue_delay_ms=10)
     desk.offer("b c", at=20)
     desk.offer("d", at=21)
-    assert desk.wake_at() == 30
+    assert desk.wake_at_ms() == 30
     # When the rest of an entry, of which another batcher took some, comes back under a later ID
     desk.offer_requests(requests("a1 a2", at=19, entry_id="9-0"), at=22)
     # Then they are waited for from their own arrival, and leave in its order
-    assert desk.wake_at() == 29
+    assert desk.wake_at_ms() == 29
     assert desk.poll(29) == ["delay: a1 a2 b c d"]
 
 
@@ -365,7 +365,7 @@ def test_a_lane_that_was_emptied_is_forgotten() -> None:
         desk.offer("b", lane=f"withdrawn {number}", expiration=1)
     desk.scheduler.withdraw(frozenset("b"))
     desk.poll()
-    assert len(desk.scheduler._waiting.lanes) == 1
+    assert len(desk.scheduler._queue.lanes) == 1
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------
@@ -376,15 +376,15 @@ def test_who_still_waits_at_the_deadline_is_answered_then() -> None:
     desk.offer("a", at=10, expiration=30)
     desk.offer("b", at=10, expiration=60)
     desk.offer("c", at=10)
-    assert desk.wake_at() == 40
+    assert desk.wake_at_ms() == 40
     assert desk.poll(39.999) == []
     (refusal,) = desk.scheduler.poll(40 * MS)
     assert isinstance(refusal, Refusal)
     assert refusal.status == "DEADLINE_EXCEEDED"
     assert refusal.detail == "expired: still waiting 30 ms after its arrival"
-    assert desk.wake_at() == 70
+    assert desk.wake_at_ms() == 70
     # And it leaves with nobody afterwards
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(50) == ["idle: b c"]
 
 
@@ -392,7 +392,7 @@ def test_a_deadline_is_looked_at_before_anybody_leaves() -> None:
     desk = Desk(workers=0, max_batch_size=2)
     desk.offer("a", expiration=10)
     desk.offer("b c")
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     # When the batcher was busy elsewhere for longer than that
     assert desk.poll(25) == ["DEADLINE_EXCEEDED: a", "full: b c"]
 
@@ -411,12 +411,12 @@ def test_who_is_in_flight_at_the_deadline_is_answered_once_and_the_batch_goes_on
     desk.offer("c", expiration=10)
     assert desk.poll() == ["idle: a b c"]
     # The first deadline of the batch is looked at, then the next
-    assert desk.wake_at() == 10
+    assert desk.wake_at_ms() == 10
     (expire,) = desk.scheduler.poll(10 * MS)
     assert isinstance(expire, Expire)
     assert (expire.batch_id, expire.position, expire.request.correlation_id) == ("1", 2, "c")
     assert desk.poll(11) == []
-    assert desk.wake_at() == 30
+    assert desk.wake_at_ms() == 30
     assert desk.poll(30) == ["expired: a"]
     assert desk.poll(31) == []
     # It still has its room, until it settles
@@ -432,15 +432,15 @@ def test_who_settled_does_not_expire() -> None:
     assert desk.poll() == ["idle: a"]
     desk.settle(1, at=5)
     assert desk.poll(30) == []
-    assert desk.wake_at() is None
+    assert desk.wake_at_ms() is None
 
 
 def test_deadlines_of_a_batch_found_in_flight_are_kept() -> None:
     desk = Desk()
     riders = [*requests("a"), *requests("b", expiration=20), *requests("c", expiration=-5)]
-    desk.scheduler.ride("found", riders, dispatched_us=-10 * MS)
+    desk.scheduler.adopt("found", Dispatch(riders, "idle", ""), dispatched_us=-10 * MS)
     assert desk.poll(0) == ["expired: c"]
-    assert desk.wake_at() == 20
+    assert desk.wake_at_ms() == 20
     assert desk.poll(20) == ["expired: b"]
 
 
@@ -449,14 +449,14 @@ def test_deadlines_of_a_batch_found_in_flight_are_kept() -> None:
 
 def test_results_that_are_held_take_up_the_queue() -> None:
     desk = Desk(workers=0, max_queue_size=3)
-    desk.scheduler.hold(2)
+    desk.scheduler.set_withheld(2)
     assert desk.offer("a") == []
     (refusal,) = desk.offer("b")
     assert refusal.detail == (
         "the queue is full: 1 requests wait, 2 results are held until those before them are done "
         "(max_queue_size); try again later"
     )
-    desk.scheduler.hold(1)
+    desk.scheduler.set_withheld(1)
     assert desk.offer("c") == []
 
 
@@ -473,8 +473,8 @@ def test_the_queue_is_full_the_newest_is_refused() -> None:
         "application/msgpack",
     )
     assert refusal.request is not None and refusal.entry is refusal.request.entry
-    # Waiting requests of all lanes and priorities count, and who leaves makes room
-    desk.scheduler.workers = 1
+    # Queue requests of all lanes and priorities count, and who leaves makes room
+    desk.scheduler.model_processes = 1
     assert desk.poll() == ["idle: a b"]
     assert desk.offer("d") == []
 
@@ -537,7 +537,7 @@ def test_a_forgotten_request_hurries_nobody() -> None:
     desk.offer("b")
     assert desk.poll(98) == []  # a is in a hurry now
     desk.scheduler.withdraw(frozenset("a"))
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(99) == []
     assert desk.poll(1000) == ["delay: b"]
 
@@ -550,8 +550,9 @@ def known(desk: Desk, *, intercept: float = 10, slope: float = 1, lane: str = ""
     for at, size in enumerate((1, 11, 1, 11)):
         compute_us, settled_us = int((intercept + slope * size) * MS), int(until * MS)
         riders = requests("x " * size, lane=lane)
-        desk.scheduler.ride(f"before {at}", riders, dispatched_us=settled_us - compute_us)
-        desk.scheduler.settle(f"before {at}", settled_us, compute_us)
+        before = Dispatch(riders, "idle", lane)
+        desk.scheduler.adopt(f"before {at}", before, dispatched_us=settled_us - compute_us)
+        desk.scheduler.settle(f"before {at}", compute_us, settled_us)
     return desk
 
 
@@ -562,7 +563,7 @@ def test_preferred_the_largest_size_that_can_be_filled() -> None:
     desk.offer("b c d e f g")
     assert desk.poll() == ["preferred: a b c d", "preferred: e f"]
     # Past the delay what there is goes
-    assert desk.wake_at() == 10
+    assert desk.wake_at_ms() == 10
     assert desk.poll(10) == ["delay: g"]
 
 
@@ -579,7 +580,7 @@ def test_preferred_waits_for_an_idle_process_or_one_that_soon_is() -> None:
     assert desk.poll() == ["preferred: a b"]
     desk.offer("c d")
     assert desk.poll(1) == []
-    assert desk.wake_at() == 10  # and not only when the delay of c ends
+    assert desk.wake_at_ms() == 10  # and not only when the delay of c ends
     assert desk.poll(10) == ["preferred: c d"]
 
 
@@ -588,7 +589,7 @@ def test_a_busy_worker_gets_its_next_batch_just_before_it_is_free() -> None:
     desk.offer("a b c d")
     assert desk.poll() == ["idle: a b c d"]
     desk.offer("e", at=1)
-    assert desk.wake_at() == pytest.approx(14, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(14, abs=0.01)
     assert desk.poll(13.9) == []
     desk.offer("f", at=13.9)
     assert desk.poll(14.1) == ["idle: e f"]
@@ -611,13 +612,13 @@ def test_delay_who_has_expired_goes_behind_all_others_and_is_never_answered_by_t
     desk.offer("late", expiration=10, priority=9)
     assert desk.poll(10) == []
     desk.offer("a b", at=11, expiration=10, priority=0)
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(12) == ["full: a b"]
     assert desk.poll(50) == []
     desk.settle(1, at=60)
     assert desk.poll(60) == ["idle: late"]
     assert desk.poll(1000) == []
-    assert desk.wake_at() is None
+    assert desk.wake_at_ms() is None
 
 
 def test_delay_who_is_late_already_stays_so_when_settings_change() -> None:
@@ -625,7 +626,7 @@ def test_delay_who_is_late_already_stays_so_when_settings_change() -> None:
     desk.offer("late", expiration=10)
     assert desk.poll(10) == []
     desk.scheduler.settings = ModelSettings(expiration_action="reject", max_queue_delay_ms=5)
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(20) == ["delay: late"]
     assert desk.poll(30) == []
 
@@ -636,16 +637,16 @@ def test_delay_who_is_late_already_is_not_given_up_when_settings_change() -> Non
     assert desk.poll(10) == []
     desk.offer("a", at=15, expiration=100)
     desk.scheduler.settings = ModelSettings(expiration_action="reject", policy="deferred")
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(102) == ["deadline: a late"]
 
 
 def test_deferred_a_batch_leaves_as_late_as_its_deadlines_allow() -> None:
     desk = known(Desk(max_batch_size=100, policy="deferred"))
     desk.offer("a", expiration=50)
-    assert desk.wake_at() == pytest.approx(50 - 12, abs=0.01)  # when two would just be in time
+    assert desk.wake_at_ms() == pytest.approx(50 - 12, abs=0.01)  # when two would just be in time
     desk.offer("b", at=20, expiration=50)
-    assert desk.wake_at() == pytest.approx(50 - 13, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(50 - 13, abs=0.01)
     assert desk.poll(30) == []
     assert desk.poll(37.1) == ["deadline: a b"]
 
@@ -654,7 +655,7 @@ def test_deferred_who_cannot_be_met_is_told_before_anything_is_computed() -> Non
     desk = known(Desk(workers=0, max_batch_size=8, policy="deferred"))
     desk.offer("hopeless", expiration=19)
     desk.offer("a", expiration=25)
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     (refused, dispatched) = desk.scheduler.poll(13 * MS)
     assert isinstance(refused, Refusal)
     assert (refused.correlation_id, refused.status, refused.reason) == (
@@ -670,7 +671,7 @@ def test_deferred_who_cannot_be_met_is_told_before_anything_is_computed() -> Non
 def test_deferred_more_hopeless_ones_than_are_looked_at_are_all_told() -> None:
     desk = known(Desk(workers=0, max_batch_size=2, policy="deferred"))
     desk.offer(" ".join(f"h{number}" for number in range(30)), expiration=19)
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(13) == [f"DEADLINE_EXCEEDED: h{number}" for number in range(30)]
 
 
@@ -684,9 +685,9 @@ def fast_and_slow(workers: int = 1, **settings: Any) -> Desk:
 def test_lanes_leave_each_as_late_as_its_own_pace_allows() -> None:
     desk = fast_and_slow(workers=2, max_batch_size=100)
     desk.offer("f", expiration=500, lane="fast")
-    assert desk.wake_at() == pytest.approx(500 - 12, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(500 - 12, abs=0.01)
     desk.offer("s", expiration=500, lane="slow")
-    assert desk.wake_at() == pytest.approx(500 - 120, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(500 - 120, abs=0.01)
     assert desk.poll(380.1) == ["deadline: s"]
     assert desk.poll(488.1) == ["deadline: f"]
 
@@ -695,7 +696,7 @@ def test_lanes_nobody_is_given_up_for_the_pace_of_another() -> None:
     desk = fast_and_slow(workers=0, max_batch_size=8)
     desk.offer("f", expiration=20, lane="fast")
     desk.offer("s", expiration=100, lane="slow")
-    desk.scheduler.workers = 2
+    desk.scheduler.model_processes = 2
     assert desk.poll(8) == ["deadline: f", "DEADLINE_EXCEEDED: s"]
 
 
@@ -713,26 +714,26 @@ def test_lanes_a_process_is_free_by_the_pace_of_what_it_rides() -> None:
     desk.offer("f", lane="fast")
     assert desk.poll() == ["idle: f"]
     desk.offer("s", lane="slow")
-    assert desk.wake_at() == pytest.approx(11, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(11, abs=0.01)
     assert desk.poll(11.1) == ["idle: s"]  # ahead: it is begun when the first is heard of
     desk.settle(1, at=11)
     desk.offer("g", lane="fast")
-    assert desk.wake_at() == pytest.approx(11 + 110, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(11 + 110, abs=0.01)
 
 
 def test_lanes_hurry_each_by_its_own_pace() -> None:
     desk = fast_and_slow(workers=0)
     desk.scheduler.settings = ModelSettings(max_queue_delay_ms=1000)
     desk.offer("f", expiration=500, lane="fast")
-    assert desk.wake_at() == pytest.approx(500 - 1.5 * 21 - 2, abs=5)
+    assert desk.wake_at_ms() == pytest.approx(500 - 1.5 * 21 - 2, abs=5)
     desk.offer("s", expiration=500, lane="slow")
-    assert desk.wake_at() == pytest.approx(500 - 1.5 * 210 - 2, abs=20)
+    assert desk.wake_at_ms() == pytest.approx(500 - 1.5 * 210 - 2, abs=20)
 
 
 def test_a_lane_of_which_little_is_known_goes_by_the_model() -> None:
     desk = known(Desk(policy="deferred", max_batch_size=100))
     desk.offer("new", expiration=50, lane="new")
-    assert desk.wake_at() == pytest.approx(50 - 12, abs=0.01)
+    assert desk.wake_at_ms() == pytest.approx(50 - 12, abs=0.01)
 
 
 def test_trial_who_cannot_be_met_by_what_is_known_of_others_finds_out() -> None:
@@ -743,11 +744,11 @@ def test_trial_who_cannot_be_met_by_what_is_known_of_others_finds_out() -> None:
         assert desk.poll(40 * number) == [f"full: a{number} b{number}"]
         # But only one batch at a time, ...
         desk.offer(f"c{number}", at=40 * number, expiration=20, lane="fast")
-        desk.scheduler.workers = 2
+        desk.scheduler.model_processes = 2
         assert desk.poll(40 * number) == [f"DEADLINE_EXCEEDED: c{number}"]
-        desk.scheduler.workers = 1
+        desk.scheduler.model_processes = 1
         # ... and not again at once
-        desk.scheduler.settle(str(number + 1), (40 * number + 5) * MS, 5 * MS)
+        desk.scheduler.settle(str(number + 1), 5 * MS, (40 * number + 5) * MS)
         if number < 3:
             desk.offer(f"d{number}", at=40 * number + 29, expiration=20, lane="fast")
             assert desk.poll(40 * number + 29) == [f"DEADLINE_EXCEEDED: d{number}"]
@@ -768,11 +769,11 @@ def test_trial_what_was_seen_of_late_is_believed_and_then_found_out() -> None:
 def test_deferred_what_is_only_aimed_at_or_delayed_is_no_reason_to_be_given_up() -> None:
     desk = known(Desk(workers=0, max_batch_size=8, policy="deferred", target_latency_ms=5))
     desk.offer("aims")
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(13) == ["deadline: aims"]
     desk = known(Desk(workers=0, max_batch_size=8, policy="deferred", expiration_action="delay"))
     desk.offer("served", expiration=19)
-    desk.scheduler.workers = 1
+    desk.scheduler.model_processes = 1
     assert desk.poll(13) == ["deadline: served"]
     assert desk.poll(30) == []
 
@@ -786,9 +787,9 @@ def test_alarms_of_requests_that_have_long_left_do_not_pile_up() -> None:
         desk.offer("a", at=number, expiration=3_600_000)
         assert desk.poll(number) == ["full: a"]
         desk.settle(number + 1, at=number)
-    assert len(desk.scheduler._alarms._heap) <= 1010
+    assert len(desk.scheduler._deadlines._heap) <= 1010
     # And the one that still waits is not forgotten among them
-    desk.scheduler.workers = 0
+    desk.scheduler.model_processes = 0
     desk.offer("b", at=5000, expiration=10)
     assert desk.poll(5010) == ["DEADLINE_EXCEEDED: b"]
 
@@ -800,7 +801,7 @@ def test_alarms_do_not_keep_the_bodies_of_requests_that_have_long_left() -> None
         desk.offer("a b c d", at=number, expiration=3_600_000, body=body)
         assert desk.poll(number) == ["idle: a b c d"]
         desk.settle(number + 1, at=number)
-    held = sum(len(one.body) for _, _, alarm in desk.scheduler._alarms._heap for one in alarm.requests)
+    held = sum(len(one.body) for _, _, alarm in desk.scheduler._deadlines._heap for one in alarm.requests)
     assert held <= MAX_BATCH_BYTES + 4 * len(body)
 
 
@@ -809,9 +810,9 @@ def test_a_tidy_heap_of_alarms_still_takes_the_next_of_an_entry() -> None:
     desk.offer("a", expiration=50)
     assert desk.poll() == ["full: a"]
     # Given that the alarms were tidied while nobody of the last one still waited
-    desk.scheduler._alarms._tidy()
+    desk.scheduler._deadlines._tidy()
     desk.settle(1)
-    desk.scheduler.workers = 0
+    desk.scheduler.model_processes = 0
     # Then one with the same deadline is watched as well as any
     desk.offer("b", expiration=50)
     assert desk.poll(50) == ["DEADLINE_EXCEEDED: b"]

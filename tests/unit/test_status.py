@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, Entry, Refusal, Request
+from carpool.messages import JSON, DispatchReason, Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool.store.batcher import Departed
-from carpool_batcher.core.capacity import Riding
-from carpool_batcher.core.scheduler import Dispatch, Reason, Scheduler
+from carpool.wire.report import BatcherReport, Gauges
+from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_batcher.status import RECENT_US, Gauges, Recent, Status, gauges
+from carpool_batcher.tally import RECENT_US, Recent, gauges
 
 SECOND_US = 1_000_000
 
@@ -77,29 +77,25 @@ def test_nothing_is_left_of_a_model_that_has_rested() -> None:
 # --- counting ----------------------------------------------------------------------------------------------
 
 
-def dispatch(meter: Meter, scheduler: Scheduler, *batches: tuple[Reason, int, str | None]) -> None:
-    """Batches by reason and size leave under these IDs; None: nobody was left to ride."""
-    decided = [Dispatch(requests(size), reason, "") for reason, size, _ in batches]
-    departed = [
-        Departed(batch_id, one.requests) for one, (_, _, batch_id) in zip(decided, batches, strict=True)
-    ]
-    meter.dispatched(decided, departed, scheduler, 0)
+def dispatch(meter: Meter, scheduler: Scheduler, *batches: tuple[DispatchReason, int]) -> None:
+    """Batches of these reasons and sizes are dispatched."""
+    meter.dispatched([Dispatch(requests(size), reason, "") for reason, size in batches], scheduler, 0)
 
 
 def test_a_batcher_counts_from_when_it_took_over() -> None:
     meter = Meter(BatcherMetrics(), "square")
-    scheduler = Scheduler(ModelSettings(max_batch_size=10), workers=2)
-    dispatch(meter, scheduler, ("full", 10, "1-1"))
+    scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=2)
+    dispatch(meter, scheduler, ("full", 10))
     meter.took_over(7 * SECOND_US)
 
-    dispatch(meter, scheduler, ("full", 10, "1-1"), ("idle", 5, "1-2"), ("idle", 3, None))
-    dispatch(meter, scheduler, ("full", 10, "1-3"))
+    dispatch(meter, scheduler, ("full", 10), ("idle", 5))
+    dispatch(meter, scheduler, ("full", 10))
     for reason in ("queue_size", "queue_bytes", "queue_size"):
         meter.refused([Refusal(Entry("1-1", 0), "c", None, JSON, RESOURCE_EXHAUSTED, reason, "")])
     meter.expired_in_flight(0)
     before = meter.status("me", scheduler, 8 * SECOND_US)
     meter.expired_in_flight(2)
-    meter.settled(Riding(0, 2, "", {}, [8 * SECOND_US, 8 * SECOND_US]), 9 * SECOND_US)
+    meter.settled(InFlightBatch(0, 2, "", {}, [8 * SECOND_US, 8 * SECOND_US]), 9 * SECOND_US)
     status = meter.status("me", scheduler, 9 * SECOND_US)
 
     assert (status.batcher, status.began_us, status.at_us) == ("me", 7 * SECOND_US, 9 * SECOND_US)
@@ -112,39 +108,39 @@ def test_a_batcher_counts_from_when_it_took_over() -> None:
 
 
 def test_what_there_is_to_see_and_what_was_learned() -> None:
-    scheduler = Scheduler(ModelSettings(max_batch_size=10), workers=3)
+    scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=3)
     for one in requests(2, arrival_us=SECOND_US):
         assert scheduler.offer(one, SECOND_US) is None
     for batch_id, size in (("1-1", 4), ("1-2", 8)):
-        scheduler.ride(batch_id, requests(size), 0)
-    scheduler.hold(7)
+        scheduler.adopt(batch_id, Dispatch(requests(size), "idle", ""), 0)
+    scheduler.set_withheld(7)
     assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.waiting_bytes, 2.0, 2, 12, 3, 7)
 
     assert scheduler.in_flight()["1-1"].arrivals_us == [0] * 4
-    scheduler.settle("1-1", 9_000, 8_000)
+    scheduler.settle("1-1", 8_000, 9_000)
     meter = Meter(BatcherMetrics(), "square")
     assert meter.status("me", scheduler, 0).learned == (8_000.0, 0.0, 4), "one size tells nothing of others"
-    scheduler.ride("1-3", requests(8), 0)
-    scheduler.settle("1-3", 13_000, 12_000)
+    scheduler.adopt("1-3", Dispatch(requests(8), "idle", ""), 0)
+    scheduler.settle("1-3", 12_000, 13_000)
     assert meter.status("me", scheduler, 0).learned == pytest.approx((4_000.0, 1_000.0, 0))
 
 
 # --- saying it ---------------------------------------------------------------------------------------------
 
-STATUS = Status(
+STATUS = BatcherReport(
     "me", 1, 2, Gauges(1, 2, 0.5, 3, 4, 5), {"full": 3}, 30, 300, {"A/b": 1}, (5.5, 0.25, 0), (100, 200)
 )
 
 
 def test_what_is_said_is_understood() -> None:
-    assert Status.decode(STATUS.encode().encode()) == STATUS
+    assert BatcherReport.decode(STATUS.encode().encode()) == STATUS
     said = json.loads(STATUS.encode())
     assert (said["gauges"]["waiting"], said["batches"]) == (1, {"full": 3})
-    assert Status.decode(json.dumps({**said, "of a later version": 1}).encode()) == STATUS
+    assert BatcherReport.decode(json.dumps({**said, "of a later version": 1}).encode()) == STATUS
 
 
 @pytest.mark.parametrize(
     "said", [b"", b"{}", b"[]", b"\xff", STATUS.encode().replace("30,", '"x",').encode()]
 )
 def test_what_makes_no_sense_is_nothing(said: bytes) -> None:
-    assert Status.decode(said) is None
+    assert BatcherReport.decode(said) is None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import UnavailableError
-from carpool_batcher.status import Gauges, Status
+from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli import top
 from carpool_cli.top import Look, as_json, compare, follow
 from carpool_cli.top_page import Figures, ModelLook, Refused, figures, page
@@ -21,9 +21,9 @@ IDLE = Gauges(0, 0, 0.0, 0, 0, 2)
 BUSY = Gauges(1204, 99, 0.0352, 2, 128, 1)
 
 
-def status(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> Status:
+def status(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> BatcherReport:
     """What a batcher says so long after it began, whose full batches are of 64 requests and others of 16."""
-    return Status(
+    return BatcherReport(
         "me",
         BEGAN_US,
         BEGAN_US + int(at_s * SECOND_US),
@@ -37,7 +37,7 @@ def status(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> Statu
     )
 
 
-def seen(said: Status | None, *, batcher: bool = True, processes: int = 1) -> ModelLook:
+def seen(said: BatcherReport | None, *, batcher: bool = True, processes: int = 1) -> ModelLook:
     return ModelLook(17, 3.2, 4, processes, batcher, said)
 
 
@@ -96,7 +96,7 @@ def test_no_time_and_no_batches_divide_nothing() -> None:
 
 
 @pytest.mark.parametrize("said", [None, status(8, full=80)], ids=["nothing", "a last word"])
-def test_without_a_batcher_it_is_what_the_streams_tell(said: Status | None) -> None:
+def test_without_a_batcher_it_is_what_the_streams_tell(said: BatcherReport | None) -> None:
     found = figures("square", None, seen(said, batcher=False))
     assert found == Figures("square", False, 1, 17, 3.2, 4)
 

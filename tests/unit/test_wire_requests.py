@@ -24,13 +24,15 @@ from carpool.messages import (
     MSGPACK,
     RAW,
     BatchedRequest,
+    BatchSettled,
     DeadLetter,
+    Dispatch,
     Entry,
     Refusal,
     Request,
     Result,
-    Settled,
     Withdrawal,
+    WorkersChanged,
 )
 from carpool.model_settings import ModelSettings
 from carpool.wire.batches import decode_batch, decode_settled, encode_batch, encode_dead_letter
@@ -287,7 +289,14 @@ def test_a_deadline_is_kept_when_the_models_settings_change() -> None:
 @given(st.lists(requests, max_size=5), st.text("lane", max_size=4), st.integers(1, 9))
 def test_a_batch_is_the_same_after_a_trip(sent: list[dict[str, Any]], lane: str, epoch: int) -> None:
     entry = decode_packed(sent or [{}])[0]
-    flat = [b"requests", encode_batch(entry.requests), b"reason", b"full", b"dispatched_us", b"17"]
+    flat = [
+        b"requests",
+        encode_batch(Dispatch(entry.requests, "full", "")),
+        b"reason",
+        b"full",
+        b"dispatched_us",
+        b"17",
+    ]
     batch = decode_batch(b"9-1", [*flat, b"lane", lane.encode()], epoch)
     assert (batch.id, batch.epoch, batch.reason, batch.dispatched_us) == ("9-1", epoch, "full", 17)
     assert batch.lane == lane
@@ -309,15 +318,15 @@ def riding(request: Request) -> BatchedRequest:
 
 def test_a_batch_leaves_out_the_entries_that_were_gone() -> None:
     entries = [decode_entry(f"{number}-0".encode(), [b"body", b""], DEFAULTS)[0] for number in (1, 11, 2)]
-    packed = encode_batch([request for entry in entries for request in entry.requests])
+    packed = encode_batch(Dispatch([one for entry in entries for one in entry.requests], "full", ""))
     batch = decode_batch(b"9-0", [b"requests", packed, b"gone", b"11-0 2-0"], 1)
     assert [request.entry_id for request in batch.requests] == ["1-0"]
 
 
 def test_what_was_settled() -> None:
     flat = flat_of({"batch": "9-0", "worker": "w/0", "size": 3, "compute_us": 17})
-    assert decode_settled(flat) == Settled("9-0", "w/0", 3, 17)
-    assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == Settled("", "w/0", 0, 0)
+    assert decode_settled(flat) == BatchSettled("9-0", "w/0", 3, 17)
+    assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == WorkersChanged("w/0")
 
 
 def test_a_dead_letter_is_the_request_with_the_reason_and_the_attempts() -> None:

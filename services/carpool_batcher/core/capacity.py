@@ -24,8 +24,8 @@ from heapq import heapreplace
 from typing import Final, NamedTuple
 
 from carpool.messages import Request
-from carpool_batcher.core.lane_latency import Paces
-from carpool_batcher.core.latency import Latency
+from carpool_batcher.core.lane_latency import LaneLatencies
+from carpool_batcher.core.latency import LatencyModel
 
 ALONE: Final = 1.2  # requests in a batch, on average: up to so many ride alone
 CROWDED: Final = 2.2  # from so many on intervals are even; between the two, in proportion
@@ -34,7 +34,7 @@ BATCHES_EACH: Final = 2  # the one that a process executes, and one that it has 
 _TRIPS: Final = 16
 
 
-class Riding(NamedTuple):
+class InFlightBatch(NamedTuple):
     """A batch in flight. `due`: those of its requests with a deadline, by position; `arrivals_us`: of all."""
 
     dispatched_us: int
@@ -44,14 +44,14 @@ class Riding(NamedTuple):
     arrivals_us: Sequence[int] = ()
 
 
-class Fleet:
+class Capacity:
     """See the module. Times are those at which the batcher hears of things."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
-        self._paces = Paces()
+        self._latencies = LaneLatencies()
         self.now_us = 0  # when the scheduler looked last
-        self.in_flight: dict[str, Riding] = {}  # in the order in which they were dispatched
+        self.in_flight: dict[str, InFlightBatch] = {}  # in the order in which they were dispatched
         self._departing = 0  # decided on, and not named yet
         self._executing: list[tuple[int, str]] = []  # when they are done, soonest first
         self._ahead: deque[str] = deque()
@@ -69,15 +69,15 @@ class Fleet:
         while self._ahead and len(self._executing) < processes:
             self._begin_next(self.in_flight[self._ahead[0]].dispatched_us + self._trip_us)
 
-    def departing(self) -> None:
+    def reserve(self) -> None:
         """A batch is about to leave: it takes up room from now on."""
         self._departing += 1
 
-    def departed(self) -> None:
+    def cancel(self) -> None:
         """It has left, or nobody was left to ride."""
         self._departing -= 1
 
-    def dispatched(self, batch_id: str, riding: Riding) -> None:
+    def launch(self, batch_id: str, riding: InFlightBatch) -> None:
         """A batch is in flight."""
         self.in_flight[batch_id] = riding
         self._set_pace(riding)
@@ -86,13 +86,13 @@ class Fleet:
             self._found_idle.add(batch_id)
             self._begin_next(riding.dispatched_us + self._trip_us)
 
-    def settled(self, batch_id: str, compute_us: int, now_us: int) -> None:
+    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
         """A batch is done, or gone (`compute_us` 0): one that waited ahead is begun."""
         riding = self.in_flight.pop(batch_id, None)
         if riding is None:
             return
         took_us = now_us - riding.dispatched_us
-        self._paces.observe(riding.lane, riding.size, took_us, compute_us, now_us)
+        self._latencies.observe(riding.lane, riding.size, took_us, compute_us, now_us)
         if compute_us and batch_id in self._found_idle:
             self._learn_trip(took_us - compute_us)
         self._found_idle.discard(batch_id)
@@ -103,7 +103,7 @@ class Fleet:
         if len(self._executing) < self.processes:
             self._begin_next(now_us)
 
-    def _set_pace(self, riding: Riding) -> None:
+    def _set_pace(self, riding: InFlightBatch) -> None:
         """The next batch sets out l(n) / N after this one, n the mean size. Sooner where l(n) mostly grows:
         waiting makes batches larger there, and larger ones make everybody wait. At once where n is one."""
         self._mean_size += _OF_LATE * (riding.size - self._mean_size)
@@ -165,24 +165,24 @@ class Fleet:
         return self._trip_us
 
     @property
-    def latency(self) -> Latency:
+    def latency(self) -> LatencyModel:
         """l(n) of the model, whatever the lane."""
-        return self._paces.model.latency
+        return self._latencies.model.latency
 
-    def latency_of(self, lane: str) -> Latency:
+    def latency_of(self, lane: str) -> LatencyModel:
         """l(n) of a lane; the model's as long as little is known of it."""
-        return self._paces.of(lane).latency
+        return self._latencies.of(lane).latency
 
     def ride_us(self, lane: str) -> float:
         """How long a batch of a lane takes from dispatch to settled, of late."""
-        return self._paces.of(lane).ride_us
+        return self._latencies.of(lane).ride_us
 
     def begin_trial(self, lane: str, now_us: int) -> bool:
         """Whether a batch of a lane in which nobody can be met is to leave all the same (`core.pace`).
         O(batches in flight)."""
         if any(riding.lane == lane for riding in self.in_flight.values()):
             return False
-        return self._paces.begin_trial(lane, now_us)
+        return self._latencies.begin_trial(lane, now_us)
 
     def _takes_us(self, batch_id: str) -> int:
         """How long a batch in flight should compute."""

@@ -15,10 +15,10 @@ from typing import Final
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.capacity import Fleet
+from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal
 from carpool_batcher.core.lane import bytes_of
-from carpool_batcher.core.queue import MAX_BATCH_BYTES, Waiting
+from carpool_batcher.core.queue import MAX_BATCH_BYTES, Queue
 
 REQUEST_BYTES: Final = 1000  # what a request takes in memory beside its body
 
@@ -36,12 +36,12 @@ class Alarm:
     batch_id: str = ""
 
 
-class Alarms:
+class Deadlines:
     """Whom to look at, and when. Who waits and what is in flight is asked of those who know."""
 
-    def __init__(self, waiting: Waiting, fleet: Fleet) -> None:
-        self._waiting = waiting
-        self._fleet = fleet
+    def __init__(self, waiting: Queue, capacity: Capacity) -> None:
+        self._queue = waiting
+        self._capacity = capacity
         self._heap: list[tuple[int, int, Alarm]] = []
         self._number = count()
         self._latest: Alarm | None = None  # of waiting requests: the next of the same entry joins it
@@ -71,7 +71,7 @@ class Alarms:
         self._heap = [one for one in self._heap if one[2].batch_id]
         heapq.heapify(self._heap)
         self._latest, self._watched_bytes = None, 0
-        for lane in self._waiting.lanes.values():
+        for lane in self._queue.lanes.values():
             for request in lane:
                 if request.deadline_us is not None and request not in lane.late:
                     self.watch(request, request.deadline_us, settings, 0)
@@ -83,13 +83,13 @@ class Alarms:
             self._set(Alarm(first_us, [], batch_id))
 
     def _must_leave_us(self, lane: str, deadline_us: int) -> int:
-        return deadline_us - int(1.5 * self._fleet.ride_us(lane)) - 2000
+        return deadline_us - int(1.5 * self._capacity.ride_us(lane)) - 2000
 
     def _set(self, alarm: Alarm) -> None:
         heapq.heappush(self._heap, (alarm.at_us, next(self._number), alarm))
-        waiting_bytes = self._waiting.bytes + REQUEST_BYTES * self._waiting.count
+        waiting_bytes = self._queue.bytes + REQUEST_BYTES * self._queue.count
         if (
-            len(self._heap) > 4 * (self._waiting.count + len(self._fleet.in_flight)) + 1000
+            len(self._heap) > 4 * (self._queue.count + len(self._capacity.in_flight)) + 1000
             or self._watched_bytes > 2 * waiting_bytes + MAX_BATCH_BYTES
         ):
             self._tidy()
@@ -97,9 +97,9 @@ class Alarms:
     def _tidy(self) -> None:
         """Most alarms are for requests that have moved on: keep memory bounded, at O(1) amortised."""
         for _, _, alarm in self._heap:
-            alarm.requests = [request for request in alarm.requests if request in self._waiting]
+            alarm.requests = [request for request in alarm.requests if request in self._queue]
         self._heap = [
-            one for one in self._heap if one[2].requests or one[2].batch_id in self._fleet.in_flight
+            one for one in self._heap if one[2].requests or one[2].batch_id in self._capacity.in_flight
         ]
         heapq.heapify(self._heap)
         self._latest = None
@@ -118,12 +118,12 @@ class Alarms:
             if alarm.batch_id:
                 decisions += self._look_at_batch(alarm.batch_id, now_us)
             for request in alarm.requests:
-                if request in self._waiting:
+                if request in self._queue:
                     decisions += self._look_at(request, settings, now_us)
         return decisions
 
     def _look_at_batch(self, batch_id: str, now_us: int) -> list[Decision]:
-        riding = self._fleet.in_flight.get(batch_id)
+        riding = self._capacity.in_flight.get(batch_id)
         if riding is None:
             return []
         past = [at for at, request in riding.due.items() if (request.deadline_us or 0) <= now_us]
@@ -133,7 +133,7 @@ class Alarms:
 
     def _look_at(self, request: Request, settings: ModelSettings, now_us: int) -> list[Decision]:
         deadline_us = request.deadline_us or 0
-        lane = self._waiting.lanes[request.lane]
+        lane = self._queue.lanes[request.lane]
         if deadline_us > now_us:
             lane.urgent.add(request)
             self._set(Alarm(deadline_us, [request]))
@@ -141,7 +141,7 @@ class Alarms:
         if settings.delays_expired(request.priority):
             lane.put_behind(request)
             return []
-        self._waiting.remove(request)
+        self._queue.remove(request)
         expiration_ms = (deadline_us - request.arrival_us) // 1000
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
         return [refusal(request, DEADLINE_EXCEEDED, "waiting", detail)]

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from carpool.messages import Refusal, Request
-
-Reason = Literal["full", "preferred", "deadline", "efficient", "delay", "idle"]
-
-
-class Dispatch(NamedTuple):
-    """Send these together."""
-
-    requests: list[Request]
-    reason: Reason
-    lane: str
+from carpool.messages import Dispatch, Refusal, Request
 
 
 class Expire(NamedTuple):

@@ -5,7 +5,7 @@ requests leave at the latest at d - trip - l(n), and so they leave just before o
 
     at d - trip - l(n + 1),    or at once when they are enough for the model to be efficient.
 
-Waiting lets batches grow, and fuller batches make a model faster: that is what latency is traded for here
+Queue lets batches grow, and fuller batches make a model faster: that is what latency is traded for here
 (Symphony, SOSP 2023). When more wait than can be served in time, a head whose deadline would keep its batch
 small holds up all behind it: those are given up first whose batch would waste the most (Nexus, SOSP 2019).
 Time is worth what it could serve, so a batch of n is worth n - l(n) * the best n / l(n) there is.
@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from carpool_batcher.core.lane import NEVER
-from carpool_batcher.core.latency import Latency, Line
+from carpool_batcher.core.latency import LatencyModel, Line
 
 EFFICIENT: Final = 0.85  # of the throughput of the largest batch; waiting for more leaves processes idle
 
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 class Outlook(NamedTuple):
     """What a decision rests on. `frees_us`: when a batch may leave for each process."""
 
-    latency: Latency
+    latency: LatencyModel
     max_size: int
     trip_us: int
     frees_us: Sequence[int]
@@ -59,7 +59,7 @@ class Outlook(NamedTuple):
         return low
 
 
-def efficient_size(latency: Latency, max_size: int) -> int:
+def efficient_size(latency: LatencyModel, max_size: int) -> int:
     """The smallest batch that is nearly as efficient as the largest. O(log max_size) when l(n) is another."""
     return 1 if latency.line is None else _efficient_size(latency.line, max_size)
 

@@ -1,7 +1,7 @@
 """When a batch leaves, why, and who rides: rules 1 to 3 at the top of `core.scheduler`.
 
 Nothing is remembered here but what follows from the settings. Who waits is for `core.waiting` to say, where
-there is room for `core.fleet`.
+there is room for `core.capacity`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from itertools import islice
 from typing import Final
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
-from carpool.messages import Refusal, Request
+from carpool.messages import Dispatch, DispatchReason, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.capacity import Fleet
+from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
-from carpool_batcher.core.decisions import Decision, Dispatch, Reason, refusal
+from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import Outlook, efficient_size, latest_start_us, plan
 from carpool_batcher.core.lane import NEVER, Lane
-from carpool_batcher.core.queue import Waiting
+from carpool_batcher.core.queue import Queue
 
 LOOK_AHEAD: Final = 4  # batches: so many waiting requests are looked at before any is given up
 
 
-class Departures:
+class Dispatcher:
     """Which batches leave now, and when to ask again."""
 
-    def __init__(self, waiting: Waiting, fleet: Fleet, settings: ModelSettings) -> None:
-        self._waiting = waiting
-        self._fleet = fleet
+    def __init__(self, waiting: Queue, capacity: Capacity, settings: ModelSettings) -> None:
+        self._queue = waiting
+        self._capacity = capacity
         self.custom: CustomPolicy | None = None  # a user's own, which says who may join a batch
         self.follow(settings)
 
@@ -41,12 +41,12 @@ class Departures:
     def due(self, now_us: int) -> list[Decision]:
         """The batches that leave now, those with the best claim first, and who is given up for them."""
         decisions: list[Decision] = []
-        if not self._waiting.count or not self._fleet.has_room():
+        if not self._queue.count or not self._capacity.has_room():
             return decisions
-        lanes = self._waiting.lanes
+        lanes = self._queue.lanes
         ready = [one for lane in lanes.values() if (one := self._ready(lane, now_us)) is not None]
         heapq.heapify(ready)
-        while ready and self._fleet.has_room():
+        while ready and self._capacity.has_room():
             _, _, name, reason = heapq.heappop(ready)
             if not self._may_leave(reason, now_us):
                 continue
@@ -58,22 +58,22 @@ class Departures:
 
     def next_us(self) -> int | None:
         """When a batch may leave by time alone; None: not before something happens."""
-        room_at_us = self._fleet.room_at_us() if self._waiting.count else None
+        room_at_us = self._capacity.room_at_us() if self._queue.count else None
         if room_at_us is None:
             return None
-        lanes = self._waiting.lanes.values()
+        lanes = self._queue.lanes.values()
         return max(room_at_us, min(self._leaves_at_us(lane)[0] for lane in lanes if lane.count))
 
     # --- whether, and why ----------------------------------------------------------------------------------
 
-    def _may_leave(self, reason: Reason, now_us: int) -> bool:
+    def _may_leave(self, reason: DispatchReason, now_us: int) -> bool:
         """Whether there is room; a full batch may go ahead of a busy process, unless it could become late."""
         if reason == "full" and self._settings.policy != "deferred":
             return True
-        room_at_us = self._fleet.room_at_us()
+        room_at_us = self._capacity.room_at_us()
         return room_at_us is not None and room_at_us <= now_us
 
-    def _ready(self, lane: Lane, now_us: int) -> tuple[int, int, str, Reason] | None:
+    def _ready(self, lane: Lane, now_us: int) -> tuple[int, int, str, DispatchReason] | None:
         """A lane of which a batch may leave, by rank: priority, arrival, name; and the reason."""
         if not lane.count:
             return None
@@ -83,10 +83,10 @@ class Departures:
         priority, arrival_us = lane.head()
         return -priority, arrival_us, lane.name, reason
 
-    def _leaves_at_us(self, lane: Lane) -> tuple[int, Reason]:
+    def _leaves_at_us(self, lane: Lane) -> tuple[int, DispatchReason]:
         """When a batch of a lane leaves, if there is room, and why; 0: it is ready. Somebody must wait."""
         settings = self._settings
-        if self._waiting.fills_batch(lane, settings):
+        if self._queue.fills_batch(lane, settings):
             return 0, "full"
         if settings.preferred_batch_sizes and self._preferred(lane):
             return 0, "preferred"
@@ -96,7 +96,7 @@ class Departures:
         if not self._defers(lane):
             if settings.max_queue_delay_ms:
                 return delay_ends_us, "delay"
-            return max(delay_ends_us, self._fleet.evenly_us()), "idle"
+            return max(delay_ends_us, self._capacity.evenly_us()), "idle"
         outlook = self._outlook(lane)
         if lane.count >= efficient_size(outlook.latency, settings.max_batch_size):
             return 0, "efficient"
@@ -111,13 +111,13 @@ class Departures:
 
     def _defers(self, lane: Lane) -> bool:
         """Whether the policy is deferred, and has something to go by."""
-        if self._settings.policy != "deferred" or not self._fleet.latency.known:
+        if self._settings.policy != "deferred" or not self._capacity.latency.known:
             return False
         return lane.earliest_us(self._objective) != NEVER
 
     # --- who rides -----------------------------------------------------------------------------------------
 
-    def _form(self, lane: Lane, reason: Reason, now_us: int) -> list[Decision]:
+    def _form(self, lane: Lane, reason: DispatchReason, now_us: int) -> list[Decision]:
         """A batch of a lane that is ready; under `deferred` those are given up first that cannot be met, and
         the lane is to be looked at anew: the others may have time left, and turns have changed."""
         size = self._preferred(lane) if reason == "preferred" else self._settings.max_batch_size
@@ -130,9 +130,9 @@ class Departures:
         if outlook.done_us(now_us, most) <= lane.earliest_us(self._objective):
             return [self._dispatch(lane, reason, size)]  # nobody could be late, and so nobody is looked at
         in_order = list(islice(lane.in_order(self._settings.tenant_weights), LOOK_AHEAD * size))
-        outlook = outlook._replace(frees_us=self._fleet.frees_us(now_us))
+        outlook = outlook._replace(frees_us=self._capacity.frees_us(now_us))
         planned = plan(outlook, [self._must_be_done_us(lane, one) for one in in_order], now_us)
-        if not planned.leave and self._fleet.begin_trial(lane.name, now_us):
+        if not planned.leave and self._capacity.begin_trial(lane.name, now_us):
             return [self._dispatch(lane, reason, size)]
         if planned.given_up:
             return [self._give_up(in_order[at], now_us) for at in planned.given_up]
@@ -140,15 +140,15 @@ class Departures:
 
     def _outlook(self, lane: Lane) -> Outlook:
         """What is known of a lane's batches, whenever a process is free."""
-        fleet = self._fleet
-        return Outlook(fleet.latency_of(lane.name), self._settings.max_batch_size, fleet.trip_us, ())
+        capacity = self._capacity
+        return Outlook(capacity.latency_of(lane.name), self._settings.max_batch_size, capacity.trip_us, ())
 
-    def _form_custom(self, lane: Lane, reason: Reason, custom: CustomPolicy) -> list[Decision]:
+    def _form_custom(self, lane: Lane, reason: DispatchReason, custom: CustomPolicy) -> list[Decision]:
         """A batch of those that a user's policy lets join it."""
-        formed = custom.form(self._waiting.fitting(lane, self._settings))
+        formed = custom.form(self._queue.fitting(lane, self._settings))
         decisions: list[Decision] = []
         for request, said in formed.failed:
-            self._waiting.remove(request)
+            self._queue.remove(request)
             decisions.append(refusal(request, INTERNAL, "policy", said))
         if formed.leave:
             decisions.append(self._dispatch(lane, reason, len(formed.leave)))
@@ -163,21 +163,21 @@ class Departures:
         return request.deadline_us
 
     def _give_up(self, request: Request, now_us: int) -> Refusal:
-        self._waiting.remove(request)
+        self._queue.remove(request)
         left_ms = ((request.deadline_us or 0) - now_us) / 1000
         detail = f"expired: it could not have been computed in the {left_ms:.0f} ms that were left"
         return refusal(request, DEADLINE_EXCEEDED, "early", detail)
 
-    def _dispatch(self, lane: Lane, reason: Reason, size: int) -> Dispatch:
+    def _outlives_its_deadline(self, request: Request) -> bool:
+        """Whether a request is to be served even if it expires (`expiration_action` is delay)."""
+        return request.deadline_us is not None and self._settings.delays_expired(request.priority)
+
+    def _dispatch(self, lane: Lane, reason: DispatchReason, size: int) -> Dispatch:
         late = frozenset(lane.late)
-        taken = self._waiting.take(lane, size, self._settings)
-        for request in taken:
-            if request in late or (
-                request.deadline_us is not None and self._settings.delays_expired(request.priority)
-            ):
-                request.deadline_us = None  # neither a batcher nor a worker is to answer it by the clock
-        self._fleet.departing()
-        return Dispatch(taken, reason, lane.name)
+        taken = self._queue.take(lane, size, self._settings)
+        undated = frozenset(one for one in taken if one in late or self._outlives_its_deadline(one))
+        self._capacity.reserve()
+        return Dispatch(taken, reason, lane.name, undated)
 
 
 def _objective(settings: ModelSettings) -> Callable[[Request], int]:

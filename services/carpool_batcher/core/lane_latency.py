@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from carpool_batcher.core.latency import Latency
+from carpool_batcher.core.latency import LatencyModel
 
 LANES: Final = 64  # names come from producers: those heard of last are remembered
 ENOUGH: Final = 4  # batches of a lane, before it goes by them
@@ -19,11 +19,11 @@ BELIEVED_US: Final = 100_000  # so long after it was last seen to hold
 PAUSE: Final = 5.0  # times what a trial took, before the next
 
 
-class Pace:
+class LaneLatency:
     """Of one lane, or of all: l(n), and how long a batch takes from dispatch to settled, of late."""
 
     def __init__(self) -> None:
-        self.latency = Latency()
+        self.latency = LatencyModel()
         self.ride_us = 0.0
         self.computed = 0  # batches
         self.heard_us = 0  # when the last one settled
@@ -37,24 +37,24 @@ class Pace:
             self.heard_us = now_us
 
 
-class Paces:
+class LaneLatencies:
     """The model's, and its lanes'. O(1) for each batch that settles."""
 
     def __init__(self) -> None:
-        self.model = Pace()
-        self._lanes: OrderedDict[str, Pace] = OrderedDict()  # who was heard of last is last
+        self.model = LaneLatency()
+        self._lanes: OrderedDict[str, LaneLatency] = OrderedDict()  # who was heard of last is last
         self._tried: str | None = None  # the lane of a trial of which nothing is heard yet
         self._pause_since_us = 0  # the last trial began, or was heard of
         self._pause_us = 0  # before the next one, of whichever lane
 
-    def of(self, lane: str) -> Pace:
+    def of(self, lane: str) -> LaneLatency:
         """What a lane goes by: its own, once that is known, or the model's."""
         own = self._lanes.get(lane)
         return self.model if own is None or own.computed < ENOUGH else own
 
     def observe(self, lane: str, size: int, took_us: int, compute_us: int, now_us: int) -> None:
-        """A batch of a lane settled: see `Pace.observe`."""
-        own = self._lanes.pop(lane, None) or Pace()
+        """A batch of a lane settled: see `LaneLatency.observe`."""
+        own = self._lanes.pop(lane, None) or LaneLatency()
         self._lanes[lane] = own
         if len(self._lanes) > LANES:
             self._lanes.popitem(last=False)

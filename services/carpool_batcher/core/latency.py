@@ -44,7 +44,7 @@ class Line(NamedTuple):
         return int(self.intercept_us + self.slope_us * size)
 
 
-class Latency:
+class LatencyModel:
     """l(n) of one lane, or of all. `observe` costs about 20 µs, the others less than one."""
 
     def __init__(self) -> None:

@@ -17,13 +17,15 @@ from carpool_batcher.core.lane import Lane, bytes_of
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 
 
-class Waiting:
+class Queue:
     """The waiting requests of one model. `count` and `bytes` are of all lanes together."""
 
     def __init__(self) -> None:
         self.count = 0
         self.bytes = 0
-        self.held = 0  # results that are done, and held until those before them are: they count as waiting
+        self.withheld = (
+            0  # results that are done, and held until those before them are: they count as waiting
+        )
         self.lanes: dict[str, Lane] = {"": Lane("")}  # none is empty, but perhaps this one
         self._by_priority = [0] * PRIORITY_LEVELS
 
@@ -42,10 +44,10 @@ class Waiting:
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
             detail = f"cost: {request.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
             return refusal(request, INVALID_ARGUMENT, "cost", detail)
-        if self.count + self.held >= settings.max_queue_size:
+        if self.count + self.withheld >= settings.max_queue_size:
             who = f"{self.count} requests wait"
-            if self.held:
-                who += f", {self.held} results are held until those before them are done"
+            if self.withheld:
+                who += f", {self.withheld} results are held until those before them are done"
             detail = f"the queue is full: {who} (max_queue_size); try again later"
             return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
         if settings.priority_policies and self._level_is_full(request.priority, settings):

@@ -8,7 +8,6 @@ All is started from the main thread and ends with this process, however that end
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -28,7 +27,8 @@ from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import take_census
+from carpool.store.directory import take_snapshot
+from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.model_process.loader import model_name
@@ -181,7 +181,7 @@ class WorkerService(Service):
     @property
     def inputs(self) -> list[TensorSpec]:
         """The tensors that the model declares."""
-        return [TensorSpec(**one) for one in json.loads(self.registration.get("inputs", "[]"))]
+        return decode_inputs(self.registration)
 
     def start(self) -> None:
         self.serving = False
@@ -317,14 +317,14 @@ class Supervisor:
         """Whether all of this worker's model processes take batches, and somebody dispatches them."""
         assert self._link is not None
         keys = Keys(worker.model, self._plan.prefix)
-        census = take_census(self._link, keys, RedisClock())
+        snapshot = take_snapshot(self._link, keys, RedisClock())
         ours = f"{socket.gethostname()[:40]}-{worker.pid}-"  # how a worker names its processes
-        processes = sum(name.startswith(ours) for name in census.workers)
+        processes = sum(name.startswith(ours) for name in snapshot.workers)
         if processes < self._plan.replicas or not self._link.call("EXISTS", keys.batcher):
             return False
         worker.serving = True
         worker.serves_since_s = time.monotonic()
-        worker.registration = census.registration
+        worker.registration = snapshot.registration
         if self._came_up:
             self._log.info("serves again", model=worker.model)
         return True

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from carpool_batcher.core.latency import UNKNOWN, Latency, Line
+from carpool_batcher.core.latency import UNKNOWN, LatencyModel, Line
 
 Sizes = Sequence[tuple[int, int]]  # of batches: how many requests, and how many us
 Curve = Sequence[tuple[float, float]]  # size and us, both in order, and no size twice; one at least
@@ -67,7 +67,7 @@ def spread_of(seen: Sizes, curve: Curve) -> Sequence[float]:
 
 def learned(seen: Sizes) -> Line:
     """The line that a batcher makes of these batches."""
-    latency = Latency()
+    latency = LatencyModel()
     for size, took_us in seen:
         latency.observe(size, took_us)
     assert latency.line is not None

@@ -12,10 +12,11 @@ from typing import Any, Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.errors import CarpoolError
 from carpool.keys import Keys
+from carpool.messages import BatchSettled
 from carpool.model_settings import ModelSettings
 from carpool.settings import ProducerSettings
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import Directory, take_census
+from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool_cli.config import ConfigError
 from carpool_cli.tuning.arrivals import TraceError
@@ -84,14 +85,14 @@ def look(link: Link, prefix: str, model: str) -> Live:
         there = f"there are {', '.join(known)}" if known else "none is; `carpool up square` serves one"
         raise NotServedError(f"no model {model!r:.140} is registered; {there}")
     keys = Keys(model, prefix)
-    census = take_census(link, keys, RedisClock())
+    snapshot = take_snapshot(link, keys, RedisClock())
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED)
     settled = [decode_settled(flat) for _, flat in reversed(latest)]
-    seen = [(one.size, one.compute_us) for one in settled if one.size and one.compute_us]
+    seen = [(one.size, one.compute_us) for one in settled if type(one) is BatchSettled and one.compute_us]
     return Live(
-        ModelSettings.from_mapping(census.registration),
-        ModelSettings.from_mapping({**census.registration, **census.config}),
-        len(census.workers),
+        ModelSettings.from_mapping(snapshot.registration),
+        ModelSettings.from_mapping({**snapshot.registration, **snapshot.config}),
+        len(snapshot.workers),
         seen,
     )
 

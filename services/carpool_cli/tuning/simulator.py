@@ -123,10 +123,10 @@ class Decides(Protocol):
     """What a scheduler is asked and told: see `carpool_batcher.core.scheduler`."""
 
     def offer(self, request: Request, now_us: int) -> Refusal | None: ...
-    def departed(self, batch_id: str | None, requests: Sequence[Request], now_us: int) -> None: ...
-    def settle(self, batch_id: str, now_us: int, compute_us: int) -> None: ...
+    def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None: ...
+    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None: ...
     def poll(self, now_us: int) -> list[Decision]: ...
-    def wake_at(self) -> int | None: ...
+    def wake_at_us(self) -> int | None: ...
 
 
 class InOrder:
@@ -199,7 +199,7 @@ class Simulation:
         first_us = now_us = 0 if arrival is None else arrival.at_us
         arrived = 0
         while True:
-            next_us = scheduler.wake_at()
+            next_us = scheduler.wake_at_us()
             if events and (next_us is None or events[0][0] < next_us):
                 next_us = events[0][0]
             if arrival is not None and (next_us is None or arrival.at_us < next_us):
@@ -235,7 +235,7 @@ class Simulation:
         for one in self._scheduler.poll(now_us):
             if type(one) is Dispatch:
                 batch_id = str(next(self._number))
-                self._scheduler.departed(batch_id, one.requests, now_us)
+                self._scheduler.launch(batch_id, one, now_us)
                 outcome.sizes.append(len(one.requests))
                 outcome.reasons[one.reason] = outcome.reasons.get(one.reason, 0) + 1
                 self._set_out(now_us, batch_id, one.requests)
@@ -287,7 +287,7 @@ class Simulation:
     def _hear(self, at_us: int, ride: Ride) -> None:
         """Everybody knows that a batch is done."""
         answered, in_order = self._answered, self._in_order
-        self._scheduler.settle(ride.batch_id, at_us, ride.compute_us)
+        self._scheduler.settle(ride.batch_id, ride.compute_us, at_us)
         for request in ride.requests:
             if answered and request in answered:
                 answered.discard(request)

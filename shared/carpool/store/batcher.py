@@ -7,21 +7,21 @@ from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import Batch, Entry, Refusal, Request, Result, Settled
+from carpool.messages import Batch, BatchSettled, Dispatch, Entry, Refusal, Request, Result, WorkersChanged
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.directory import Census, take_census
+from carpool.store.directory import ModelSnapshot, take_snapshot
 from carpool.store.results import (
     IN_ORDER,
     RESULT_ARGS,
     Address,
     Answer,
-    Keyring,
+    ScriptKeys,
     answer,
     release,
     result_args,
 )
 from carpool.wire.batches import decode_batch, decode_settled, encode_batch
-from carpool.wire.requests import encode_requests, slots_of
+from carpool.wire.requests import encode_requests, tickets_of
 
 _ADMIT: Final = Script("ordering/admit")
 _DISPATCH: Final = Script("dispatch", after=("ordering/move", "put_back"))
@@ -33,19 +33,11 @@ _STATUS: Final = Script("status")
 RawEntry = tuple[bytes, list[bytes]]
 
 
-class Departure(NamedTuple):
-    """Requests that leave together, and why."""
+class Dispatched(NamedTuple):
+    """A batch that is in flight now: its ID, and its dispatch with the requests that still waited."""
 
-    requests: Sequence[Request]
-    reason: str
-    lane: str
-
-
-class Departed(NamedTuple):
-    """What became of a departure: its batch's ID (None: nobody was left), and who rides."""
-
-    batch_id: str | None
-    requests: Sequence[Request]
+    batch_id: str
+    dispatch: Dispatch
 
 
 class BatcherStore:
@@ -64,9 +56,9 @@ class BatcherStore:
         """Become or stay the model's one active batcher; `lease_ms` 0 steps down."""
         return bool(self._link.run(_LEASE, [self.keys.batcher], [name, lease_ms]))
 
-    def census(self) -> Census:
+    def snapshot(self) -> ModelSnapshot:
         """Look at the model, and at the clock."""
-        return take_census(self._link, self.keys, self.clock)
+        return take_snapshot(self._link, self.keys, self.clock)
 
     def publish_status(self, status: str, ttl_ms: int) -> None:
         """Say how this batcher fares, for whoever watches, until `ttl_ms` pass or it is said anew."""
@@ -89,18 +81,18 @@ class BatcherStore:
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
     def admit(self, entries: Sequence[Entry]) -> int:
-        """The requests of these entries, which have slots, take them in the order of results.
+        """The requests of these entries, which have tickets, take them in the order of results.
 
-        Returns how many slots are taken: by who waits or is in flight, and by results that are held.
+        Returns how many tickets are taken: by who waits or is in flight, and by results that are held.
         """
         args: list[Argument] = [len(entries)]
         for entry in entries:
-            slots = [request.slot for request in entry.requests if request.slot is not None]
-            args += [entry.id, len(slots), *slots]
+            tickets = [request.ticket for request in entry.requests if request.ticket is not None]
+            args += [entry.id, len(tickets), *tickets]
         return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], args))
 
     def release(self, entries: Container[str] = (), batches: Container[str] = ()) -> None:
-        """Deliver what is held and need not be, also where a slot before it was given up without a word.
+        """Deliver what is held and need not be, also where a ticket before it was given up without a word.
 
         `entries` and `batches` are known to be there: to look would cost Redis their bytes.
         """
@@ -110,65 +102,61 @@ class BatcherStore:
             release(self._link, self.keys, free_lost=True)
 
     def dispatch(
-        self, departures: Sequence[Departure], result_ttl_ms: int
-    ) -> tuple[list[Departed], list[Entry]]:
+        self, dispatches: Sequence[Dispatch], result_ttl_ms: int
+    ) -> tuple[list[Dispatched | None], list[Entry]]:
         """Turn waiting requests into batches. Entries of which only some requests leave get a new ID.
 
-        Returns what became of each departure, and the entries that were gone: nobody in them rides.
+        Returns for each dispatch its batch, None where none of its requests still waited; and the entries
+        that were gone.
         """
         leaving: dict[Entry, int] = {}
-        for departure in departures:
-            for request in departure.requests:
+        for dispatch in dispatches:
+            for request in dispatch.requests:
                 leaving[request.entry] = leaving.get(request.entry, 0) + 1
         entries = {entry: index for index, entry in enumerate(leaving, 1)}
-        staying = self._staying(departures, leaving)
+        staying = self._staying(dispatches, leaving)
         args: list[Argument] = [len(entries), *(entry.id for entry in entries), len(staying)]
         for entry, rest in staying.items():
             args += [entries[entry], *_put_back_args(entry, rest)]
-        args.append(len(departures))
-        for departure in departures:
-            args += self._departure_args(departure, entries, result_ttl_ms)
+        args.append(len(dispatches))
+        for dispatch in dispatches:
+            args += self._dispatch_args(dispatch, entries, result_ttl_ms)
         gone, new_ids, batch_ids = self._link.run(
             _DISPATCH, [self.keys.requests, self.keys.batches, self.keys.held], args
         )
 
         gone_ids = {entry_id.decode() for entry_id in gone}
-        departed = [
-            Departed(
-                batch_id.decode() or None,
-                [r for r in departure.requests if r.entry.id not in gone_ids]
-                if gone_ids
-                else departure.requests,
-            )
-            for batch_id, departure in zip(batch_ids, departures, strict=True)
+        dispatched = [
+            Dispatched(batch_id.decode(), _without(dispatch, gone_ids)) if batch_id else None
+            for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
         vanished = [entry for entry in entries if entry.id in gone_ids]
         _leave(entries.keys() - set(vanished), dict(zip(staying, new_ids, strict=True)), staying)
-        return departed, vanished
+        return dispatched, vanished
 
     @staticmethod
-    def _staying(departures: Sequence[Departure], leaving: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
+    def _staying(dispatches: Sequence[Dispatch], leaving: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
         """Who stays behind, in the entries of which only some leave."""
         partly = [entry for entry, number in leaving.items() if number < len(entry.requests)]
         if not partly:
             return {}
-        gone = {request for departure in departures for request in departure.requests}
+        gone = {request for dispatch in dispatches for request in dispatch.requests}
         return {entry: [request for request in entry.requests if request not in gone] for entry in partly}
 
-    def _departure_args(
-        self, departure: Departure, entries: Mapping[Entry, int], result_ttl_ms: int
+    def _dispatch_args(
+        self, dispatch: Dispatch, entries: Mapping[Entry, int], result_ttl_ms: int
     ) -> list[Argument]:
-        indexes = dict.fromkeys(entries[request.entry] for request in departure.requests)
-        fields: list[Argument] = ["requests", encode_batch(departure.requests)]
-        fields += ["size", len(departure.requests), "reason", departure.reason]
+        indexes = dict.fromkeys(entries[request.entry] for request in dispatch.requests)
+        fields: list[Argument] = ["requests", encode_batch(dispatch)]
+        fields += ["size", len(dispatch.requests), "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
-        if departure.lane:
-            fields += ["lane", departure.lane]
-        slots: list[Argument] = []
-        for request in departure.requests:
-            if request.slot is not None:
-                slots += [entries[request.entry], request.slot]
-        return [len(indexes), *indexes, len(fields), *fields, len(slots) // 2, *slots]
+        if dispatch.lane:
+            fields += ["lane", dispatch.lane]
+        tickets: list[Argument] = []
+        for request in dispatch.requests:
+            if request.ticket is not None:
+                tickets += [entries[request.entry], request.ticket]
+        return [len(indexes), *indexes, len(fields), *fields, len(tickets) // 2, *tickets]
 
     def refuse(
         self, refusals: Sequence[Refusal], emptied: Sequence[Entry], result_ttl_ms: int
@@ -180,15 +168,15 @@ class BatcherStore:
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
-        keyring = Keyring(self.keys.requests, self.keys.order, self.keys.held)
+        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
         args: list[Argument] = [result_ttl_ms, len(by_entry)]
         staying: dict[Entry, list[Request]] = {}
         for entry, of_entry in by_entry.items():
             leaving = {refusal.request for refusal in of_entry}
             staying[entry] = rest = [request for request in entry.requests if request not in leaving]
-            results = result_args(self.keys, keyring, map(_refused, of_entry))
+            results = result_args(self.keys, script_keys, map(_refused, of_entry))
             args += [entry.id, *_put_back_args(entry, rest), len(results) // RESULT_ARGS, *results]
-        new_ids = dict(zip(by_entry, self._link.run(_REFUSE, keyring.keys, args), strict=True))
+        new_ids = dict(zip(by_entry, self._link.run(_REFUSE, script_keys.keys, args), strict=True))
         vanished = [entry for entry, new_id in new_ids.items() if new_id is None]
         _leave(by_entry.keys() - set(vanished), new_ids, staying)
         return vanished
@@ -222,14 +210,14 @@ class Tail:
         )  # fmt: skip
         self._asked = True
 
-    def hear(self, timeout_s: float) -> tuple[list[RawEntry], list[Settled]]:
+    def hear(self, timeout_s: float) -> tuple[list[RawEntry], list[BatchSettled | WorkersChanged]]:
         """What is new, or nothing when `timeout_s` passes or Redis had nothing to say."""
         if not self._link.readable(timeout_s):
             return [], []
         reply = self._link.receive()
         self._asked = False
         arrived: list[RawEntry] = []
-        settled: list[Settled] = []
+        settled: list[BatchSettled | WorkersChanged] = []
         for stream, entries in reply or ():
             if not entries:  # it was emptied between our being told and our reading
                 continue
@@ -246,10 +234,16 @@ class Tail:
         self._link.close()
 
 
+def _without(dispatch: Dispatch, gone: Container[str]) -> Dispatch:
+    if not gone:
+        return dispatch
+    return dispatch._replace(requests=[one for one in dispatch.requests if one.entry.id not in gone])
+
+
 def _put_back_args(entry: Entry, staying: Sequence[Request]) -> list[Argument]:
-    """Payload, arrival (ms) and slots of those who stay; '' for the payload if nobody does."""
+    """Payload, arrival (ms) and tickets of those who stay; '' for the payload if nobody does."""
     payload = encode_requests(staying) if staying else b""
-    return [payload, entry.arrival_us // 1000, slots_of(staying)]
+    return [payload, entry.arrival_us // 1000, tickets_of(staying)]
 
 
 def _leave(
@@ -263,6 +257,6 @@ def _leave(
 
 
 def _refused(refusal: Refusal) -> tuple[Address, Result]:
-    slot = None if refusal.request is None else refusal.request.slot
+    ticket = None if refusal.request is None else refusal.request.ticket
     result = Result(refusal.correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
-    return Address(refusal.reply_to, slot), result
+    return Address(refusal.reply_to, ticket), result

@@ -12,18 +12,18 @@ from carpool.store.connection import Argument, CommandError, Link
 from carpool.wire.requests import arrival_of
 
 
-class Census(NamedTuple):
+class ModelSnapshot(NamedTuple):
     """What Redis says of a model, looked at a few times a second."""
 
     waiting_entries: int
     batches_in_flight: int
-    slots: int  # taken in the order of results: by who waits or is in flight, and by results that are held
+    tickets: int  # taken in the order of results: by who waits or is in flight, and by results that are held
     workers: list[str]
     registration: dict[str, str]
     config: dict[str, str]  # what an operator said instead
 
 
-class Glance(NamedTuple):
+class ModelOverview(NamedTuple):
     """A model as whoever may count sees it; `status` is what its batcher says of itself, undecoded."""
 
     at_us: int
@@ -45,7 +45,7 @@ class Directory:
         """Names of the registered models, sorted."""
         return sorted(name.decode() for name in self._link.call("SMEMBERS", models_key(self._prefix)))
 
-    def glance(self, model: str) -> Glance:
+    def overview(self, model: str) -> ModelOverview:
         """A model as it is now, in one trip."""
         keys = Keys(model, self._prefix)
         time_reply, waiting, in_flight, workers, batcher, status = no_errors(
@@ -59,7 +59,9 @@ class Directory:
             )
         )
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
-        return Glance(at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), status)
+        return ModelOverview(
+            at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), status
+        )
 
     def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
         """What a model's workers registered, and what an operator said instead."""
@@ -91,9 +93,9 @@ class Directory:
         self._link.close()
 
 
-def take_census(link: Link, keys: Keys, clock: RedisClock) -> Census:
+def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
     """Look at a model, and at the clock."""
-    slots, *replies = link.call_many(
+    tickets, *replies = link.call_many(
         ("LLEN", keys.order),
         ("TIME",),
         ("XLEN", keys.requests),
@@ -102,12 +104,14 @@ def take_census(link: Link, keys: Keys, clock: RedisClock) -> Census:
         ("HGETALL", keys.registration),
         ("HGETALL", keys.config),
     )
-    if isinstance(slots, CommandError) and slots.code == "WRONGTYPE":
-        slots = 0  # nobody is in order: see order.lua
-    time_reply, waiting, in_flight, slots, workers, *hashes = no_errors([*replies[:3], slots, *replies[3:]])
+    if isinstance(tickets, CommandError) and tickets.code == "WRONGTYPE":
+        tickets = 0  # nobody is in order: see order.lua
+    time_reply, waiting, in_flight, tickets, workers, *hashes = no_errors(
+        [*replies[:3], tickets, *replies[3:]]
+    )
     clock.set(time_reply, time.monotonic_ns())
     alive = _alive(workers, clock.now_us() // 1000)
-    return Census(waiting, in_flight, slots, alive, *map(_texts, hashes))
+    return ModelSnapshot(waiting, in_flight, tickets, alive, *map(_texts, hashes))
 
 
 def no_errors(replies: list[Any]) -> list[Any]:

@@ -20,15 +20,15 @@ _RELEASE: Final = Script("ordering/release", after=IN_ORDER)
 
 
 class Address(NamedTuple):
-    """Where a result goes: to `reply_to`, or a list of its own; in which order, if its request has a slot."""
+    """Where a result goes: to the stream `reply_to` or its own list; withheld in order if it has a ticket."""
 
     reply_to: str | None
-    slot: str | None
+    ticket: str | None
 
     @classmethod
     def of(cls, request: Request | BatchedRequest) -> Self:
         """Where a request's result goes."""
-        return cls(request.reply_to, request.slot)
+        return cls(request.reply_to, request.ticket)
 
 
 class Answer(NamedTuple):
@@ -43,7 +43,7 @@ class FencedError(Exception):
     """The batch belongs to another worker now: its lease ran out here. What was computed is dropped."""
 
 
-class Keyring:
+class ScriptKeys:
     """KEYS of a script, each once, with its index as Lua counts."""
 
     def __init__(self, *keys: str) -> None:
@@ -73,19 +73,19 @@ def answer(
 
     Returns the positions that were written: the others had been answered. Raises FencedError.
     """
-    keyring = Keyring(keys.batches, keys.progress(batch_id), keys.order, keys.held)
+    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.held)
     args: list[Argument] = [consumer, batch_id, epoch, result_ttl_ms, PROGRESS_TTL_MS]
     args += ["" if starting is None else starting, len(answers)]
     for position, address, result in answers:
-        args += [position, *result_args(keys, keyring, [(address, result)])]
-    answered = link.run(_ANSWER, keyring.keys, args)
+        args += [position, *result_args(keys, script_keys, [(address, result)])]
+    answered = link.run(_ANSWER, script_keys.keys, args)
     if answered == b"FENCED":
         raise FencedError(batch_id)
     return set() if answered == b"SETTLED" else set(answered)
 
 
 def release(link: Link, keys: Keys, *, free_lost: bool = False) -> str:
-    """Deliver all held results that have nobody before them; with `free_lost` also the slots of requests that
+    """Deliver all withheld results whose turn it is. With `free_lost` also free the tickets of requests that
     were withdrawn by XDEL, or whose batch was deleted by hand.
 
     Returns where the request is whose turn it is: 'w' and its entry, 'b' and its batch, '' if there is none.
@@ -96,19 +96,21 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> str:
     return str(first.decode())
 
 
-def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[Address, Result]]) -> list[Argument]:
-    """Key index, kind, slot and payload of each list; of each reply stream once for all its results.
+def result_args(
+    keys: Keys, script_keys: ScriptKeys, results: Iterable[tuple[Address, Result]]
+) -> list[Argument]:
+    """Key index, kind, ticket and payload of each list; of each reply stream once for all its results.
 
-    RESULT_ARGS for each. One that has a slot goes alone, as an envelope: order.lua puts together what can be.
+    RESULT_ARGS for each. A result with a ticket is sent alone, as an envelope: order.lua packs what it can.
     """
     args: list[Argument] = []
     by_stream: dict[str, list[Result]] = {}
-    for (reply_to, slot), result in results:
+    for (reply_to, ticket), result in results:
         if reply_to is None:
-            key = keyring.index(keys.result(result.correlation_id))
-            args += [key, "list", slot or "", encode_result(result)]
-        elif slot is not None:
-            args += [keyring.index(keys.replies(reply_to)), "stream", slot, encode_envelope(result)]
+            key = script_keys.index(keys.result(result.correlation_id))
+            args += [key, "list", ticket or "", encode_result(result)]
+        elif ticket is not None:
+            args += [script_keys.index(keys.replies(reply_to)), "stream", ticket, encode_envelope(result)]
         else:
             of_stream = by_stream.get(reply_to)
             if of_stream is None:
@@ -116,7 +118,7 @@ def result_args(keys: Keys, keyring: Keyring, results: Iterable[tuple[Address, R
             else:
                 of_stream.append(result)
     for reply_to, of_stream in by_stream.items():
-        key = keyring.index(keys.replies(reply_to))
+        key = script_keys.index(keys.replies(reply_to))
         for some in _of_moderate_size(of_stream):
             args += [key, "stream", "", encode_results(some)]
     return args

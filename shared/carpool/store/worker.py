@@ -17,7 +17,7 @@ from carpool.store.results import (
     Address,
     Answer,
     FencedError,
-    Keyring,
+    ScriptKeys,
     answer,
     release,
     result_args,
@@ -168,14 +168,14 @@ class WorkerStore:
         compute_us: int,
     ) -> set[int]:
         keys = self.keys
-        keyring = Keyring(
+        script_keys = ScriptKeys(
             keys.batches, keys.settled, keys.progress(batch.id), keys.dead, keys.order, keys.held
         )
         if left_out:
             results = {position: one for position, one in results.items() if position not in left_out}
         settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
         settled += ["compute_us", compute_us]
-        delivered = result_args(self.keys, keyring, results.values())
+        delivered = result_args(self.keys, script_keys, results.values())
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_LENGTH, DEAD_LENGTH]
         args += [len(left_out), *left_out, len(settled), *settled]
@@ -183,7 +183,7 @@ class WorkerStore:
         for letter in dead:
             fields = encode_dead_letter(letter)
             args += [len(fields), *fields]
-        reply = self._link.run(_COMMIT, keyring.keys, args)
+        reply = self._link.run(_COMMIT, script_keys.keys, args)
         if reply == b"FENCED":
             raise FencedError(batch.id)
         if reply == b"MORE":

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgpack
 
-from carpool.messages import Batch, BatchedRequest, DeadLetter, Request, Settled
+from carpool.messages import Batch, BatchedRequest, BatchSettled, DeadLetter, Dispatch, WorkersChanged
 
 
-def encode_batch(requests: Sequence[Request]) -> bytes:
-    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples, with a slot who has one."""
+def encode_batch(dispatch: Dispatch) -> bytes:
+    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples, tickets only where set."""
     tuples: list[tuple[Any, ...]] = [
         (
             request.entry.id,
@@ -22,15 +22,15 @@ def encode_batch(requests: Sequence[Request]) -> bytes:
             request.content_type,
             request.reply_to,
             request.arrival_us,
-            request.deadline_us,
+            dispatch.deadline_us(request),
             request.body,
             request.extra,
         )
-        for request in requests
+        for request in dispatch.requests
     ]
-    for at, request in enumerate(requests):
-        if request.slot is not None:
-            tuples[at] += (request.slot,)
+    for at, request in enumerate(dispatch.requests):
+        if request.ticket is not None:
+            tuples[at] += (request.ticket,)
     return bytes(msgpack.packb(tuples))
 
 
@@ -53,14 +53,14 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     )
 
 
-def decode_settled(flat: Sequence[bytes]) -> Settled:
-    """An entry of the `settled` stream."""
+def decode_settled(flat: Sequence[bytes]) -> BatchSettled | WorkersChanged:
+    """An entry of the `settled` stream: one without a batch says that a model process joined or left."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    return Settled(
-        raw.get(b"batch", b"").decode(),
-        raw.get(b"worker", b"").decode(),
-        int(raw.get(b"size", b"0")),
-        int(raw.get(b"compute_us", b"0")),
+    worker = raw.get(b"worker", b"").decode()
+    if b"batch" not in raw:
+        return WorkersChanged(worker)
+    return BatchSettled(
+        raw[b"batch"].decode(), worker, int(raw.get(b"size", b"0")), int(raw.get(b"compute_us", b"0"))
     )
 
 

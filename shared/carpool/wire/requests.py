@@ -59,7 +59,7 @@ _KNOWN: Final = frozenset(
     }
 )
 _SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
-_SLOT: Final = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}:[0-9]{1,4}")
+_TICKET: Final = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}:[0-9]{1,4}")
 _NAMES: Final = {name.encode(): name for name in _KNOWN}
 _PLAIN: Final = frozenset({"correlation_id", "body"})
 
@@ -75,8 +75,8 @@ def arrival_of(entry_id: str) -> int:
     return int(entry_id.partition("-")[0]) * 1000
 
 
-def slot_of(entry_id: str, position: int) -> str:
-    """The name of a request's slot in the order of results: the entry in which it arrived, its place."""
+def ticket_of(entry_id: str, position: int) -> str:
+    """The name of a request's ticket in the order of results: the entry in which it arrived, its place."""
     return f"{entry_id}:{position}"
 
 
@@ -107,10 +107,10 @@ def decode_entry(
     else:
         # What was put back says more than it did at first: it may be larger, and so is never refused for it.
         limit = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES
-        slots = raw.pop("slots", b"") if arrival is not None else b""
+        tickets = raw.pop("slots", b"") if arrival is not None else b""
         decoded = _decode_packed(entry, packed, raw, settings, limit)
-        if slots:
-            _keep_slots(decoded, slots)
+        if tickets:
+            _keep_tickets(decoded, tickets)
     entry.requests = [one for one in decoded if type(one) is Request]
     return entry, decoded
 
@@ -123,13 +123,13 @@ def _kept_arrival(value: bytes, entry_arrival_us: int) -> int:
         return entry_arrival_us
 
 
-def _keep_slots(decoded: Sequence[Decoded], slots: bytes) -> None:
-    """Requests that were put back keep their slots. Who wrote something else there has none."""
-    names = slots.split()
-    if len(names) == len(decoded) and all(map(_SLOT.fullmatch, names)):
+def _keep_tickets(decoded: Sequence[Decoded], tickets: bytes) -> None:
+    """Requests that were put back keep their tickets. Who wrote something else there has none."""
+    names = tickets.split()
+    if len(names) == len(decoded) and all(map(_TICKET.fullmatch, names)):
         for one, name in zip(decoded, names, strict=True):
             if type(one) is Request:
-                one.slot = name.decode()
+                one.ticket = name.decode()
 
 
 def _withdrawal(entry: Entry, names: bytes) -> Withdrawal:
@@ -385,9 +385,9 @@ def encode_requests(requests: Iterable[Request]) -> bytes:
     return bytes(msgpack.packb([_request_map(request) for request in requests]))
 
 
-def slots_of(requests: Iterable[Request]) -> str:
-    """The `slots` field that goes with it, in which all requests of an entry have one, or none."""
-    return " ".join(request.slot for request in requests if request.slot is not None)
+def tickets_of(requests: Iterable[Request]) -> str:
+    """The `tickets` field that goes with it, in which all requests of an entry have one, or none."""
+    return " ".join(request.ticket for request in requests if request.ticket is not None)
 
 
 def _request_map(request: Request) -> Fields:

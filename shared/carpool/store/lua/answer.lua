@@ -6,7 +6,7 @@
 -- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results
 -- ARGV  1 consumer or ''  2 batch ID  3 epoch  4 result TTL (ms)  5 progress TTL (ms)
 --       6 position that the worker starts next, '' for none
---       7 R, then R times: position in the batch, index in KEYS, kind, slot or '', payload
+--       7 R, then R times: position in the batch, index in KEYS, kind, ticket or '', payload
 -- Returns { positions answered now }, or 'FENCED' (worker), or 'SETTLED' (batcher: the batch is no longer there)
 -- O(results); without a consumer also O(bytes of the batch).
 if ARGV[1] == '' then
@@ -20,10 +20,10 @@ redis.call('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: 
 local answered, ordered = {}, false
 for r = 1, tonumber(ARGV[7]) do
   local at = 3 + 5 * r
-  local key, kind, slot, payload = KEYS[tonumber(ARGV[at + 1])], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
-  ordered = ordered or slot ~= ''
+  local key, kind, ticket, payload = KEYS[tonumber(ARGV[at + 1])], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
+  ordered = ordered or ticket ~= ''
   if redis.call('HSETNX', KEYS[2], 'answered:' .. ARGV[at], '1') == 1 then
-    deliver_in_order(KEYS[4], slot, key, kind, payload, ARGV[4])
+    deliver_in_order(KEYS[4], ticket, key, kind, payload, ARGV[4])
     answered[#answered + 1] = tonumber(ARGV[at])
   end
 end

@@ -10,7 +10,7 @@
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 longest `settled`  6 longest `dead`
 --       7.. X, then X positions left out
 --       S, then S strings: the fields for `settled`
---       R, then R times: index in KEYS, kind, slot or '', payload
+--       R, then R times: index in KEYS, kind, ticket or '', payload
 --       L, then L times: number of field strings, the fields of a dead letter
 -- Returns 'OK' | 'FENCED' | { positions answered meanwhile } | 'MORE': OK, and there is more to release
 -- O(results), and O(bytes) for the payloads.
@@ -43,9 +43,9 @@ for i = 1, tonumber(take()) do settled[i] = take() end
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(settled))
 local ordered = false
 for _ = 1, tonumber(take()) do
-  local key, kind, slot, payload = KEYS[tonumber(take())], take(), take(), take()
-  ordered = ordered or slot ~= ''
-  deliver_in_order(KEYS[6], slot, key, kind, payload, ARGV[4])
+  local key, kind, ticket, payload = KEYS[tonumber(take())], take(), take(), take()
+  ordered = ordered or ticket ~= ''
+  deliver_in_order(KEYS[6], ticket, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
   local letter = {}

@@ -6,9 +6,9 @@
 --
 -- KEYS  1 requests   2 batches   3 held
 -- ARGV  E, then E entry IDs
---       P, then P times: index of an entry of which some requests stay, their payload, arrival (ms) and slots
+--       P, then P times: index of an entry of which some requests stay, their payload, arrival (ms) and tickets
 --       B, then B times: number of its entries, their indexes, number of field strings, the fields, number of
---          slots, and for each: the index of the request's entry, the slot
+--          tickets, and for each: the index of the request's entry, the ticket
 -- Returns { IDs that were gone }, { new entry ID for each of P, '' if gone }, { batch ID for each of B, '' if
 --       all of it was gone }
 -- O(entries), and O(bytes) for the payloads.
@@ -30,8 +30,8 @@ end
 
 local stayed = {}
 for p = 1, tonumber(take()) do
-  local index, payload, arrival_ms, slots = tonumber(take()), take(), take(), take()
-  stayed[p] = is_gone[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, slots)
+  local index, payload, arrival_ms, tickets = tonumber(take()), take(), take(), take()
+  stayed[p] = is_gone[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
 end
 
 local batches = {}
@@ -52,8 +52,8 @@ for b = 1, tonumber(take()) do
     batches[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
   end
   for _ = 1, tonumber(take()) do
-    local index, slot = tonumber(take()), take()
-    if not is_gone[index] then move(KEYS[3], slot, 'b' .. batches[b]) end
+    local index, ticket = tonumber(take()), take()
+    if not is_gone[index] then move(KEYS[3], ticket, 'b' .. batches[b]) end
   end
 end
 

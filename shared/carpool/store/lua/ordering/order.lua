@@ -1,19 +1,19 @@
--- Results in the order in which their requests arrived (preserve_ordering). A request has a slot, which it took
+-- Results in the order in which their requests arrived (preserve_ordering). A request has a ticket, which it took
 -- at its arrival; until its slot's turn comes, its result is held.
 --
---   order   list: the slots of requests that wait, are in flight, or are held, as they arrived
---   held    hash, for each of these slots: 'w' and the entry in which its request waits, or 'b' and the batch
+--   order   list: the tickets of requests that wait, are in flight, or are held, as they arrived
+--   held    hash, for each of these tickets: 'w' and the entry in which its request waits, or 'b' and the batch
 --           in which it is in flight, or 'r' and its result, with all that is needed to deliver it
 --
--- A request without a slot, or whose slot is not held (any more), waits for nobody. Keys of another type cost
+-- A request without a ticket, or whose ticket is not held (any more), waits for nobody. Keys of another type cost
 -- the order, never a result.
 
--- deliver_in_order(held, slot, key, kind, payload, ttl_ms): deliver, or hold for `release`. The payload
--- of one with a slot is a lone envelope, also where it goes on a stream. O(1).
-local function deliver_in_order(held, slot, key, kind, payload, ttl_ms)
-  if slot ~= '' then
+-- deliver_in_order(held, ticket, key, kind, payload, ttl_ms): deliver, or hold for `release`. The payload
+-- of one with a ticket is a lone envelope, also where it goes on a stream. O(1).
+local function deliver_in_order(held, ticket, key, kind, payload, ttl_ms)
+  if ticket ~= '' then
     local result = 'r' .. kind .. ' ' .. ttl_ms .. ' ' .. key .. ' ' .. payload
-    if move(held, slot, result) then return end
+    if move(held, ticket, result) then return end
     if kind == 'stream' then payload = '\145' .. payload end
   end
   deliver(key, kind, payload, ttl_ms)
@@ -40,8 +40,8 @@ local function release(order, held)
 
   local more = 1
   while #gone < most and size_bytes < most_bytes do
-    local slot = redis.pcall('LINDEX', order, #gone)
-    local what = type(slot) == 'string' and redis.pcall('HGET', held, slot)
+    local ticket = redis.pcall('LINDEX', order, #gone)
+    local what = type(ticket) == 'string' and redis.pcall('HGET', held, ticket)
     if type(what) ~= 'string' or string.sub(what, 1, 1) ~= 'r' then
       more = 0
       break
@@ -55,7 +55,7 @@ local function release(order, held)
     else
       deliver(key, kind, payload, ttl_ms)
     end
-    gone[#gone + 1] = slot
+    gone[#gone + 1] = ticket
     size_bytes = size_bytes + #payload
   end
   flush()

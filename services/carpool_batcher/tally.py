@@ -6,35 +6,19 @@ rates subtracts one status from a later one of the same batcher.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Final, NamedTuple
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Final
 
 from carpool.messages import Refusal
+from carpool.wire.report import BatcherReport, Gauges
 from carpool_batcher.core.scheduler import Scheduler
 
 RECENT_US: Final = 10_000_000
 _STEP: Final = 1.1  # a quantile is off by no more than half of it
 BOUNDS_US: Final = tuple(int(100 * _STEP**at) for at in range(165))  # up to ten minutes
-
-
-class Gauges(NamedTuple):
-    """A model as its active batcher sees it. `oldest_s`: the age of what waits longest; 0 if nothing does.
-    `held`: results that are done, and come out once those before them are (`preserve_ordering`)."""
-
-    waiting: int
-    waiting_bytes: int
-    oldest_s: float
-    batches_in_flight: int
-    requests_in_flight: int
-    model_processes: int
-    held: int = 0
 
 
 def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
@@ -47,39 +31,9 @@ def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
         0.0 if oldest_us is None else max(0, now_us - oldest_us) / 1e6,
         len(in_flight),
         sum(riding.size for riding in in_flight.values()),
-        scheduler.workers,
-        scheduler.held,
+        scheduler.model_processes,
+        scheduler.withheld,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What is published. Counters are since `began_us`; times are Redis's."""
-
-    batcher: str
-    began_us: int
-    at_us: int
-    gauges: Gauges
-    batches: dict[str, int]  # dispatched, by the reason they left
-    requests: int  # in those batches
-    fill_percent: int  # how full those batches were, added up
-    refused: dict[str, int]  # requests answered without a result, by "STATUS/reason"
-    learned: tuple[float, float, int] | None  # of l(n): intercept and slope in µs; the one size known, or 0
-    quantiles_us: tuple[int, int] | None  # half, and 99 of 100 requests took no longer, of late
-    unheeded: str = ""  # why the settings in Redis are not followed, where they are not
-    policies: tuple[str, ...] = ()  # of users' own, that this batcher knows
-
-    def encode(self) -> str:
-        """As JSON."""
-        return json.dumps({**asdict(self), "gauges": self.gauges._asdict()}, separators=(",", ":"))
-
-    @staticmethod
-    def decode(said: bytes) -> Status | None:
-        """What `encode` made; None if it makes no sense, as from another version."""
-        try:
-            return TypeAdapter(Status).validate_json(said)
-        except ValidationError:
-            return None
 
 
 class Tally:
@@ -112,10 +66,10 @@ class Tally:
         """A batch of requests that arrived then is heard of as settled."""
         self._recent.observe(arrivals_us, now_us)
 
-    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> Status:
+    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> BatcherReport:
         """All of it, and what there is to see."""
-        line = scheduler.fleet.latency.line
-        return Status(
+        line = scheduler.capacity.latency.line
+        return BatcherReport(
             batcher,
             self._began_us,
             now_us,
