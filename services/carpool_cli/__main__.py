@@ -1,4 +1,4 @@
-"""The `carpool` command: which command is meant, and nothing else. Each is imported only when it is."""
+"""The `carpool` command: finds the command that is meant and runs it. Each is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final
 
 from carpool.errors import UnavailableError
 
-# Command -> the module whose `main(argv)` it is.
+# Each command, and the module that has its `main(argv)`.
 _COMMANDS: Final = {
     "up": "carpool_cli.local.up",
     "infer": "carpool_cli.infer",
     "models": "carpool_cli.models",
-    "top": "carpool_cli.top",
+    "top": "carpool_cli.top.command",
     "config": "carpool_cli.config",
     "simulate": "carpool_cli.tuning.simulate",
     "tune": "carpool_cli.tuning.tune",
@@ -26,26 +26,27 @@ _COMMANDS: Final = {
     "worker": "carpool_worker.__main__",
     "batcher": "carpool_batcher.__main__",
 }
-_HERE: Final = ("version", "help")
+_BUILT_IN: Final = ("version", "help")
 
 _HELP: Final = """\
-Carpool: requests that come one by one share the ride to the accelerator.
+Carpool: dynamic batching for models over Redis streams.
 
-  carpool up MODEL...          Redis, a batcher and workers on this machine, under one supervisor
-  carpool infer MODEL BODY     send one request, print its result
-  carpool models               what is served, what waits and for how long
-  carpool top                  how each model fares and why its batches leave, live
-  carpool config MODEL         its settings, and who said so; KEY=VALUE changes one while it runs
-  carpool simulate             what settings would come to, in virtual time; --model takes a live one's speed
-  carpool tune MODEL BODY      measure it, and find the settings that serve the most within --latency-ms
-  carpool demo                 search this machine's documentation, 5,000 requests, measured and checked
+  carpool up MODEL...          start Redis, a batcher and workers on this machine
+  carpool infer MODEL BODY     send one request and print its result
+  carpool models               list the registered models and their queues
+  carpool top                  show load, latency and dispatch reasons of each model, live
+  carpool config MODEL         show a model's settings; KEY=VALUE changes one while the model is served
+  carpool simulate             predict the effect of settings; --model uses the speed of a model in service
+  carpool tune MODEL BODY      measure a model and find the best settings for a latency of --latency-ms
+  carpool demo                 measure and check 5,000 requests to a documentation search on this machine
 
-  carpool worker MODEL         a worker alone, anywhere that reaches Redis
-  carpool batcher              a batcher alone, for every model
-  carpool health               whether the service with this --http-port is ready; for health checks
-  carpool acl                  passwords and Redis's ACL file: each role may do what it does, and no more
-  carpool version              which Carpool this is
-  carpool help COMMAND         its flags; each is also CARPOOL_* in the environment or in .env
+  carpool worker MODEL         start one worker, on any machine that reaches Redis
+  carpool batcher              start one batcher, for all models
+  carpool health               check a batcher or worker at its --http-port, for health checks
+  carpool acl                  write Redis's ACL file and a password for each role
+  carpool version              print the version
+  carpool help COMMAND         list a command's flags; each can also be set as CARPOOL_* in the environment or
+  .env
 
 MODEL is module:Name, path/file.py:Name, onnx:FILE, square or docsearch. To begin with:
 
@@ -55,7 +56,7 @@ MODEL is module:Name, path/file.py:Name, onnx:FILE, square or docsearch. To begi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status."""
+    """Run a command and return its exit status."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["help"]
     if command in ("help", "-h", "--help"):
         if not rest:
@@ -63,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         command, rest = rest[0], ["--help"]
     if command in ("version", "--version", "-V"):
-        return _version()
+        return _print_version()
     if command not in _COMMANDS:
-        return _unknown(command)
+        return _report_unknown(command)
     try:
         status: int = importlib.import_module(_COMMANDS[command]).main(rest)
     except KeyboardInterrupt:
@@ -73,24 +74,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnavailableError as error:
         print(f"carpool {command}: {error.detail}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever read us has read enough; Python is not to complain of it while it exits
+    except BrokenPipeError:  # the reader closed the pipe; keep Python from reporting that again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
 
 
-def _version() -> int:
+def _print_version() -> int:
     from importlib.metadata import version  # noqa: PLC0415 (20 ms that only this command needs)
 
     print(f"carpool {version('carpool')}")
     return 0
 
 
-def _unknown(command: str) -> int:
-    known = [*_COMMANDS, *_HERE]
-    meant = difflib.get_close_matches(command, known, n=1)
-    says = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(known)}"
-    print(f"carpool: no command {command!r:.80}; {says}", file=sys.stderr)
+def _report_unknown(command: str) -> int:
+    known = [*_COMMANDS, *_BUILT_IN]
+    similar = difflib.get_close_matches(command, known, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(known)}"
+    print(f"carpool: no command {command!r:.80}; {hint}", file=sys.stderr)
     return 2
 
 

@@ -1,4 +1,4 @@
-"""`carpool config MODEL [KEY=VALUE ...]`: a model's settings, who said each, and another value for some."""
+"""`carpool config MODEL [KEY=VALUE ...]`: show a model's effective settings, or override some of them."""
 
 from __future__ import annotations
 
@@ -19,37 +19,40 @@ from carpool.settings import ProducerSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
-from carpool_cli.screen import Screen, table
+from carpool_cli.screen import Screen, build_table
 
-LONGEST_SHOWN: Final = 60
+SHOWN_CHARS_MAX: Final = 60
 
 
 def _split(joined: object) -> object:
-    """KEY=VALUEs, which arrive here with a comma between them, and perhaps in their values."""
+    """Split KEY=VALUEs at the commas between them, but not at commas within a value.
+
+    pydantic-settings joins positional arguments with commas before they arrive here.
+    """
     return re.split(r",(?=[\w-]+=)", joined) if isinstance(joined, str) else joined
 
 
-# Of settings that take them from the command line.
 Changes = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+"""KEY=VALUE arguments of a command line."""
 
 
 class ConfigSettings(ProducerSettings):
-    """Show a model's settings, or change some while it runs; batchers follow within a second.
+    """Show a model's settings, or change some while it is served. Batchers apply a change within a second.
 
-    KEY=VALUE says another value, which holds whatever the model's workers register, until KEY= takes it back.
+    KEY=VALUE overrides the value that the model's workers register, until KEY= removes the override.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
 
     model: CliPositionalArg[str] = Field(description="the model's name")
     change: CliPositionalArg[Changes] = Field(
-        [], description="KEY=VALUE, as many as you like; KEY= takes it back"
+        [], description="any number of KEY=VALUE to override a setting, or KEY= to remove the override"
     )
-    as_json: bool = Field(False, description="an object of objects, for a program")
+    as_json: bool = Field(False, description="print a JSON object instead of a table")
 
 
-class Line(NamedTuple):
-    """A setting as it holds now. `source`: default, model, or operator."""
+class EffectiveSetting(NamedTuple):
+    """A setting as it is in force. `source`: default, model, or operator."""
 
     value: str
     source: str
@@ -57,27 +60,27 @@ class Line(NamedTuple):
 
 
 class Configured(NamedTuple):
-    """All settings as they hold now; and of those that were to change, what held before and who said so."""
+    """All effective settings; and for those that were changed, the previous value and its source."""
 
-    lines: dict[str, Line]
+    settings: dict[str, EffectiveSetting]
     before: dict[str, str]
 
 
 class ConfigError(Exception):
-    """What was asked for cannot be done, and why."""
+    """A change is rejected; the message says why."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Change what is to be changed and show that, or else all there is.
+    """Make the changes and show them, or show all settings.
 
-    1 if Redis cannot be asked, 2 if a change makes no sense.
+    Returns 1 if Redis does not answer, 2 if a change is rejected.
     """
     settings = read_settings(ConfigSettings, argv, "carpool config")
     link = Link(settings.redis_url, name=f"carpool-config-{os.getpid()}")
     directory = Directory(link, settings.prefix)
     try:
-        lines, before = configure(directory, settings.model, settings.change)
-        status = None if settings.change else _status(directory, settings.model)
+        effective, before = configure(directory, settings.model, settings.change)
+        report = None if settings.change else _batcher_report(directory, settings.model)
     except ConfigError as error:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
@@ -87,123 +90,122 @@ def main(argv: Sequence[str]) -> int:
     finally:
         directory.close()
     if settings.as_json:
-        print(json.dumps({name: line._asdict() for name, line in lines.items()}))
+        print(json.dumps({name: setting._asdict() for name, setting in effective.items()}))
         return 0
     screen = Screen()
     if settings.change:
-        show_changes(lines, before, screen)
-        screen.say(f"\n`carpool config {settings.model}` shows all settings.")
+        show_changes(effective, before, screen)
+        screen.print(f"\n`carpool config {settings.model}` shows all settings.")
     else:
-        show(lines, screen)
-    if status is not None and status.unheeded:
-        screen.say(f"\nThe batcher does not follow these: {status.unheeded}")
+        show(effective, screen)
+    if report is not None and report.unheeded:
+        screen.print(f"\nThe batcher rejects these settings and keeps its previous ones: {report.unheeded}")
     return 0
 
 
 def configure(directory: Directory, model: str, changes: Sequence[str]) -> Configured:
-    """Make these changes, all or none, and return the settings as they are then. Raises ConfigError."""
-    known = directory.models()
-    if model not in known:
-        there = f"there are {', '.join(known)}" if known else "none is; `carpool up square` serves one"
-        raise ConfigError(f"no model {model!r:.140} is registered; {there}")
-    registered, said = directory.config(model)
-    values, back = parse(changes)
-    wanted = {name: value for name, value in {**said, **values}.items() if name not in back}
+    """Make all of these changes or none, and return the settings that result. Raises ConfigError."""
+    models = directory.models()
+    if model not in models:
+        known = f"there are {', '.join(models)}" if models else "none is; `carpool up square` serves one"
+        raise ConfigError(f"no model {model!r:.140} is registered; {known}")
+    registered, overrides = directory.config(model)
+    values, removed = parse(changes)
+    wanted = {name: value for name, value in {**overrides, **values}.items() if name not in removed}
     try:
-        holds = ModelSettings.from_mapping({**registered, **wanted})
+        effective = ModelSettings.from_mapping({**registered, **wanted})
         if "preferred_batch_sizes" in values:
-            holds.check_sizes()
+            effective.check_sizes()
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
-    if "policy" in values and holds.policy not in POLICIES:
-        _check_policy(_status(directory, model), holds.policy)
-    if values or back:
-        directory.configure(model, values, back)
-    before = {name: _before(registered, said, name) for name in (*values, *back)}
+    if "policy" in values and effective.policy not in POLICIES:
+        _check_policy(_batcher_report(directory, model), effective.policy)
+    if values or removed:
+        directory.configure(model, values, removed)
+    before = {name: _describe(registered, overrides, name) for name in (*values, *removed)}
     return Configured(resolve(registered, wanted), before)
 
 
-def _before(registered: Mapping[str, str], said: Mapping[str, str], name: str) -> str:
-    """What held for a setting, and who said so; an operator's word that made no sense is shown as it is."""
-    own = {name: said[name]} if name in said else {}
+def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name: str) -> str:
+    """A setting's value and source. An override that is not valid is shown as it was written."""
+    override = {name: overrides[name]} if name in overrides else {}
     try:
-        line = resolve(registered, own)[name]
+        setting = resolve(registered, override)[name]
     except ValueError:
-        return f"{_short(said[name])} (operator)"
-    return f"{_short(line.value)} ({line.source})"
+        return f"{_shorten(overrides[name])} (operator)"
+    return f"{_shorten(setting.value)} ({setting.source})"
 
 
-def _status(directory: Directory, model: str) -> BatcherReport | None:
-    """What the active batcher says of itself, if there is one."""
-    said = directory.overview(model).status
-    return None if said is None else BatcherReport.decode(said)
+def _batcher_report(directory: Directory, model: str) -> BatcherReport | None:
+    """The report of the active batcher, if there is one."""
+    report = directory.overview(model).status
+    return None if report is None else BatcherReport.decode(report)
 
 
-def _check_policy(status: BatcherReport | None, policy: str) -> None:
-    """A policy that the active batcher does not know would leave all settings as they were."""
-    if status is not None and policy not in status.policies:
+def _check_policy(report: BatcherReport | None, policy: str) -> None:
+    """Reject a policy that the active batcher has not loaded: it would reject all settings because of it."""
+    if report is not None and policy not in report.policies:
         raise ConfigError(
-            f"policy: {policy!r:.140} is none of the active batcher's --policies, which are "
-            f"{', '.join(status.policies) or 'none'}; nothing was changed"
+            f"policy: {policy!r:.140} is not among the active batcher's --policies, which are "
+            f"{', '.join(report.policies) or 'none'}; nothing was changed"
         )
 
 
 def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """New values, and settings to take back. Raises ConfigError."""
+    """The new overrides, and the names of those to remove. Raises ConfigError."""
     values: dict[str, str] = {}
-    back: list[str] = []
+    removed: list[str] = []
     for change in changes:
         name, equals, value = change.partition("=")
         name = name.strip().replace("-", "_")
         if name not in ModelSettings.names():
-            meant = difflib.get_close_matches(name, ModelSettings.names(), n=1)
-            says = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(ModelSettings.names())}"
-            raise ConfigError(f"no setting {name!r:.80}; {says}")
+            similar = difflib.get_close_matches(name, ModelSettings.names(), n=1)
+            hint = (
+                f"did you mean {similar[0]}?" if similar else f"there are {', '.join(ModelSettings.names())}"
+            )
+            raise ConfigError(f"no setting {name!r:.80}; {hint}")
         if not equals:
-            raise ConfigError(f"{name}: say what it is to be, as in {name}=VALUE, or {name}= to take it back")
+            raise ConfigError(f"{name}: write {name}=VALUE to override it, or {name}= to remove the override")
         if value:
             values[name] = value
         else:
-            back.append(name)
-    return values, back
+            removed.append(name)
+    return values, removed
 
 
-def resolve(registered: Mapping[str, str], said: Mapping[str, str]) -> dict[str, Line]:
-    """Each setting as it holds: an operator's word goes before the model's, that before the default."""
-    holds = ModelSettings.from_mapping({**registered, **said}).as_text()
-    models, defaults = ModelSettings.from_mapping(registered).as_text(), ModelSettings().as_text()
+def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, EffectiveSetting]:
+    """The effective settings: an operator's override, else the model's value, else the default."""
+    effective = ModelSettings.from_mapping({**registered, **overrides}).as_text()
+    of_model, defaults = ModelSettings.from_mapping(registered).as_text(), ModelSettings().as_text()
 
     def source(name: str) -> str:
-        if name in said:
+        if name in overrides:
             return "operator"
-        return "model" if models[name] != defaults[name] else "default"
+        return "model" if of_model[name] != defaults[name] else "default"
 
     meanings = ModelSettings.meanings()
-    return {name: Line(value, source(name), meanings[name]) for name, value in holds.items()}
+    return {name: EffectiveSetting(value, source(name), meanings[name]) for name, value in effective.items()}
 
 
-def show(lines: Mapping[str, Line], screen: Screen) -> None:
-    """The table."""
-    rows = [("setting", "value", "from")]
-    rows += [(name, _short(line.value), line.source) for name, line in lines.items()]
-    meanings = ["meaning", *(line.meaning for line in lines.values())]
-    head, *rest = (f"{text}  {meaning}" for text, meaning in zip(table(rows), meanings, strict=True))
-    screen.say(screen.bold(head))
-    for text in rest:
-        screen.say(text)
+def show(effective: Mapping[str, EffectiveSetting], screen: Screen) -> None:
+    """Write the table of all settings."""
+    rows = [("setting", "value", "from", "meaning")]
+    rows += [(name, _shorten(of.value), of.source, of.meaning) for name, of in effective.items()]
+    screen.print_table(build_table(rows, has_prose=True))
 
 
-def show_changes(lines: Mapping[str, Line], before: Mapping[str, str], screen: Screen) -> None:
-    """Of the settings that were to change: what they are, and what they were."""
+def show_changes(
+    effective: Mapping[str, EffectiveSetting], before: Mapping[str, str], screen: Screen
+) -> None:
+    """Write the table of the settings that were changed, with their previous values."""
     rows = [("setting", "value", "from", "before")]
-    rows += [(name, _short(lines[name].value), lines[name].source, was) for name, was in before.items()]
-    head, *rest = table(rows)
-    screen.say(screen.bold(head))
-    for text in rest:
-        screen.say(text)
+    rows += [
+        (name, _shorten(effective[name].value), effective[name].source, was) for name, was in before.items()
+    ]
+    screen.print_table(build_table(rows))
 
 
-def _short(value: str) -> str:
+def _shorten(value: str) -> str:
     if not value:
         return "-"
-    return value if len(value) <= LONGEST_SHOWN else value[: LONGEST_SHOWN - 3] + "..."
+    return value if len(value) <= SHOWN_CHARS_MAX else value[: SHOWN_CHARS_MAX - 3] + "..."

@@ -1,4 +1,4 @@
-"""`carpool infer MODEL BODY`: one request from a shell."""
+"""`carpool infer MODEL BODY`: send one request from a shell."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from carpool.wire.bodies import encode_body
 class InferSettings(ProducerSettings):
     """Send one request, and print its result as JSON.
 
-    BODY is JSON, or text that is not JSON and is sent as a JSON string; @FILE sends what is in a file, and -
-    what comes from standard input. A body that begins with a dash goes after --.
+    BODY is JSON; text that is not JSON is sent as a JSON string. @FILE sends the contents of a file, and -
+    sends standard input. Write -- before a BODY that begins with a dash.
     """
 
-    # `null` is a body, not the absence of one; what stands for that instead cannot be typed.
+    # `null` is a valid body. A NUL, which no command line can contain, stands for None instead.
     model_config = SettingsConfigDict(cli_parse_none_str="\0")
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
-    timeout: float = Field(30.0, gt=0, le=86_400, description="seconds to wait; it travels with the request")
-    priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="higher first")
-    lane: str = Field("", description="only requests of one lane share a batch")
-    tenant: str = Field("", description="whose it is; tenants take fair turns")
-    raw: bool = Field(False, description="send the body as it is, as bytes, and print the result's bytes")
+    timeout: float = Field(
+        30.0, gt=0, le=86_400, description="seconds to wait; also the request's expiration"
+    )
+    priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="0 to 9; higher is served first")
+    lane: str = Field("", description="only requests of the same lane share a batch")
+    tenant: str = Field("", description="the tenant it belongs to; tenants are served in fair turns")
+    raw: bool = Field(False, description="send the body as raw bytes, and print the result's bytes")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the result. 1, and one line on standard error, if there is none."""
+    """Print the result. Returns 1, with the error on standard error, if there is none."""
     settings = read_settings(InferSettings, argv, "carpool infer")
     try:
         result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
@@ -50,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             "--redis-url (CARPOOL_REDIS_URL)"
         )
     except DeadlineExceededError as error:
-        return _failed(f"{error}\n    `carpool models` shows what waits, and whether a worker is there")
+        return _failed(f"{error}\n    `carpool models` shows whether requests wait and a worker is alive")
     except (CarpoolError, OSError) as error:
         return _failed(str(error))
     sys.stdout.buffer.write(result if settings.raw else result + b"\n")
@@ -58,27 +60,27 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _failed(why: str) -> int:
-    print(f"carpool infer: {why}", file=sys.stderr)
+def _failed(error: str) -> int:
+    print(f"carpool infer: {error}", file=sys.stderr)
     return 1
 
 
 def read_body(body: str, *, raw: bool = False) -> Any:
-    """A body as it is typed: a value, or bytes if it is raw. Raises OSError, InvalidArgumentError."""
-    data = _given(body)
+    """Parse the BODY argument: a JSON value, or bytes if `raw`. Raises OSError, InvalidArgumentError."""
+    data = _body_bytes(body)
     if raw:
         return data
     try:
         return json.loads(data)
     except UnicodeDecodeError:
-        raise InvalidArgumentError("body: not text; --raw sends bytes") from None
+        raise InvalidArgumentError("body: is not UTF-8 text; --raw sends bytes") from None
     except RecursionError:
-        raise InvalidArgumentError("body: nested too deep") from None
+        raise InvalidArgumentError("body: is nested too deep") from None
     except ValueError:
         return data.decode()
 
 
-def _given(body: str) -> bytes:
+def _body_bytes(body: str) -> bytes:
     if body == "-":
         return sys.stdin.buffer.read()
     if body.startswith("@"):
@@ -87,7 +89,7 @@ def _given(body: str) -> bytes:
 
 
 async def _infer(settings: InferSettings, body: Any) -> bytes:
-    """The result as bytes of the type that the request was in."""
+    """The result, encoded in the content type of the request."""
     content_type: Final = RAW if settings.raw else JSON
     async with AsyncClient(settings.redis_url, prefix=settings.prefix, timeout=settings.timeout) as client:
         result = await client.infer(

@@ -1,4 +1,4 @@
-"""`carpool models`: what is served, what waits, and for how long."""
+"""`carpool models`: the registered models, and how many requests wait for each."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from carpool.keys import Keys
 from carpool.settings import ProducerSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
-from carpool_cli.screen import Screen, duration, table
+from carpool_cli.screen import Screen, build_table, duration
 
 
 class ModelsSettings(ProducerSettings):
     """List the registered models.
 
-    waiting     entries of the request stream: one request each, or several that were sent together
-    oldest      how long the first of them has waited
+    waiting     entries of the request stream; an entry is one request, or several that were sent together
+    oldest      age of the entry that has waited longest
     in flight   batches dispatched and not settled
     workers     model processes alive
-    batcher     whether one is active
-    dead        requests that were given up, and kept
+    batcher     whether a batcher is active
+    dead        dead letters: requests that failed for good and are kept with the reason
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
 
-    as_json: bool = Field(False, description="an array of objects, for a program")
+    as_json: bool = Field(False, description="print a JSON array instead of a table")
 
 
 class ModelState(NamedTuple):
-    """A model as Redis tells of it."""
+    """A model as Redis has it. The names are the keys of `carpool models --json`."""
 
     model: str
     waiting_entries: int
@@ -50,11 +50,11 @@ class ModelState(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table. 1 if Redis cannot be asked."""
+    """Print the table. Returns 1 if Redis does not answer."""
     settings = read_settings(ModelsSettings, argv, "carpool models")
     link = Link(settings.redis_url, name=f"carpool-models-{os.getpid()}")
     try:
-        states = look(link, settings.prefix)
+        states = read_models(link, settings.prefix)
     except (UnavailableError, CommandError) as error:
         print(
             f"carpool models: {error}\n    start a stack with `carpool up MODEL`, or name another Redis with "
@@ -71,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def look(link: Link, prefix: str) -> list[ModelState]:
-    """Every registered model, as it is now."""
+def read_models(link: Link, prefix: str) -> list[ModelState]:
+    """The present state of every registered model."""
     directory = Directory(link, prefix)
     states = []
     for model in directory.models():
@@ -98,9 +98,9 @@ def look(link: Link, prefix: str) -> list[ModelState]:
 
 
 def show(states: Sequence[ModelState], screen: Screen) -> None:
-    """The table, or what to do where there is nothing to show."""
+    """Write the table, or how to serve a model if there is none."""
     if not states:
-        screen.say("no model is registered; `carpool up square` serves one")
+        screen.print("no model is registered; `carpool up square` serves one")
         return
     rows = [("model", "waiting", "oldest", "in flight", "workers", "batcher", "dead", "batch size")]
     rows += [
@@ -116,7 +116,4 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
         )
         for state in states
     ]
-    head, *rest = table(rows)
-    screen.say(screen.bold(head))
-    for line in rest:
-        screen.say(line)
+    screen.print_table(build_table(rows))

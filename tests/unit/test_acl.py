@@ -80,7 +80,7 @@ def test_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert (Path("users.acl").read_text(), Path("users.acl").stat().st_ino) == (text, inode)
     said = capsys.readouterr().out
     assert said.count("is kept") == 5
-    assert "users.acl is as it should be" in said
+    assert "users.acl is up to date" in said
 
 
 def test_a_role_that_is_new_does_not_touch_the_others() -> None:

@@ -1,27 +1,31 @@
-"""What the demo measures and how it is shown; and that it notices what is wrong."""
+"""The demo: its measurements, its output, and the problems that it must notice."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
+from carpool.messages import DispatchReason
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.demo.docsearch import DocSearch
-from carpool_cli.demo.measure import Asked, Run, WorkerLog, ask, percentile, same_answer
-from carpool_cli.demo.story import Story
+from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, percentile, same_answer, send_all
+from carpool_cli.demo.report import REASON_MEANINGS, Measured, show_figures
+from carpool_cli.demo.scenario import Scenario
 from carpool_cli.local import paste
 from carpool_cli.local.supervisor import Supervisor
-from carpool_cli.screen import Progress, Screen, clip, count, duration, table
+from carpool_cli.screen import Progress, Screen, build_table, clip, count, duration, table
 
 Answer = list[dict[str, Any]]
 
@@ -38,21 +42,21 @@ def reply(value: Any, batch_size: int = 1) -> Reply:
     return Reply(value, "id", batch_size, 0, 0)
 
 
-# --- Answers compared
+# --- comparing answers
 
 
-def test_an_answer_equals_itself() -> None:
+def test_answer_is_the_same_as_itself() -> None:
     assert same_answer(answer(0.9, 0.5), answer(0.9, 0.5))
     assert same_answer([], [])
 
 
-def test_rounding_and_ties_are_no_difference() -> None:
-    nearly, expected = answer(0.9001, 0.5), answer(0.9, 0.5)
-    assert same_answer(nearly, expected)
+def test_rounding_and_equal_scores_make_no_difference() -> None:
+    rounded, expected = answer(0.9001, 0.5), answer(0.9, 0.5)
+    assert same_answer(rounded, expected)
     tied = answer(0.5, 0.5)
     assert same_answer(tied[::-1], tied)
-    just_missed = [*answer(0.9), *answer(0.5, first=7)]
-    assert same_answer(just_missed, expected), "the sixth of five may tie with the fifth"
+    other_last = [*answer(0.9), *answer(0.5, first=7)]
+    assert same_answer(other_last, expected), "passages with the lowest score may differ"
 
 
 @pytest.mark.parametrize(
@@ -65,24 +69,24 @@ def test_rounding_and_ties_are_no_difference() -> None:
         [*answer(0.9, first=7), *answer(0.5, first=1)],
         [*answer(0.9), *answer(0.5)],
     ],
-    ids=["too short", "a score", "the order", "all others", "another first", "one passage twice"],
+    ids=["too short", "score", "order", "other passages", "other first passage", "a passage twice"],
 )
-def test_what_differs_is_seen(got: Answer) -> None:
+def test_different_answers_are_not_the_same(got: Answer) -> None:
     assert not same_answer(got, answer(0.9, 0.5))
 
 
-# --- Requests timed
+# --- timing requests
 
 
 class FakeClient:
-    """Answers with the square; notes how many requests were in flight at once."""
+    """Answers with the square, except for 13; counts the requests in flight at once."""
 
     def __init__(self) -> None:
-        self.in_flight = self.most = 0
+        self.in_flight = self.in_flight_max = 0
 
     async def request(self, _model: str, body: int) -> Reply:
         self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
         await asyncio.sleep(0)
         self.in_flight -= 1
         if body == 13:
@@ -90,43 +94,43 @@ class FakeClient:
         return reply(body**2)
 
 
-async def test_each_body_is_asked_once_and_answers_stay_in_order() -> None:
+async def test_each_body_is_sent_once_and_results_are_in_order() -> None:
     client, steps = FakeClient(), []
-    run = await ask(cast(AsyncClient, client), "square", range(50), 8, step=lambda: steps.append(1))
-    assert client.most == 8
-    assert len(steps) == len(run.asked) == 50
-    assert [one.body for one in run.asked] == list(range(50))
-    wrong = [one for one in run.asked if not isinstance(one.came, Reply)]
-    assert [one.body for one in wrong] == [13]
-    assert all(one.came.value == one.body**2 for one in run.asked if isinstance(one.came, Reply))
+    run = await send_all(cast(AsyncClient, client), "square", range(50), 8, step=lambda: steps.append(1))
+    assert client.in_flight_max == 8
+    assert len(steps) == len(run.requests) == 50
+    assert [one.body for one in run.requests] == list(range(50))
+    failed = [one for one in run.requests if not isinstance(one.outcome, Reply)]
+    assert [one.body for one in failed] == [13]
+    assert all(one.outcome.value == one.body**2 for one in run.requests if isinstance(one.outcome, Reply))
 
 
-async def test_no_more_are_asked_once_the_time_is_up() -> None:
-    run = await ask(cast(AsyncClient, FakeClient()), "square", range(50), 1, within_s=0.0)
-    assert [one.body for one in run.asked] == [0]
+async def test_no_more_requests_are_sent_once_the_time_is_over() -> None:
+    run = await send_all(cast(AsyncClient, FakeClient()), "square", range(50), 1, within_s=0.0)
+    assert [one.body for one in run.requests] == [0]
 
 
-def test_percentiles_are_values_that_occurred() -> None:
+def test_percentiles_are_among_the_values() -> None:
     values = [float(number) for number in range(100, 0, -1)]
     assert [percentile(values, percent) for percent in (1, 50, 99, 100)] == [1.0, 50.0, 99.0, 100.0]
     assert percentile([7.0], 50) == percentile([7.0], 99) == 7.0
 
 
-def test_the_mean_batch_counts_batches_not_requests() -> None:
+def test_mean_batch_is_the_mean_over_batches_not_requests() -> None:
     sizes = [4] * 4 + [2] * 2 + [1]
-    run = Run([Asked(None, reply(None, size), 0.001) for size in sizes], 0.5)
+    run = Run([TimedRequest(None, reply(None, size), 0.001) for size in sizes], 0.5)
     assert run.mean_batch == pytest.approx(7 / 3)
     assert run.per_second == 14.0
 
 
-# --- A worker's log
+# --- a worker's log
 
 
 def batch(size: int, reason: str) -> str:
     return json.dumps({"event": "batch", "size": size, "reason": reason}) + "\n"
 
 
-async def test_reasons_are_counted_from_where_it_was_skipped_to(tmp_path: Path) -> None:
+async def test_reasons_are_counted_from_the_skipped_position(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text(batch(3, "full"))
     reader = WorkerLog(log)
@@ -136,7 +140,7 @@ async def test_reasons_are_counted_from_where_it_was_skipped_to(tmp_path: Path) 
     assert await reader.reasons(130) == {"full": 2, "idle": 1}
 
 
-async def test_a_line_that_is_late_is_waited_for_and_one_that_never_comes_is_not(tmp_path: Path) -> None:
+async def test_late_log_line_is_awaited_for_a_limited_time(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text(batch(1, "idle"))
     counting = asyncio.ensure_future(WorkerLog(log).reasons(3))
@@ -147,7 +151,7 @@ async def test_a_line_that_is_late_is_waited_for_and_one_that_never_comes_is_not
     assert await WorkerLog(log).reasons(4, within_s=0.01) == {"idle": 1, "full": 1}
 
 
-def test_the_last_error_is_the_reason(tmp_path: Path) -> None:
+def test_last_error_is_that_of_the_last_error_line(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text(batch(1, "idle"))
     assert WorkerLog(log).last_error() is None
@@ -155,10 +159,10 @@ def test_the_last_error_is_the_reason(tmp_path: Path) -> None:
     assert WorkerLog(log).last_error() == "two"
 
 
-# --- What is shown
+# --- output
 
 
-def test_a_table_has_names_to_the_left_and_numbers_to_the_right() -> None:
+def test_table_aligns_names_to_the_left_and_numbers_to_the_right() -> None:
     assert table([("", "a"), ("long name", "1"), ("b", "1,000")]) == [
         "               a",
         "long name      1",
@@ -166,7 +170,7 @@ def test_a_table_has_names_to_the_left_and_numbers_to_the_right() -> None:
     ]
 
 
-def test_times_and_counts_are_for_a_person() -> None:
+def test_durations_and_counts_have_readable_units() -> None:
     seconds = [0.00085, 0.00123, 0.0123, 0.123, 1.23, 200.0]
     assert [*map(duration, seconds)] == ["850 µs", "1.23 ms", "12.3 ms", "123 ms", "1.2 s", "3 min 20 s"]
     assert [count(1, "query", "queries"), count(2000, "request")] == ["1 query", "2,000 requests"]
@@ -178,32 +182,123 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_is_redrawn_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("carpool_cli.screen._REDRAW_S", 0.0)
-    monkeypatch.setattr("carpool_cli.screen._REPEAT_S", 0.0)
-    shown = []
-    for stream in (Terminal(), io.StringIO()):
-        progress = Progress(Screen(stream), 4)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("carpool_cli.screen._REDRAW_INTERVAL_S", 0.0)
+    monkeypatch.setattr("carpool_cli.screen._LINE_INTERVAL_S", 0.0)
+    pipe = io.StringIO()
+    for stream in (terminal, pipe):
+        screen = Screen(stream)
+        progress = Progress(screen, 4)
         progress.step()
         progress.end()
-        shown.append(stream.getvalue())
-    assert shown[0].startswith("\r  #######.......................  1 of 4, ")
-    assert shown[0].endswith("\r\x1b[K")
-    assert shown[1].startswith("  1 of 4, ")
-    assert "\r" not in shown[1]
+        screen.print("done")
+    bar = terminal.getvalue()
+    assert "━" in bar
+    assert " 1 of 4, " in bar
+    assert bar.rindex("\x1b[?25l") < bar.rindex("\x1b[?25h"), "the cursor is visible again"
+    assert bar.endswith("\x1b[1A\x1b[2Kdone\n"), "the line of the bar is erased and used again"
+    assert re.fullmatch(r"  1 of 4, [0-9,]+/s\ndone\n", pipe.getvalue())
 
 
-def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert Screen(Terminal()).bold("x") == "\x1b[1mx\x1b[0m"
-    assert Screen(io.StringIO()).bold("x") == "x"
+def test_cursor_is_visible_while_a_bar_is_shown(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a command that is killed would leave a terminal without one."""
+    monkeypatch.setattr("carpool_cli.screen._REDRAW_INTERVAL_S", 0.0)
+    progress = Progress(Screen(terminal), 4)
+    progress.step()
+    assert terminal.getvalue().rindex("\x1b[?25l") < terminal.getvalue().rindex("\x1b[?25h")
+    progress.end()
+
+
+def test_styles_are_for_terminals_without_no_color(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(stream: io.StringIO) -> str:
+        screen = Screen(stream)
+        screen.title("x")
+        screen.print_table(build_table([("name", "value"), ("a", "1")]))
+        return stream.getvalue()
+
+    assert "\x1b[1mx\x1b[0m" in printed(terminal)
+    plain = "\nx\nname  value\na         1\n"
+    assert printed(io.StringIO()) == plain
     monkeypatch.setenv("NO_COLOR", "1")
-    assert Screen(Terminal()).bold("x") == "x"
+    assert printed(Terminal()) == plain
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert printed(Terminal()) == plain
 
 
-def test_lines_to_paste_fit_the_address_and_hold_no_password() -> None:
+def test_force_color_does_not_put_escape_codes_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pipe = io.StringIO()
+    Screen(pipe).title("x")
+    assert pipe.getvalue() == "\nx\n"
+
+
+def test_nothing_is_wrapped_or_cut_in_a_pipe() -> None:
+    pipe = io.StringIO()
+    screen = Screen(pipe)
+    long = "word " * 100
+    screen.print(long.strip())
+    screen.print_table(
+        build_table([("name", "value", "meaning"), ("n" * 200, "1" * 200, long)], has_prose=True)
+    )
+    text, _, row = pipe.getvalue().splitlines()
+    assert text == long.strip()
+    assert row == f"{'n' * 200}  {'1' * 200}  {long.strip()}"
+
+
+def test_narrow_terminal_wraps_prose_and_cuts_no_number(terminal: Terminal) -> None:
+    rows = [("name", "value", "meaning"), ("a", "1" * 30, "some words that wrap")]
+    Screen(terminal).print_table(build_table(rows, has_prose=True))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert plain[1].split()[:2] == ["a", "1" * 30]
+    assert " ".join(" ".join(plain[1:]).split()[2:]) == "some words that wrap"
+    wide = Terminal()
+    Screen(wide).print_table(build_table([("name", "value"), ("n" * 50, "1" * 50)]))
+    assert "n" * 50 + "  " + "1" * 50 in wide.getvalue(), "wider than the terminal, but whole"
+
+
+def test_muted_screen_writes_nothing() -> None:
+    pipe = io.StringIO()
+    screen = Screen(pipe)
+    screen.mute()
+    screen.print("x")
+    assert pipe.getvalue() == ""
+
+
+def test_each_dispatch_reason_is_explained() -> None:
+    assert set(REASON_MEANINGS) == set(get_args(DispatchReason))
+
+
+def test_figures_compare_the_runs_and_explain_the_reasons() -> None:
+    pipe = io.StringIO()
+    concurrent = Run([TimedRequest(None, reply(None, 4), 0.02)] * 8, 0.1)
+    sequential = Run([TimedRequest(None, reply(None, 1), 0.01)] * 4, 0.2)
+    reasons = Counter(full=3, idle=1, other=1)
+    show_figures(Measured(8, concurrent, sequential, [0.05, 0.05], reasons), Screen(pipe))
+    lines = pipe.getvalue().splitlines()
+    assert [line.split() for line in lines[2:5]] == [
+        ["", "requests/s", "mean", "batch", "p50", "p99"][1:],
+        ["8", "in", "flight", "80", "4.0", "20", "ms", "20", "ms"],
+        ["one", "at", "a", "time", "20", "1.0", "10", "ms", "10", "ms"],
+    ]
+    assert "4.0 times the throughput of one request at a time, 4.0 times that" in pipe.getvalue()
+    assert [line.split()[:2] for line in lines[-3:]] == [["3", "full"], ["1", "idle"], ["1", "other"]]
+    assert lines[-2].endswith(REASON_MEANINGS["idle"])
+
+
+def test_commands_fit_the_address_and_contain_no_password() -> None:
     plain = paste.lines("redis://127.0.0.1:6379/0", "square")
     assert plain[0].endswith("infer square 7")
     assert plain[1].startswith('redis-cli BLPOP "carpool:{square}:result:$(redis-cli XADD ')
@@ -218,32 +313,32 @@ def test_lines_to_paste_fit_the_address_and_hold_no_password() -> None:
     assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
 
 
-def pasted(*inputs: TensorSpec) -> list[str]:
+def commands(*inputs: TensorSpec) -> list[str]:
     return paste.lines("redis://127.0.0.1:6379/0", "m", inputs=inputs)
 
 
-def test_lines_to_paste_send_what_the_model_declares() -> None:
+def test_commands_send_the_tensors_that_the_model_declares() -> None:
     flags = TensorSpec("flags", "BOOL", (-1,))
-    infer, redis_cli, python = pasted(flags)
+    infer, redis_cli, python = commands(flags)
     assert infer.endswith("infer m '[false, false]'")
     assert "body '[false, false]')" in redis_cli
     assert """infer("m", numpy.zeros((2,), "bool"))""" in python
-    infer, _, python = pasted(flags, TensorSpec("text", "BYTES", ()), TensorSpec("half", "BF16", (1, 2)))
+    infer, _, python = commands(flags, TensorSpec("text", "BYTES", ()), TensorSpec("half", "BF16", (1, 2)))
     body = shlex.split(infer)[-1]
     assert json.loads(body) == {"flags": [False, False], "text": "hello", "half": [[0, 0]]}
     assert """"text": "hello", "half": numpy.zeros((1, 2), "float32")}""" in python
 
 
-def test_lines_to_paste_are_short_however_large_the_tensors() -> None:
-    infer, redis_cli, python = pasted(TensorSpec("pixels", "FP32", (3, 224, 224)))
+def test_commands_are_short_for_large_tensors() -> None:
+    infer, redis_cli, python = commands(TensorSpec("pixels", "FP32", (3, 224, 224)))
     assert max(map(len, (infer, redis_cli, python))) < 1000
     assert infer.endswith("carpool infer m -")
     assert "redis-cli -x XADD 'carpool:{m}:requests' '*' body)" in redis_cli
-    (only,) = pasted(TensorSpec("pixels", "FP32", (3, 2048, 2048)))
+    (only,) = commands(TensorSpec("pixels", "FP32", (3, 2048, 2048)))
     assert "numpy.zeros((3, 2048, 2048)" in only
 
 
-# --- What is wrong is noticed
+# --- problems
 
 
 class FakeModel:
@@ -254,40 +349,42 @@ class FakeModel:
 
 
 @pytest.fixture
-def story() -> Story:
+def scenario() -> Scenario:
     supervisor = cast(Supervisor, SimpleNamespace(workers=[], url=""))
-    return Story(supervisor, Screen(io.StringIO()), 100, 8, keep=False)
+    return Scenario(supervisor, Screen(io.StringIO()), 100, 8, keep=False)
 
 
-def asked(came: Sequence[Any]) -> Run:
-    return Run([Asked(f"query {number}", one, 0.001) for number, one in enumerate(came)], 1.0)
+def run_with(outcomes: Sequence[Any]) -> Run:
+    return Run([TimedRequest(f"query {number}", one, 0.001) for number, one in enumerate(outcomes)], 1.0)
 
 
-def check(story: Story, run: Run) -> list[str]:
-    story._see_results(run)
-    story._check(run, cast(DocSearch, FakeModel()))
-    return story.problems
+def check(scenario: Scenario, run: Run) -> list[str]:
+    scenario._check_results(run)
+    scenario._compare_sample(run, cast(DocSearch, FakeModel()))
+    return scenario.problems
 
 
-def test_right_answers_are_no_problem(story: Story) -> None:
-    assert check(story, asked([reply(answer(0.9, 0.5))] * 100)) == []
+def test_correct_results_are_no_problem(scenario: Scenario) -> None:
+    assert check(scenario, run_with([reply(answer(0.9, 0.5))] * 100)) == []
 
 
-def test_a_wrong_answer_is_a_problem(story: Story) -> None:
+def test_wrong_result_is_a_problem(scenario: Scenario) -> None:
     right, wrong = reply(answer(0.9, 0.5)), reply(answer(0.9, 0.5, first=7))
-    (problem,) = check(story, asked([right, right, wrong, right]))
-    assert problem == "not what direct computation gives: 1 request; the first: 'query 2'"
+    (problem,) = check(scenario, run_with([right, right, wrong, right]))
+    assert problem == "result differs from a direct call of the model: 1 request; the first: 'query 2'"
 
 
-def test_a_result_that_is_missing_is_a_problem(story: Story) -> None:
-    (problem,) = check(story, asked([reply(answer(0.9, 0.5)), InternalError("oh"), InternalError("no")]))
+def test_missing_result_is_a_problem(scenario: Scenario) -> None:
+    (problem,) = check(
+        scenario, run_with([reply(answer(0.9, 0.5)), InternalError("oh"), InternalError("no")])
+    )
     assert problem == "no result: 2 requests; the first: 'query 1', INTERNAL: oh"
 
 
-async def test_a_wrong_square_is_a_problem(story: Story) -> None:
-    class Wrong(FakeClient):
+async def test_wrong_square_is_a_problem(scenario: Scenario) -> None:
+    class WrongClient(FakeClient):
         async def request(self, model: str, body: int) -> Reply:
             return reply(50) if body == 7 else reply(body**2)
 
-    await story._squares(cast(AsyncClient, Wrong()))
-    assert story.problems == ["not the square: 2 requests; the first: 7"]
+    await scenario._send_squares(cast(AsyncClient, WrongClient()))
+    assert scenario.problems == ["result is not the square: 2 requests; the first: 7"]

@@ -1,4 +1,4 @@
-"""The documentation search, on the documentation of the Python that runs this."""
+"""The documentation search, on the documentation of the Python that runs the tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from carpool.errors import InvalidArgumentError
 from carpool_cli.demo import docsearch
 from carpool_cli.demo.docsearch import ANSWERS, DIMS, DocSearch
 from carpool_cli.demo.docsearch_corpus import (
-    MAX_CHARS,
-    MIN_CHARS,
+    PASSAGE_CHARS_MAX,
+    PASSAGE_CHARS_MIN,
     SHOWN_QUERIES,
     first_sentence,
     passages,
@@ -48,12 +48,12 @@ def model() -> DocSearch:
         ("measure the execution time of small code snippets", "timeit"),
     ],
 )
-def test_the_passage_one_would_look_up_is_among_the_five(model: DocSearch, query: str, name: str) -> None:
+def test_expected_passage_is_among_the_five_answers(model: DocSearch, query: str, name: str) -> None:
     [answers] = model.predict([query])
     assert name in {answer["name"] for answer in answers}
 
 
-def test_each_query_gets_five_answers_best_first_that_json_can_carry(model: DocSearch) -> None:
+def test_each_query_gets_five_answers_best_first_as_json(model: DocSearch) -> None:
     found = model.predict(list(SHOWN_QUERIES))
     assert [len(answers) for answers in found] == [ANSWERS] * len(SHOWN_QUERIES)
     for answers in found:
@@ -65,18 +65,18 @@ def test_each_query_gets_five_answers_best_first_that_json_can_carry(model: DocS
 
 
 @pytest.mark.parametrize("size", [2, 5, 64])
-def test_a_query_is_answered_in_a_batch_as_it_is_alone(model: DocSearch, size: int) -> None:
+def test_batched_query_gets_the_same_answers_as_a_lone_one(model: DocSearch, size: int) -> None:
     batch = queries(size)
     for query, answers in zip(batch, model.predict(batch), strict=True):
         [alone] = model.predict([query])
         scores = {(answer["name"], answer["text"]): answer["score"] for answer in alone}
         assert [answer["score"] for answer in answers] == pytest.approx(list(scores.values()), abs=2e-4)
-        strangers = [answer for answer in answers if (answer["name"], answer["text"]) not in scores]
-        # Rounding may bring in another passage only where the two are level.
-        assert all(answer["score"] <= alone[-1]["score"] + 2e-4 for answer in strangers)
+        others = [answer for answer in answers if (answer["name"], answer["text"]) not in scores]
+        # Rounding may exchange passages only if their scores are equal.
+        assert all(answer["score"] <= alone[-1]["score"] + 2e-4 for answer in others)
 
 
-def test_a_query_of_unknown_words_finds_nothing_and_disturbs_no_other(model: DocSearch) -> None:
+def test_query_of_unknown_words_finds_nothing_and_others_are_unaffected(model: DocSearch) -> None:
     found = model.predict(["qwxzqj", "copy a directory tree", "what is the", " ", "copy a directory tree"])
     assert [len(answers) for answers in found] == [0, ANSWERS, 0, 0, ANSWERS]
     assert found[1] == found[4]
@@ -84,39 +84,39 @@ def test_a_query_of_unknown_words_finds_nothing_and_disturbs_no_other(model: Doc
 
 
 @pytest.mark.parametrize("body", [None, 3, b"zip", ["zip"], {"query": "zip"}, "", "z" * 1001])
-def test_a_body_that_is_no_text_or_of_no_fit_length_is_refused(model: DocSearch, body: object) -> None:
+def test_body_of_wrong_type_or_length_is_rejected(model: DocSearch, body: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: body: "):
         model.validate(body)
 
 
 @pytest.mark.parametrize("body", ["z", "zip " * 250])
-def test_text_of_up_to_a_thousand_characters_is_taken(model: DocSearch, body: str) -> None:
+def test_body_of_up_to_a_thousand_characters_is_valid(model: DocSearch, body: str) -> None:
     model.validate(body)
 
 
-def test_without_source_the_model_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_does_not_load_without_library_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docsearch, "passages", lambda: ())
     with pytest.raises(RuntimeError, match="source"):
         DocSearch().load("cpu")
 
 
-def test_the_matrix_has_a_row_of_length_one_for_each_passage(model: DocSearch) -> None:
+def test_index_has_a_row_of_length_one_for_each_passage(model: DocSearch) -> None:
     vectors = model._index.vectors
     assert vectors.shape == (len(passages()), DIMS)
     assert vectors.dtype == np.float32
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(len(vectors)), abs=1e-4)
 
 
-def test_passages_are_distinct_public_and_of_readable_length() -> None:
+def test_passages_are_distinct_public_and_within_length_limits() -> None:
     found = passages()
     assert len(set(found)) == len(found) > 5000
-    assert all(MIN_CHARS <= len(passage.text) <= MAX_CHARS for passage in found)
+    assert all(PASSAGE_CHARS_MIN <= len(passage.text) <= PASSAGE_CHARS_MAX for passage in found)
     parts = {part for passage in found for part in passage.name.split(".")}
     assert not {part for part in parts if part.startswith("_") and not part.endswith("__")}
     assert {"zipfile", "decimal", "help('with')"} <= {passage.name for passage in found}
 
 
-def test_passages_join_what_belongs_together_and_cut_what_is_too_long() -> None:
+def test_split_joins_short_paragraphs_and_splits_long_ones() -> None:
     prose = "A paragraph that is long enough to stand alone, which takes sixty characters."
     assert split(f"Short.\n\n{prose}\n\n{prose}") == [f"Short. {prose}", prose]
     assert split(f"{prose[:-1]}:\n\n    code()\n\n{prose}") == [f"{prose[:-1]}: code()", prose]
@@ -125,7 +125,7 @@ def test_passages_join_what_belongs_together_and_cut_what_is_too_long() -> None:
     assert split("Tiny.") == split("") == []
 
 
-def test_what_cannot_be_sent_as_utf8_is_no_part_of_a_passage() -> None:
+def test_passage_has_no_character_that_utf8_cannot_encode() -> None:
     [passage] = split("A lone surrogate, \ud800, in a docstring.")
     assert passage.encode() == b"A lone surrogate, ?, in a docstring."
 
@@ -145,28 +145,28 @@ def test_what_cannot_be_sent_as_utf8_is_no_part_of_a_passage() -> None:
         ("", None),
     ],
 )
-def test_only_a_plain_sentence_becomes_a_query(document: str, sentence: str | None) -> None:
+def test_first_sentence_accepts_only_plain_sentences(document: str, sentence: str | None) -> None:
     assert first_sentence(document) == sentence
 
 
-def test_queries_are_distinct_repeatable_and_no_passages() -> None:
-    asked = queries(500)
-    assert len(set(asked)) == len(asked) == 500
-    assert queries(500) == asked
-    assert not set(asked) & {passage.text.rstrip(" .") for passage in passages()}
+def test_queries_are_distinct_repeatable_and_not_passages() -> None:
+    found = queries(500)
+    assert len(set(found)) == len(found) == 500
+    assert queries(500) == found
+    assert not set(found) & {passage.text.rstrip(" .") for passage in passages()}
     assert queries(0) == []
 
 
-def test_queries_come_from_public_definitions_and_round_again(
+def test_queries_come_from_public_definitions_and_repeat(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     passages()  # read before the paths change
     sources = {
-        "one.py": '"""A module is not asked about."""\ndef f(): "Frobnicate the left widget."',
-        "two/inner.py": 'class A:\n "Frobnicate the right widget."\n def _p(self): "A private one is out."',
-        "two/again.py": 'if True:\n  async def g(): "Frobnicate the left widget. Twice."',
-        "tests/test_one.py": 'def f(): "A test is not asked about."',
-        "broken.py": 'def f(: "A broken file is passed over."',
+        "one.py": '"""A module docstring is no query."""\ndef f(): "Frobnicate the first widget."',
+        "two/inner.py": 'class A:\n "Frobnicate the second widget."\n def _p(self): "A private one is out."',
+        "two/again.py": 'if True:\n  async def g(): "Frobnicate the first widget. Twice."',
+        "tests/test_one.py": 'def f(): "A test docstring is no query."',
+        "broken.py": 'def f(: "A broken file is skipped."',
     }
     for name, source in sources.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -174,11 +174,11 @@ def test_queries_come_from_public_definitions_and_round_again(
     paths = {**sysconfig.get_paths(), "purelib": str(tmp_path), "platlib": str(tmp_path)}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
     first, second, *rest = queries(5)
-    assert {first, second} == {"Frobnicate the left widget", "Frobnicate the right widget"}
+    assert {first, second} == {"Frobnicate the first widget", "Frobnicate the second widget"}
     assert rest == [first, second, first]
 
 
-def test_with_no_package_beside_there_is_nothing_to_ask(
+def test_queries_need_an_installed_package_with_docstrings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     passages()
@@ -188,7 +188,7 @@ def test_with_no_package_beside_there_is_nothing_to_ask(
         queries(1)
 
 
-def test_identifiers_are_taken_apart() -> None:
+def test_words_splits_identifiers() -> None:
     assert words("readZipFile read_zip_file HTTPServer base64.b64decode") == (
         ["read", "zip", "file", "read", "zip", "file", "http", "server", "base", "64", "b", "64", "decode"]
     )
@@ -204,33 +204,33 @@ def test_identifiers_are_taken_apart() -> None:
         ("directory", "directories"),
     ],
 )
-def test_forms_of_a_word_share_a_stem(forms: tuple[str, ...]) -> None:
+def test_stem_is_the_same_for_forms_of_a_word(forms: tuple[str, ...]) -> None:
     assert len({stem(form) for form in forms}) == 1
 
 
 @pytest.mark.parametrize("word", ["string", "class", "status", "is", "need"])
-def test_what_only_looks_like_an_ending_stays(word: str) -> None:
+def test_stem_keeps_letters_that_only_resemble_an_ending(word: str) -> None:
     assert stem(word) == word
 
 
-def test_a_compound_counts_as_itself_and_its_parts() -> None:
-    analyzer = Analyzer(["copy the tree"] * Analyzer.MIN_COUNT)
+def test_compound_gives_itself_and_its_parts_as_terms() -> None:
+    analyzer = Analyzer(["copy the tree"] * Analyzer.PART_OCCURRENCES_MIN)
     assert analyzer.terms("copytree") == [stem("copytree"), "copy", stem("tree")]
     assert analyzer.terms("copyright the tree " + "copy" * 10) == ["copyright", stem("tree"), "copy" * 10]
 
 
-def test_two_indexes_of_the_same_texts_are_the_same() -> None:
+def test_indexes_of_the_same_texts_are_equal() -> None:
     texts = [["zip", "file"], ["tar", "file"], ["tree"], []]
-    one, two = LatentIndex(texts, dims=3), LatentIndex(texts, dims=3)
-    assert np.array_equal(one.vectors, two.vectors)
-    assert one.search([["tree"], ["file", "zip"]], limit=1) == [[(2, 1.0)], [(0, 1.0)]]
+    first, second = LatentIndex(texts, dims=3), LatentIndex(texts, dims=3)
+    assert np.array_equal(first.vectors, second.vectors)
+    assert first.search([["tree"], ["file", "zip"]], limit=1) == [[(2, 1.0)], [(0, 1.0)]]
 
 
 @pytest.mark.parametrize("texts", [1, 3, 255, 512, 700, 5000])
 @pytest.mark.parametrize("levels", [2, 1000])
-def test_the_nearest_are_those_that_sorting_all_would_find(texts: int, levels: int) -> None:
-    whole = np.random.default_rng(texts).integers(-levels, levels, (7, texts))
-    scores = (whole / levels).astype(np.float32)
+def test_nearest_equals_a_full_sort(texts: int, levels: int) -> None:
+    numbers = np.random.default_rng(texts).integers(-levels, levels, (7, texts))
+    scores = (numbers / levels).astype(np.float32)
     expected = [
         sorted(
             ((column, round(float(score), 4)) for column, score in enumerate(row)), key=lambda hit: -hit[1]

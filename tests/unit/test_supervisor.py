@@ -1,4 +1,4 @@
-"""When a child that died is started again, and which plans make no sense."""
+"""When a child process is restarted, and which plans are rejected."""
 
 from __future__ import annotations
 
@@ -6,93 +6,93 @@ import pytest
 
 from carpool_cli.local import supervisor
 from carpool_cli.local.embedded import EmbeddedRedisError
-from carpool_cli.local.supervisor import Keeper, Plan, Supervisor, preferred_port
+from carpool_cli.local.supervisor import Plan, Restarter, Supervisor, preferred_port
 
 
 class FakeChild:
-    """Runs until it is told that it died; may refuse to start."""
+    """Runs until `reason` is set; fails to start while `fails_to_start` is set."""
 
     name = "child"
 
     def __init__(self) -> None:
         self.starts = 0
-        self.how: str | None = None
-        self.refuses = False
+        self.reason: str | None = None
+        self.fails_to_start = False
 
     def start(self) -> None:
-        if self.refuses:
+        if self.fails_to_start:
             raise EmbeddedRedisError("the port is taken")
         self.starts += 1
-        self.how = None
+        self.reason = None
 
-    def how_it_ended(self) -> str | None:
-        return self.how
+    def exit_reason(self) -> str | None:
+        return self.reason
 
 
-def pauses(
-    keeper: Keeper, child: FakeChild, now_s: float, deaths: int, *, life_s: float = 0.0
+def restart_delays(
+    restarter: Restarter, child: FakeChild, now_s: float, deaths: int, *, life_s: float = 0.0
 ) -> list[float]:
-    """How long each of so many starts was waited for, by a child that dies `life_s` after each."""
-    waited = []
+    """The delay before each restart of a child that dies `deaths` times, `life_s` after each start."""
+    delays = []
     for _ in range(deaths):
         now_s += life_s
-        child.how = "SIGKILL"
+        child.reason = "SIGKILL"
         died_s, starts = now_s, child.starts
-        keeper.run_once(now_s)
+        restarter.run_once(now_s)
         while child.starts == starts:
             now_s += 0.01
-            keeper.run_once(now_s)
-        waited.append(round(now_s - died_s, 1))
-    return waited
+            restarter.run_once(now_s)
+        delays.append(round(now_s - died_s, 1))
+    return delays
 
 
-def test_a_child_that_runs_is_left_alone() -> None:
+def test_running_child_is_not_restarted() -> None:
     child = FakeChild()
-    keeper = Keeper(child, 0.0)
+    restarter = Restarter(child, 0.0)
     for second in range(100):
-        keeper.run_once(float(second))
+        restarter.run_once(float(second))
     assert child.starts == 0
 
 
-def test_pauses_double_up_to_five_seconds() -> None:
+def test_restart_delays_double_up_to_five_seconds() -> None:
     child = FakeChild()
-    waited = pauses(Keeper(child, 0.0), child, 1.0, 8)
-    assert waited == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.02)
+    delays = restart_delays(Restarter(child, 0.0), child, 1.0, 8)
+    assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.02)
 
 
-def test_ten_seconds_of_life_are_forgiving() -> None:
+def test_restart_delay_is_reset_after_ten_seconds_of_running() -> None:
     child = FakeChild()
-    keeper = Keeper(child, 0.0)
-    pauses(keeper, child, 1.0, 5)
-    assert pauses(keeper, child, 100.0, 2, life_s=10.5) == pytest.approx([0.1, 0.1], abs=0.02)
+    restarter = Restarter(child, 0.0)
+    restart_delays(restarter, child, 1.0, 5)
+    assert restart_delays(restarter, child, 100.0, 2, life_s=10.5) == pytest.approx([0.1, 0.1], abs=0.02)
 
 
-def test_a_start_that_fails_is_tried_again_ever_later() -> None:
+def test_failed_start_is_retried() -> None:
     child = FakeChild()
-    keeper = Keeper(child, 0.0)
-    child.how, child.refuses = "it died", True
-    tries = [step / 100 for step in range(1000)]
-    for now_s in tries[:300]:
-        keeper.run_once(now_s)
+    restarter = Restarter(child, 0.0)
+    child.reason, child.fails_to_start = "it died", True
+    times_s = [step / 100 for step in range(1000)]
+    for now_s in times_s[:300]:
+        restarter.run_once(now_s)
     assert child.starts == 0
-    child.refuses = False
-    for now_s in tries[300:]:
-        keeper.run_once(now_s)
+    child.fails_to_start = False
+    for now_s in times_s[300:]:
+        restarter.run_once(now_s)
     assert child.starts == 1
 
 
-def test_two_models_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two models are named square; write NAME="):
+def test_two_models_of_one_name_are_rejected() -> None:
+    with pytest.raises(ValueError, match="two models are named square; write NAME=MODEL"):
         Supervisor(Plan(["square", "square"]))
     Supervisor(Plan(["square", "cube=square"]))
 
 
-def test_a_model_without_a_usable_name_is_refused() -> None:
+def test_model_without_a_usable_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="NAME="):
         Supervisor(Plan(["my models.py:%"]))
 
 
-def test_redis_own_port_is_taken_only_if_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preferred_port_is_6379_only_if_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "is_free", lambda port: port == 6379)
     assert preferred_port() == 6379
     monkeypatch.setattr(supervisor, "is_free", lambda port: False)

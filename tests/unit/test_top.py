@@ -1,19 +1,24 @@
-"""`carpool top` from made-up looks: figures between two of them, and the page in windows of any size."""
+"""`carpool top` from made-up samples: the figures between two of them, and the page at any size."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from carpool.errors import UnavailableError
 from carpool.wire.report import BatcherReport, Gauges
-from carpool_cli import top
-from carpool_cli.top import Look, as_json, compare, follow
-from carpool_cli.top_page import Figures, ModelLook, Refused, figures, page
+from carpool_cli.screen import plain_lines
+from carpool_cli.top import command
+from carpool_cli.top.command import Sample, as_json, compare, follow
+from carpool_cli.top.figures import Figures, ModelSample, Refusals, figures
+from carpool_cli.top.page import Page
 
 SECOND_US = 1_000_000
 BEGAN_US = 100 * SECOND_US
@@ -21,8 +26,8 @@ IDLE = Gauges(0, 0, 0.0, 0, 0, 2)
 BUSY = Gauges(1204, 99, 0.0352, 2, 128, 1)
 
 
-def status(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> BatcherReport:
-    """What a batcher says so long after it began, whose full batches are of 64 requests and others of 16."""
+def report(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> BatcherReport:
+    """A report `at_s` seconds after the batcher became active. Full batches have 64 requests, others 16."""
     return BatcherReport(
         "me",
         BEGAN_US,
@@ -37,152 +42,190 @@ def status(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> Batch
     )
 
 
-def seen(said: BatcherReport | None, *, batcher: bool = True, processes: int = 1) -> ModelLook:
-    return ModelLook(17, 3.2, 4, processes, batcher, said)
+def sample(of_batcher: BatcherReport | None, *, batcher: bool = True, processes: int = 1) -> ModelSample:
+    return ModelSample(17, 3.2, 4, processes, batcher, of_batcher)
+
+
+def drawn(models: Sequence[Figures], columns: int, rows: int | None = None, error: str = "") -> list[str]:
+    """The lines of the page on a terminal of this size; without `rows` it is as high as the page."""
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    options = console.options.update(width=columns, height=rows)
+    lines = console.render_lines(Page("redis", models, error), options, pad=False)
+    return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
 # --- figures -----------------------------------------------------------------------------------------------
 
 
-def test_rates_and_shares_are_of_the_time_between_two_looks() -> None:
-    before, now = status(10, full=100, idle=100, refused=10), status(14, full=130, idle=110, refused=30)
-    found = figures("square", seen(before), seen(now))
+def test_rates_and_shares_cover_the_time_between_two_samples() -> None:
+    before, now = report(10, full=100, idle=100, refused=10), report(14, full=130, idle=110, refused=30)
+    found = figures("square", sample(before), sample(now))
     assert found.over_s == 4.0
     assert found.requests_per_s == (30 * 64 + 10 * 16) / 4
     assert found.batches_per_s == 10.0
     assert list(found.reasons.items()) == [("full", 0.75), ("idle", 0.25)]
     assert found.fill == pytest.approx((30 * 1.0 + 10 * 0.25) / 40)
     assert found.refused == {
-        "RESOURCE_EXHAUSTED/queue_size": Refused(30, 5.0),
-        "CANCELLED/withdrawn": Refused(3, 0.0),
+        "RESOURCE_EXHAUSTED/queue_size": Refusals(30, 5.0),
+        "CANCELLED/withdrawn": Refusals(3, 0.0),
     }
     assert (found.batches, found.requests, found.active_s) == ({"full": 130, "idle": 110}, 10_080, 14.0)
     assert (found.p50_ms, found.p99_ms) == (12.0, 31.0)
     assert found.learned == (5.13, 0.051, None)
 
 
-def test_gauges_are_the_batchers() -> None:
-    found = figures("square", None, seen(status(1)))
-    assert (found.waiting, found.oldest_s) == (1204, 0.0352)
-    assert (found.batches_in_flight, found.requests_in_flight, found.model_processes) == (2, 128, 1)
-    rests = figures("square", None, seen(replace(status(1), gauges=IDLE)))
-    assert (rests.waiting, rests.oldest_s) == (0, None)
+def test_gauges_come_from_the_batchers_report() -> None:
+    busy = figures("square", None, sample(report(1)))
+    assert (busy.waiting, busy.oldest_s) == (1204, 0.0352)
+    assert (busy.batches_in_flight, busy.requests_in_flight, busy.model_processes) == (2, 128, 1)
+    idle = figures("square", None, sample(replace(report(1), gauges=IDLE)))
+    assert (idle.waiting, idle.oldest_s) == (0, None)
 
 
 @pytest.mark.parametrize(
     "before",
     [
         None,
-        seen(None),
-        seen(replace(status(3, full=900), batcher="another")),
-        seen(replace(status(3, full=900), began_us=BEGAN_US - SECOND_US)),
-        seen(status(8, full=80)),
+        sample(None),
+        sample(replace(report(3, full=900), batcher="another")),
+        sample(replace(report(3, full=900), began_us=BEGAN_US - SECOND_US)),
+        sample(report(8, full=80)),
     ],
-    ids=["first look", "said nothing", "another batcher", "the same, anew", "nothing new was said"],
+    ids=["first sample", "no report", "another batcher", "restarted batcher", "same report"],
 )
-def test_without_an_earlier_word_of_this_batcher_rates_are_since_it_began(before: ModelLook | None) -> None:
-    found = figures("square", before, seen(status(8, full=80)))
+def test_without_an_earlier_report_of_this_batcher_rates_cover_all_its_time(
+    before: ModelSample | None,
+) -> None:
+    found = figures("square", before, sample(report(8, full=80)))
     assert (found.over_s, found.batches_per_s, found.reasons) == (8.0, 10.0, {"full": 1.0})
 
 
-def test_no_time_and_no_batches_divide_nothing() -> None:
-    began = figures("square", None, seen(status(0)))
-    assert (began.over_s, began.requests_per_s, began.fill, began.reasons) == (0.0, None, None, {})
-    quiet = figures("square", seen(status(5, full=3)), seen(status(9, full=3)))
+def test_no_time_and_no_batches_give_unknown_figures() -> None:
+    started = figures("square", None, sample(report(0)))
+    assert (started.over_s, started.requests_per_s, started.fill, started.reasons) == (0.0, None, None, {})
+    quiet = figures("square", sample(report(5, full=3)), sample(report(9, full=3)))
     assert (quiet.requests_per_s, quiet.fill, quiet.reasons) == (0.0, None, {})
-    nothing = figures("square", None, seen(replace(status(0), learned=None, quantiles_us=None)))
+    nothing = figures("square", None, sample(replace(report(0), learned=None, quantiles_us=None)))
     assert (nothing.p50_ms, nothing.p99_ms, nothing.learned) == (None, None, None)
-    assert len(page("redis", [began, quiet, nothing], 100)) > 10
+    assert len(drawn([started, quiet, nothing], 100)) > 10
 
 
-@pytest.mark.parametrize("said", [None, status(8, full=80)], ids=["nothing", "a last word"])
-def test_without_a_batcher_it_is_what_the_streams_tell(said: BatcherReport | None) -> None:
-    found = figures("square", None, seen(said, batcher=False))
+@pytest.mark.parametrize("last_report", [None, report(8, full=80)], ids=["no report", "an old report"])
+def test_without_a_batcher_figures_come_from_the_streams(last_report: BatcherReport | None) -> None:
+    found = figures("square", None, sample(last_report, batcher=False))
     assert found == Figures("square", False, 1, 17, 3.2, 4)
 
 
-def test_a_model_that_is_new_is_compared_with_nothing() -> None:
-    earlier: Look = {"old": seen(status(1)), "gone": seen(status(1))}
-    found = compare(earlier, {"old": seen(status(3, full=2)), "new": seen(status(3, full=3))})
-    assert [(one.model, one.over_s, one.batches_per_s) for one in found] == [
+def test_new_model_is_compared_with_nothing() -> None:
+    earlier: Sample = {"old": sample(report(1)), "removed": sample(report(1))}
+    found = compare(earlier, {"old": sample(report(3, full=2)), "new": sample(report(3, full=3))})
+    assert [(model.model, model.over_s, model.batches_per_s) for model in found] == [
         ("old", 2.0, 1.0),
         ("new", 3.0, 1.0),
     ]
 
 
-def test_json_is_a_line_that_holds_it_all() -> None:
-    shown = [figures("square", None, seen(status(8, full=80, refused=2))), figures("other", None, seen(None))]
-    line = as_json(shown)
+def test_json_is_one_line_with_all_figures() -> None:
+    models = [
+        figures("square", None, sample(report(8, full=80, refused=2))),
+        figures("other", None, sample(None)),
+    ]
+    line = as_json(models)
     square, other = json.loads(line)["models"]
     assert "\n" not in line
     assert square["refused"]["RESOURCE_EXHAUSTED/queue_size"] == {"total": 2, "per_s": 0.25}
     assert square["learned"] == {"intercept_ms": 5.13, "slope_ms": 0.051, "only_size": None}
     assert (other["learned"], other["requests_per_s"], other["waiting"]) == (None, None, 17)
-    assert json.loads(as_json(shown, "Redis is away")) == {"error": "Redis is away"}
+    assert json.loads(as_json(models, "no answer")) == {"error": "no answer"}
+
+
+def test_json_keys_are_stable() -> None:
+    (model,) = json.loads(as_json([figures("square", None, sample(report(1)))]))["models"]
+    assert list(model) == [
+        *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
+        *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
+        *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
+    ]
 
 
 # --- pages -------------------------------------------------------------------------------------------------
 
 
-def test_a_page() -> None:
-    shown = [
-        figures("square", seen(status(10, full=100)), seen(status(14, full=130, idle=10, refused=30))),
-        figures("lonely", None, seen(None, batcher=False, processes=0)),
-    ]
-    assert page("redis://h:1/0", shown, 100) == [
-        "carpool top  redis://h:1/0  2 models",
-        "",
-        "model   waiting   oldest  in flight  processes  requests/s  fill    p50    p99",
-        "square    1,204  35.2 ms    2 (128)          1         520   81%  12 ms  31 ms",
-        "lonely       17    3.2 s          4       none  no batcher     -      -      -",
-        "",
-        "square",
-        "  left     full 75%, idle 25% of 10 batches/s",
-        "  l(n)     5.13 ms + 51 µs n",
-        "  refused  30 RESOURCE_EXHAUSTED/queue_size (7.5/s), 3 CANCELLED/withdrawn (0.75/s)",
-        "",
-        "lonely",
-        "  batcher  none is active: nothing leaves until `carpool batcher` runs",
-        "  workers  none: no model process lives, `carpool worker` starts one",
+def two_models() -> list[Figures]:
+    return [
+        figures("square", sample(report(10, full=100)), sample(report(14, full=130, idle=10, refused=30))),
+        figures("lonely", None, sample(None, batcher=False, processes=0)),
     ]
 
 
-def test_other_things_it_says() -> None:
-    one_size = figures("a", None, seen(replace(status(5), learned=(5000.0, 0.0, 64))))
-    silent = figures("b", None, seen(None))
-    lines = page("redis", [one_size, silent], 100)
-    assert "  l(n)     5 ms for n = 64, the only size there was" in lines
-    assert "  left     no batch in 5.0 s" in lines
-    assert "  batcher  one is active, and says nothing that is understood here" in lines
-    assert not any("held" in line for line in lines)
-    holds = figures("a", None, seen(replace(status(5), gauges=BUSY._replace(held=1))))
-    assert "  held     1 result, until those before them are done" in page("redis", [holds], 100)
-    lost = figures("a", None, seen(replace(status(5), unheeded="policy: whose?")))
-    assert "  settings not followed: policy: whose?" in page("redis", [lost], 100)
-    assert "`carpool up square` serves one" in page("redis", [], 100)[2]
+WHOLE_PAGE = [
+    "carpool top  redis  2 models",
+    "",
+    "model   waiting   oldest  in flight  processes  requests/s  fill    p50    p99",
+    "square    1,204  35.2 ms    2 (128)          1         520   81%  12 ms  31 ms",
+    "lonely       17    3.2 s          4       none  no batcher     -      -      -",
+    "",
+    "square",
+    "  dispatch reasons  full 75%  idle 25%  of 10 batches/s",
+    "  latency model     l(n) = 5.13 ms + 51 µs × n",
+    "  refused requests  30 RESOURCE_EXHAUSTED/queue_size (7.5/s)  3 CANCELLED/withdrawn (0.75/s)",
+    "",
+    "lonely",
+    "  batcher  none is active: nothing is dispatched until `carpool batcher` runs",
+    "  workers  no model process is alive: start one with `carpool worker`",
+]
 
 
-def test_while_redis_is_away_the_last_page_stands() -> None:
-    shown = [figures("a", None, seen(status(5)))]
-    title, note, *rest = page("redis", shown, 100, lost="no answer")
-    assert note == "Redis is away, this is how it was: no answer"
-    assert [title, "", *rest] == page("redis", shown, 100)
+def test_page_on_a_terminal() -> None:
+    assert drawn(two_models(), 100) == WHOLE_PAGE
 
 
-def test_what_is_long_goes_on_in_the_next_line() -> None:
-    refused = {f"STATUS/reason_{number}": Refused(number, 0.0) for number in range(3)}
-    one = figures("a", None, seen(status(5)))._replace(refused=refused)
-    assert page("redis", [one], 60)[-2:] == [
-        "  refused  0 STATUS/reason_0, 1 STATUS/reason_1,",
-        "           2 STATUS/reason_2",
+def test_page_in_a_pipe_is_plain_text() -> None:
+    assert plain_lines(Page("redis", two_models())) == WHOLE_PAGE
+
+
+def test_page_names_what_is_unusual() -> None:
+    one_size = figures("a", None, sample(replace(report(5), learned=(5000.0, 0.0, 64))))
+    no_report = figures("b", None, sample(None))
+    lines = drawn([one_size, no_report], 100)
+    assert "  latency model     l(64) = 5 ms; no other batch size was seen" in lines
+    assert "  dispatch reasons  no batch in 5.0 s" in lines
+    assert "  batcher  one is active, but its report is missing or of another version" in lines
+    assert not any("withheld" in line for line in lines)
+    withheld = figures("a", None, sample(replace(report(5), gauges=BUSY._replace(held=1))))
+    assert "  withheld results  1, until the results before them are delivered" in drawn([withheld], 100)
+    rejected = figures("a", None, sample(replace(report(5), unheeded="policy: unknown")))
+    assert "  settings          rejected: policy: unknown" in drawn([rejected], 100)
+    assert "`carpool up square` serves one" in drawn([], 100)[2]
+
+
+def test_last_figures_stay_while_redis_does_not_answer() -> None:
+    models = [figures("a", None, sample(report(5)))]
+    title, note, *rest = drawn(models, 100, error="no answer")
+    assert note == "Redis does not answer; these are the last figures: no answer"
+    assert [title, "", *rest] == drawn(models, 100)
+
+
+def test_long_details_wrap_between_their_parts() -> None:
+    refused = {f"STATUS/reason_{number}": Refusals(number, 0.0) for number in range(3)}
+    model = figures("a", None, sample(report(5)))._replace(refused=refused)
+    assert drawn([model], 60)[-2:] == [
+        "  refused requests  0 STATUS/reason_0  1 STATUS/reason_1",
+        "                    2 STATUS/reason_2",
     ]
 
 
-def test_a_narrow_window_has_fewer_columns_each_of_them_whole() -> None:
-    shown = [figures("square", seen(status(10)), seen(status(14, full=130)))]
-    heads = [page("redis", shown, columns)[2].split("  ") for columns in (79, 70, 56, 45, 30)]
-    named = [[name.strip() for name in head if name] for head in heads]
-    assert named == [
+def test_text_in_brackets_is_no_markup() -> None:
+    model = figures("[bold]a[/bold]", None, sample(replace(report(5), unheeded="[red]policy[/red]")))
+    for lines in (drawn([model], 100), plain_lines(Page("redis", [model]))):
+        assert "[bold]a[/bold]" in lines
+        assert "  settings          rejected: [red]policy[/red]" in lines
+
+
+def test_narrow_terminal_has_fewer_columns_and_each_is_whole() -> None:
+    models = [figures("square", sample(report(10)), sample(report(14, full=130)))]
+    headings = [drawn(models, columns)[2].split("  ") for columns in (79, 70, 56, 45, 30)]
+    assert [[name.strip() for name in heading if name] for heading in headings] == [
         ["model", "waiting", "oldest", "in flight", "processes", "requests/s", "fill", "p50", "p99"],
         ["model", "waiting", "oldest", "in flight", "processes", "requests/s", "p99"],
         ["model", "waiting", "oldest", "processes", "requests/s", "p99"],
@@ -191,20 +234,22 @@ def test_a_narrow_window_has_fewer_columns_each_of_them_whole() -> None:
     ]
 
 
-def test_a_long_name_is_cut_in_the_table_and_told_below() -> None:
+def test_long_name_is_cut_in_the_table_of_a_terminal_only() -> None:
     name = "a" * 128
-    lines = page("redis", [figures(name, None, seen(status(5)))], 140)
+    model = figures(name, None, sample(report(5)))
+    lines = drawn([model], 140)
     assert lines[3].startswith("a" * 27 + "…  ")
     assert name in lines
+    assert plain_lines(Page("redis", [model]))[3].startswith(f"{name}  ")
 
 
-def test_a_low_window_says_what_it_leaves_out() -> None:
-    shown = [figures(f"m{number}", None, seen(status(5))) for number in range(10)]
-    whole = page("redis", shown, 100)
-    low = page("redis", shown, 100, 14)
+def test_low_terminal_counts_the_lines_that_do_not_fit() -> None:
+    models = [figures(f"m{number}", None, sample(report(5))) for number in range(10)]
+    whole = drawn(models, 100)
+    low = drawn(models, 100, 14)
     assert low[:13] == whole[:13]
-    assert low[13] == f"... {len(whole) - 13} lines more: --model NAME shows one alone"
-    assert page("redis", shown, 100, len(whole)) == whole
+    assert low[13] == f"... {len(whole) - 13} more lines: --model NAME shows one model"
+    assert drawn(models, 100, len(whole)) == whole
 
 
 NUMBERS = st.integers(0, 10**12)
@@ -218,52 +263,54 @@ NUMBERS = st.integers(0, 10**12)
     numbers=st.tuples(NUMBERS, NUMBERS, NUMBERS),
     batcher=st.booleans(),
 )
-def test_no_page_is_larger_than_its_window(
+def test_no_page_is_larger_than_its_terminal(
     columns: int, rows: int, models: list[str], numbers: tuple[int, int, int], batcher: bool
 ) -> None:
     full, idle, refused = numbers
-    before, now = seen(status(1)), seen(status(2, full, idle, refused), batcher=batcher)
-    lines = page("redis", [figures(model, before, now) for model in models], columns, rows)
+    before, now = sample(report(1)), sample(report(2, full, idle, refused), batcher=batcher)
+    lines = drawn([figures(model, before, now) for model in models], columns, rows)
     assert len(lines) <= rows
     assert max(map(len, lines), default=0) <= columns
 
 
-# --- going on ----------------------------------------------------------------------------------------------
+# --- following ---------------------------------------------------------------------------------------------
 
 
-def test_it_goes_on_while_redis_is_away_and_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given looks of which two fail, expect what was seen last meanwhile, and then to go on from there."""
-    monkeypatch.setattr(top, "EVERY_S", 0.0)
-    away = UnavailableError("Redis is away")
-    coming: list[Look | BaseException] = [
-        one_look(2),
-        one_look(3),
+def test_following_continues_through_an_outage_of_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given samples of which two fail, expect the last figures meanwhile, and then new ones."""
+    monkeypatch.setattr(command, "INTERVAL_S", 0.0)
+    away = UnavailableError("no answer")
+    coming: list[Sample | BaseException] = [
+        sample_at(2),
+        sample_at(3),
         away,
         away,
-        one_look(6),
+        sample_at(6),
         KeyboardInterrupt(),
     ]
     shown: list[tuple[str, float | None]] = []
 
-    def look_now() -> Look:
-        one = coming.pop(0)
-        if isinstance(one, BaseException):
-            raise one
-        return one
+    def sample_now() -> Sample:
+        following = coming.pop(0)
+        if isinstance(following, BaseException):
+            raise following
+        return following
 
     with pytest.raises(KeyboardInterrupt):
-        follow(one_look(1), look_now, lambda found, lost: shown.append((lost, found[0].over_s)))
+        follow(sample_at(1), sample_now, lambda models, error: shown.append((error, models[0].over_s)))
     assert shown == [("", 1.0), ("", 1.0), ("", 2.0), (str(away), 2.0), (str(away), 2.0), ("", 5.0)]
 
 
-def test_rates_are_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "EVERY_S", 0.0)
+def test_rates_cover_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "INTERVAL_S", 0.0)
     coming = iter(range(2, 10))
     shown: list[float | None] = []
     with pytest.raises(StopIteration):
-        follow(one_look(1), lambda: one_look(next(coming)), lambda found, _: shown.append(found[0].over_s))
+        follow(
+            sample_at(1), lambda: sample_at(next(coming)), lambda models, _: shown.append(models[0].over_s)
+        )
     assert shown == [1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 5.0]
 
 
-def one_look(at_s: int) -> Look:
-    return {"m": seen(status(at_s, full=at_s))}
+def sample_at(at_s: int) -> Sample:
+    return {"m": sample(report(at_s, full=at_s))}

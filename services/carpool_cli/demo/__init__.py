@@ -1,1 +1,1 @@
-"""`carpool demo`: search in the documentation on this machine, request by request, measured and checked."""
+"""`carpool demo`: a documentation search on this machine, with measured throughput and checked results."""

@@ -1,6 +1,6 @@
-"""`carpool demo`: search in the documentation on this machine, request by request, measured and checked.
+"""`carpool demo`: a documentation search on this machine, with measured throughput and checked results.
 
-The main thread supervises the stack, as `carpool up` does; another runs `story`.
+The main thread supervises the stack, as `carpool up` does; another thread runs the scenario.
 """
 
 from __future__ import annotations
@@ -17,75 +17,75 @@ from carpool.lifecycle import stop_on_signals
 from carpool.logs import configure_logs
 from carpool.settings import CarpoolSettings, read_settings
 from carpool_cli.demo.measure import WorkerLog
-from carpool_cli.demo.story import MODELS, Story
+from carpool_cli.demo.scenario import MODELS, Scenario
 from carpool_cli.local.embedded import EmbeddedRedisError
 from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor
-from carpool_cli.local.up import served
+from carpool_cli.local.up import served_line
 from carpool_cli.screen import Screen
 
 
 class DemoSettings(CarpoolSettings):
-    """Search in the documentation on this machine: measured, checked, and gone when it ends.
+    """Serve a documentation search on this machine, measure it, check its results, and remove it again.
 
-    Starts a Redis of its own, a batcher and workers, sends real queries as single requests from one producer,
-    and then some of them one at a time; shows answers and figures, and compares a sample with direct
-    computation.
+    The demo starts its own Redis, a batcher and workers. One producer sends real queries as single requests,
+    and then some of them one at a time. The demo prints answers and figures, and compares a sample of the
+    results with direct calls of the model.
     """
 
-    queries: int = Field(5000, ge=1, le=1_000_000, description="how many to send")
-    in_flight: int = Field(256, ge=1, le=10_000, description="how many of them may be under way at once")
-    keep: bool = Field(False, description="leave the stack up at the end, until Ctrl-C")
+    queries: int = Field(5000, ge=1, le=1_000_000, description="number of queries to send")
+    in_flight: int = Field(256, ge=1, le=10_000, description="number of requests under way at once")
+    keep: bool = Field(False, description="keep the stack running at the end, until Ctrl-C")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tell the story. 1 if anything in it was wrong, 130 if it was cut short."""
+    """Run the demo. Returns 1 if it found a problem, 130 if it was interrupted."""
     settings = read_settings(DemoSettings, argv, "carpool demo")
     configure_logs("warning", "supervisor")
     stop = stop_on_signals()
     screen = Screen()
     logs = Path(tempfile.mkdtemp(prefix="carpool-demo-"))
     supervisor = Supervisor(Plan(models=MODELS, logs=logs))
-    story = Story(supervisor, screen, settings.queries, settings.in_flight, keep=settings.keep)
+    scenario = Scenario(supervisor, screen, settings.queries, settings.in_flight, keep=settings.keep)
     try:
-        told = _supervise(supervisor, story, screen, stop)
+        is_finished = _supervise(supervisor, scenario, screen, stop)
     except (StartError, EmbeddedRedisError) as error:
-        told = True
-        story.problems.append(_why(error, supervisor))
+        is_finished = True
+        scenario.problems.append(_explain(error, supervisor))
     finally:
         supervisor.stop()
-    if not story.problems:
+    if not scenario.problems:
         shutil.rmtree(logs, ignore_errors=True)
-        return 0 if told else 130
-    _show_problems(story, screen, logs)
+        return 0 if is_finished else 130
+    _show_problems(scenario, screen, logs)
     return 1
 
 
-def _supervise(supervisor: Supervisor, story: Story, screen: Screen, stop: threading.Event) -> bool:
-    """Keep the stack alive while the story is told, and on if it is to be kept. Whether all was told."""
+def _supervise(supervisor: Supervisor, scenario: Scenario, screen: Screen, stop: threading.Event) -> bool:
+    """Supervise the stack during the scenario, with --keep also afterwards. Whether the scenario finished."""
     supervisor.start()
-    telling = threading.Thread(target=story.tell, name="story", daemon=True)
-    telling.start()
-    while telling.is_alive() or (story.keep and not story.problems):
+    running = threading.Thread(target=scenario.run, name="scenario", daemon=True)
+    running.start()
+    while running.is_alive() or (scenario.keep and not scenario.problems):
         if stop.wait(POLL_S):
             break
         for worker in supervisor.run_once():
-            screen.say(served(worker, 1))
+            screen.print(served_line(worker, 1))
         if supervisor.serving:
-            story.served.set()
-    told = not telling.is_alive()
-    if not told:
-        screen.hush()  # what else it has to say is only that the stack is gone
-    return told
+            scenario.all_served.set()
+    is_finished = not running.is_alive()
+    if not is_finished:
+        screen.mute()  # the scenario could only report that its stack was stopped
+    return is_finished
 
 
-def _why(error: Exception, supervisor: Supervisor) -> str:
-    """An error, with what the workers' logs say of it."""
+def _explain(error: Exception, supervisor: Supervisor) -> str:
+    """An error, with the last errors in the workers' logs."""
     logs = [WorkerLog(worker.log) for worker in supervisor.workers if worker.log is not None]
     return ": ".join([str(error), *(reason for log in logs if (reason := log.last_error()))])
 
 
-def _show_problems(story: Story, screen: Screen, logs: Path) -> None:
-    screen.title("Something is wrong")
-    for problem in story.problems:
-        screen.say(f"  {problem}")
-    screen.say(f"  The services' logs are in {logs}")
+def _show_problems(scenario: Scenario, screen: Screen, logs: Path) -> None:
+    screen.title("The demo failed")
+    for problem in scenario.problems:
+        screen.print(f"  {problem}")
+    screen.print(f"  The logs of the batcher and the workers are in {logs}")

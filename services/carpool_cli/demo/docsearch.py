@@ -1,7 +1,7 @@
-"""A ready-made model: search by meaning in the documentation of Python that is on this machine.
+"""A ready-made model: semantic search in the Python documentation of this machine.
 
-It is what batching is for. One query reads the whole matrix of passages from memory to use each number once;
-sixty-four read it once between them, in one matrix product.
+It benefits from batching: one query reads the whole matrix of passages from memory and uses each number once;
+a batch of 64 queries reads it once for all of them, in one matrix product.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from carpool_cli.demo.docsearch_words import Analyzer
 
 DIMS: Final = 768
 ANSWERS: Final = 5
-MAX_QUERY_CHARS: Final = 1000
+QUERY_CHARS_MAX: Final = 1000
 NAME_WEIGHT: Final = 2
-"""How many times over the words of a passage's name count."""
+"""How many times the words of a passage's name count."""
 
 
 class DocSearch:
     """Answers a query with the five passages nearest to it, by the cosine of their vectors.
 
-    The passages are the docstrings of the standard library's public names and the language reference that
-    `help` shows, a paragraph or so each; the space is that of latent semantic indexing (`docsearch_index`).
+    The passages are paragraphs of the docstrings of the standard library's public names, and of the language
+    reference that `help` shows. The vectors are those of latent semantic indexing (`docsearch_index`).
     """
 
     name = "docsearch"
@@ -35,30 +35,32 @@ class DocSearch:
     _index: LatentIndex
 
     def load(self, device: str) -> None:
-        """Read the documentation and index it, a few seconds; it stays on the CPU whatever `device` is.
+        """Read and index the documentation, in a few seconds. The model uses the CPU whatever `device` is.
 
-        Raises RuntimeError if this Python has come without its source.
+        Raises RuntimeError if the source of the standard library is not installed.
         """
         self._passages = passages()
         if not self._passages:
-            raise RuntimeError("no source of the standard library was found, so there is nothing to search")
+            raise RuntimeError(
+                "the source of the standard library was not found, so there is nothing to search"
+            )
         self._analyzer = Analyzer(f"{passage.name} {passage.text}" for passage in self._passages)
         texts = [self._passage_terms(passage) for passage in self._passages]
         self._index = LatentIndex(texts, DIMS)
 
     def validate(self, body: object) -> None:
-        """Raises InvalidArgumentError unless `body` is text of 1 to 1,000 characters."""
+        """Raise InvalidArgumentError unless `body` is a string of 1 to 1,000 characters."""
         if not isinstance(body, str):
             raise InvalidArgumentError(f"body: must be a string, not {type(body).__name__}")
-        if not 1 <= len(body) <= MAX_QUERY_CHARS:
+        if not 1 <= len(body) <= QUERY_CHARS_MAX:
             raise InvalidArgumentError(
-                f"body: must be of 1 to {MAX_QUERY_CHARS:,} characters, not {len(body):,}"
+                f"body: must have 1 to {QUERY_CHARS_MAX:,} characters, not {len(body):,}"
             )
 
     def predict(self, batch: list[str]) -> list[list[dict[str, Any]]]:
-        """For each query its five nearest passages, best first: `{"score": 0.61, "name": ..., "text": ...}`.
+        """The five nearest passages of each query, best first: `{"score": 0.61, "name": ..., "text": ...}`.
 
-        The score is a cosine, 1 at the most, to four decimals. A query of which no word is known gets none.
+        The score is a cosine, at most 1, to four decimals. A query without any known word gets an empty list.
         """
         found = self._index.search([self._analyzer.terms(query) for query in batch], ANSWERS)
         return [[self._answer(row, score) for row, score in hits] for hits in found]

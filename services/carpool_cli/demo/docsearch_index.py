@@ -1,6 +1,6 @@
 """Latent semantic indexing with numpy alone: terms and passages as vectors of one space.
 
-Words that keep the same company get near to each other in it, so a passage can be found by words it lacks.
+Words that occur together have similar vectors, so a query can find a passage that has none of its words.
 The method is Deerwester et al., "Indexing by latent semantic analysis" (1990); its subspace is found by the
 randomised range finder with one subspace iteration of Halko, Martinsson and Tropp, "Finding structure with
 randomness" (2011).
@@ -20,9 +20,9 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Integers: TypeAlias = npt.NDArray[np.intp]
 
 K1: Final = 1.2
-"""How soon a term's repetition in one text stops counting: BM25's k1, at its customary value."""
-TIE: Final = 1e-4
-"""Scores are told apart to this much: float32 sums differ by less, however BLAS orders them."""
+"""BM25's k1 at its usual value: how fast repetitions of a term in one text stop adding to its weight."""
+SCORE_RESOLUTION: Final = 1e-4
+"""Smaller differences of scores are ignored: float32 sums differ with the order in which BLAS adds."""
 
 _GROUPS: Final = 256
 _CHUNK: Final = 2048
@@ -42,7 +42,7 @@ class _Sparse:
         return _Sparse(columns, self.column[order], self.row[order], self.value[order])
 
     def __matmul__(self, dense: Floats) -> Floats:
-        """The product with a dense matrix; in chunks, for what is gathered to stay in the cache."""
+        """The product with a dense matrix, in chunks whose gathered rows fit into the cache."""
         product = np.zeros((self.rows, dense.shape[1]), np.float32)
         for start in range(0, len(self.row), _CHUNK):
             chunk = slice(start, start + _CHUNK)
@@ -54,10 +54,11 @@ class _Sparse:
 
 
 class LatentIndex:
-    """An index of texts given as lists of terms, searched many queries at a time.
+    """An index of texts, which are lists of terms. It searches for many queries at a time.
 
-    `vectors` has a row of length 1 for each text, of zeros if it has no term: float32, texts x dims. `dims`
-    has to be well below the number of texts and that of terms, for there is no more to be told apart.
+    `vectors` has a row of length 1 for each text, or of zeros for a text without terms: float32, texts x
+    dims.
+    `dims` must be well below the number of texts and the number of terms, which limit the rank of the matrix.
     """
 
     def __init__(self, texts: Sequence[Sequence[str]], dims: int, seed: int = 0) -> None:
@@ -66,13 +67,13 @@ class LatentIndex:
         self._weight = np.log((1 + len(texts)) / np.bincount(counts.column)).astype(np.float32)
         weighted = self._weigh(counts)
         self._basis = _principal_subspace(weighted, len(self._column), dims, seed)
-        # In columns, because the products read it transposed: a run of memory for each dimension.
+        # In column order, because the products read it transposed: each dimension is contiguous in memory.
         self.vectors = np.asfortranarray(_normalised(weighted @ self._basis))
 
     def search(self, queries: Sequence[Sequence[str]], limit: int) -> list[list[tuple[int, float]]]:
-        """For each query, rows and cosines (to four decimals) of the `limit` nearest texts, best first.
+        """For each query, the rows and cosines (to four decimals) of the `limit` nearest texts, best first.
 
-        Texts of equal score come in their order in the index; a query of no known term finds none.
+        Texts of equal score are in the order of the index. A query without a known term finds nothing.
         """
         vectors = self._embed(queries)
         known = np.flatnonzero(vectors.any(axis=1))
@@ -82,15 +83,15 @@ class LatentIndex:
         return found
 
     def _cosines(self, queries: Floats) -> Floats:
-        """Queries x texts: one product for all of them, so that the matrix is read once."""
+        """Queries x texts, as one product, so that the matrix is read from memory once."""
         if len(queries) < 4:
-            # BLAS repacks the whole matrix to multiply it by a matrix; four rows and more are worth that.
+            # For a matrix product BLAS repacks the whole matrix, which pays only from four rows on.
             rows = [query @ self.vectors.T for query in queries]
             return np.array(rows, np.float32).reshape(-1, len(self.vectors))
         return queries @ self.vectors.T
 
     def _embed(self, queries: Sequence[Sequence[str]]) -> Floats:
-        """One row of length 1 per query, of zeros if it has no known term."""
+        """A row of length 1 for each query, or of zeros for a query without a known term."""
         weighted = self._weigh(self._count(queries))
         columns, inverse = np.unique(weighted.column, return_inverse=True)
         compact = np.zeros((len(queries), len(columns)), np.float32)
@@ -98,7 +99,7 @@ class LatentIndex:
         return _normalised(compact @ self._basis[columns])
 
     def _count(self, texts: Sequence[Sequence[str]]) -> _Sparse:
-        """How often each text has each known term: texts x terms."""
+        """The number of times each text has each known term: texts x terms."""
         column = self._column
         found = [[column[term] for term in text if term in column] for text in texts]
         row = np.repeat(np.arange(len(texts)), np.fromiter(map(len, found), np.intp))
@@ -115,12 +116,12 @@ class LatentIndex:
 
 
 def nearest(scores: Floats, limit: int) -> list[list[tuple[int, float]]]:
-    """For each row of `scores` (queries x texts), columns and scores of its `limit` highest, best first.
+    """For each row of `scores` (queries x texts), the columns and scores of the `limit` highest, best first.
 
-    Scores are rounded to four decimals; equal ones come in the order of their columns.
+    Scores are rounded to four decimals. Equal scores are in the order of their columns.
     """
     queries, texts = scores.shape
-    floor = _lower_bounds(scores, limit) - TIE
+    floor = _lower_bounds(scores, limit) - SCORE_RESOLUTION
     row, column = np.divmod(np.flatnonzero(scores >= floor[:, None]), texts)
     score = np.round(scores[row, column].astype(np.float64), 4)
     order = np.lexsort((column, -score, row))
@@ -131,10 +132,11 @@ def nearest(scores: Floats, limit: int) -> list[list[tuple[int, float]]]:
 
 
 def _lower_bounds(scores: Floats, limit: int) -> Floats:
-    """For each row a score that at least `limit` of its columns reach.
+    """For each row, a score that at least `limit` of its columns reach.
 
-    It is the `limit`-th highest of the highest scores of disjoint groups of columns: a tenth of the work of a
-    partition of the row itself, and as good a sieve, for the best are seldom in one group.
+    It is the `limit`-th highest of the maxima of disjoint groups of columns. That takes a tenth of the time
+    of partitioning the row itself, and rejects almost as many columns, because the best are seldom in one
+    group.
     """
     queries, texts = scores.shape
     size = texts // _GROUPS
@@ -147,11 +149,11 @@ def _lower_bounds(scores: Floats, limit: int) -> Floats:
 def _principal_subspace(matrix: _Sparse, columns: int, dims: int, seed: int) -> Floats:
     """An orthonormal basis, columns x dims, of nearly the best subspace of that size for the matrix's rows.
 
-    No singular value decomposition need follow: cosines within a subspace are the same in any basis of it.
+    A singular value decomposition is not needed: cosines within a subspace are the same in each of its bases.
     """
     sketch = np.random.default_rng(seed).standard_normal((columns, dims), dtype=np.float32)
     sketch = matrix.transpose(columns) @ (matrix @ sketch)
-    # Cholesky QR: where Householder's spends a second, the factor of the small Gram matrix is found at once.
+    # QR by Cholesky, from the small Gram matrix: QR by Householder reflections would take a second.
     gram = (sketch.T @ sketch).astype(np.float64)
     return sketch @ np.linalg.inv(np.linalg.cholesky(gram)).T.astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""From text to index terms: identifiers taken apart, stop words dropped, endings and compounds resolved."""
+"""Index terms of a text: split identifiers without stop words, as stems, with the parts of compounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VOWEL: Final = re.compile("[aeiouy]")
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers; `readZipFile`, `read_zip_file` and `read.zip.file` all give three."""
+    """Words in lower case, and numbers. `readZipFile`, `read_zip_file`, `read.zip.file` are three words."""
     return [word.lower() for word in _WORD.findall(text)]
 
 
@@ -32,7 +32,7 @@ _STOP_WORDS: Final = frozenset(
 
 
 def stem(word: str) -> str:
-    """`word` without the endings of plural, participle and gerund, and without a final e.
+    """`word` without a plural, participle or gerund ending, and without a final e.
 
     The plurals are those of Harman's S stemmer ("How effective is suffixing?", 1991), -ed and -ing follow
     step 1b of Porter's ("An algorithm for suffix stripping", 1980).
@@ -62,31 +62,30 @@ def _without_participle(word: str) -> str:
 
 
 class Analyzer:
-    """Turns text into terms; which words are compounds it learns from the texts it is made with.
+    """Turns text into terms. It learns from the texts of the constructor which words are compounds.
 
-    A compound counts as itself and as its two parts, so that `copytree` is found by "tree". Of all splits the
-    one with the highest geometric mean of the parts' frequencies is taken, as in Koehn and Knight, "Empirical
-    methods for compound splitting" (2003).
+    A compound gives itself and its two parts as terms, so that "tree" finds `copytree`. It is split where the
+    geometric mean of the frequencies of the parts is highest, as in Koehn and Knight, "Empirical methods for
+    compound splitting" (2003).
     """
 
-    MIN_PART: Final = 3
-    """Letters of a compound's part, at the least."""
-    MIN_COUNT: Final = 20
-    """Occurrences of a word that may be a compound's part, at the least."""
-    MAX_COMPOUND: Final = 30
-    """Letters of a compound, at the most."""
+    PART_LETTERS_MIN: Final = 3
+    PART_OCCURRENCES_MIN: Final = 20
+    COMPOUND_LETTERS_MAX: Final = 30
 
     def __init__(self, texts: Iterable[str]) -> None:
         counts = Counter(word for text in texts for word in words(text))
         self._parts = {
             word: count
             for word, count in counts.items()
-            if count >= self.MIN_COUNT and len(word) >= self.MIN_PART and word not in _STOP_WORDS
+            if count >= self.PART_OCCURRENCES_MIN
+            and len(word) >= self.PART_LETTERS_MIN
+            and word not in _STOP_WORDS
         }
         self._terms = {word: self._analyze(word) for word in counts}
 
     def terms(self, text: str) -> list[str]:
-        """The terms of a text in order, repeated as they repeat in it."""
+        """The terms of a text in order, with repetitions."""
         known = self._terms
         return [
             term for word in words(text) for term in (known[word] if word in known else self._analyze(word))
@@ -98,9 +97,9 @@ class Analyzer:
         return (stem(word), *map(stem, self._split(word)))
 
     def _split(self, word: str) -> tuple[str, ...]:
-        if len(word) > self.MAX_COMPOUND:
+        if len(word) > self.COMPOUND_LETTERS_MAX:
             return ()
-        cuts = range(self.MIN_PART, len(word) - self.MIN_PART + 1)
+        cuts = range(self.PART_LETTERS_MIN, len(word) - self.PART_LETTERS_MIN + 1)
         splits = [(word[:cut], word[cut:]) for cut in cuts]
         known = [(head, tail) for head, tail in splits if head in self._parts and tail in self._parts]
         return max(known, key=lambda pair: self._parts[pair[0]] * self._parts[pair[1]], default=())

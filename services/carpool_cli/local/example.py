@@ -1,4 +1,4 @@
-"""A body to paste that the model will understand: zeros of the tensors it declares, or else a text."""
+"""An example body for a model: zeros for the tensors it declares, or a text if it declares none."""
 
 from __future__ import annotations
 
@@ -10,78 +10,83 @@ from typing import Any, Final, NamedTuple
 from carpool.wire.bodies import MAX_JSON_ITEMS
 from carpool.wire.tensors import TensorSpec
 
-# What a ready-made model can be asked. Of anyone else's model that declares no tensors we know nothing.
+# For ready-made models. Any other model that declares no tensors gets a text.
 _BODIES: Final = {"square": 7, "docsearch": "how do I read a zip file"}
-_SOME_TEXT: Final = "hello"
-_OPEN_SIZE: Final = 2  # for a size that may vary: more than one shows that it may
-_TYPED: Final = 32  # numbers, at most, that are written out
-_AS_JSON: Final = MAX_JSON_ITEMS // 2  # numbers, at most, that JSON is fit for
+_TEXT: Final = "hello"
+_VARIABLE_SIZE: Final = 2  # for a dimension of any size; more than 1, to show that it is one
+_WRITTEN_NUMBERS_MAX: Final = 32  # more are made by a Python expression
+_JSON_NUMBERS_MAX: Final = MAX_JSON_ITEMS // 2  # more cannot be sent as JSON
 
 
 class Example(NamedTuple):
-    """`json` is the body as it is typed. Where that would be long it is empty, and `made` is Python for it;
-    where that would be too much for JSON, `made` is empty too. `value` is what Python sends, after `imports`.
+    """An example body.
+
+    `json`: the body as JSON; empty if that would be long.
+    `json_maker`: a Python expression that makes the long body; empty if it is too large for JSON.
+    `value`: a Python expression for the body that a Python producer sends, after `imports`.
     """
 
     json: str
-    made: str
+    json_maker: str
     value: str
     imports: str = ""
 
 
 def example(model: str, inputs: Sequence[TensorSpec]) -> Example:
-    """For the tensors that a model declares."""
+    """The example for a model with these input tensors."""
     if not inputs:
-        text = json.dumps(_BODIES.get(model, _SOME_TEXT))
+        text = json.dumps(_BODIES.get(model, _TEXT))
         return Example(text, "", text)
     specs = [_sized(spec) for spec in inputs]
     value = _body(specs, [_array(spec) for spec in specs])
     imports = "import numpy; " if "numpy." in value else ""
     numbers = sum(math.prod(spec.shape) for spec in specs)
-    if numbers <= _TYPED:
-        return Example(_body(specs, [_typed(spec) for spec in specs]), "", value, imports)
-    made = _body(specs, [_map(spec) for spec in specs]) if numbers <= _AS_JSON else ""
-    return Example("", made, value, imports)
+    if numbers <= _WRITTEN_NUMBERS_MAX:
+        return Example(_body(specs, [_written(spec) for spec in specs]), "", value, imports)
+    json_maker = (
+        _body(specs, [_tensor_object(spec) for spec in specs]) if numbers <= _JSON_NUMBERS_MAX else ""
+    )
+    return Example("", json_maker, value, imports)
 
 
 def _sized(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(
-        spec.name, spec.datatype, tuple(_OPEN_SIZE if size == -1 else size for size in spec.shape)
+        spec.name, spec.datatype, tuple(_VARIABLE_SIZE if size == -1 else size for size in spec.shape)
     )
 
 
 def _body(specs: Sequence[TensorSpec], tensors: Sequence[str]) -> str:
-    """One tensor is a body by itself; of several each has its name before it."""
+    """One tensor is a body by itself; several make an object with their names as keys."""
     if len(tensors) == 1:
         return tensors[0]
     named = (f"{json.dumps(spec.name)}: {tensor}" for spec, tensor in zip(specs, tensors, strict=True))
     return f"{{{', '.join(named)}}}"
 
 
-def _typed(spec: TensorSpec) -> str:
-    """As JSON, rows in rows."""
-    return json.dumps(_rows(_zero(spec.datatype), spec.shape))
+def _written(spec: TensorSpec) -> str:
+    """A tensor as nested JSON lists."""
+    return json.dumps(_nested_lists(_zero(spec.datatype), spec.shape))
 
 
-def _rows(zero: Any, shape: Sequence[int]) -> Any:
-    return [_rows(zero, shape[1:])] * shape[0] if shape else zero
+def _nested_lists(zero: Any, shape: Sequence[int]) -> Any:
+    return [_nested_lists(zero, shape[1:])] * shape[0] if shape else zero
 
 
 def _zero(datatype: str) -> Any:
-    return {"BYTES": _SOME_TEXT, "BOOL": False}.get(datatype, 0)
+    return {"BYTES": _TEXT, "BOOL": False}.get(datatype, 0)
 
 
-def _map(spec: TensorSpec) -> str:
-    """As Python that makes a tensor's map for JSON."""
+def _tensor_object(spec: TensorSpec) -> str:
+    """A Python expression that makes a tensor's JSON object."""
     if spec.datatype == "BYTES":
-        return _typed(spec)
+        return _written(spec)
     data = f"[{_zero(spec.datatype)}] * {math.prod(spec.shape)}"
     return f'{{"datatype": "{spec.datatype}", "shape": {list(spec.shape)}, "data": {data}}}'
 
 
 def _array(spec: TensorSpec) -> str:
-    """As Python that makes an array."""
+    """A Python expression that makes an array."""
     if spec.datatype == "BYTES":
-        return _typed(spec)
+        return _written(spec)
     named = {"BF16": "float32"}.get(spec.datatype, spec.datatype.lower().replace("fp", "float"))
     return f'numpy.zeros({spec.shape}, "{named}")'

@@ -1,4 +1,4 @@
-"""Lines to paste: one request to a stack that runs, from a shell, from redis-cli and from Python."""
+"""Commands to copy: each sends one request to a running stack, from a shell, redis-cli or Python."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ _DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")
 
 
 def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX, inputs: Sequence[TensorSpec] = ()) -> list[str]:
-    """A line for `carpool infer`, one for redis-cli and one for Python: the last alone where JSON is no use.
+    """A command for `carpool infer`, one for redis-cli and one for Python. A body too large for JSON has only
+    the last.
 
-    None holds a password: where there is one, it is taken from the environment.
+    No command contains a password: it is taken from the environment.
     """
     body = example(model, inputs)
     python = _python(url, model, prefix, body)
-    return [*_shell(url, model, prefix, body), python] if body.json or body.made else [python]
+    return [*_shell(url, model, prefix, body), python] if body.json or body.json_maker else [python]
 
 
 def _shell(url: str, model: str, prefix: str, body: Example) -> list[str]:
     keys, cli = Keys(model, prefix), _redis_cli(url)
-    own = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
-    at = "" if _is_default(url) or _password(url) else f" --redis-url {shlex.quote(url)}"
+    prefix_flag = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
+    url_flag = "" if _is_default(url) or _has_password(url) else f" --redis-url {shlex.quote(url)}"
     if body.json:
-        before, text = "", shlex.quote(body.json.strip('"'))  # what is not JSON is sent as a string
-        sent = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body.json)}"
+        before, text = "", shlex.quote(body.json.strip('"'))  # `carpool infer` sends text as a JSON string
+        add = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body.json)}"
     else:
-        made = shlex.quote(f"import json; print(json.dumps({body.made}))")
-        before, text = f"{command('python')} -c {made} | ", "-"
-        sent = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*' body"
+        maker = shlex.quote(f"import json; print(json.dumps({body.json_maker}))")
+        before, text = f"{command('python')} -c {maker} | ", "-"
+        add = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*' body"
     return [
-        f"{before}{command('carpool')} infer {model} {text}{at}{own}",
-        f'{cli} BLPOP "{keys.result(f"$({sent})")}" 5',
+        f"{before}{command('carpool')} infer {model} {text}{url_flag}{prefix_flag}",
+        f'{cli} BLPOP "{keys.result(f"$({add})")}" 5',
     ]
 
 
 def _python(url: str, model: str, prefix: str, body: Example) -> str:
-    client = [] if _is_default(url) or _password(url) else [json.dumps(url)]
+    client = [] if _is_default(url) or _has_password(url) else [json.dumps(url)]
     client += [] if prefix == DEFAULT_PREFIX else [f"prefix={json.dumps(prefix)}"]
     call = f'Client({", ".join(client)}).infer("{model}", {body.value})'
     script = f"{body.imports}from carpool import Client; print({call})"
@@ -54,26 +55,26 @@ def _python(url: str, model: str, prefix: str, body: Example) -> str:
 
 
 def needs_environment(url: str) -> bool:
-    """Whether the lines need CARPOOL_REDIS_URL in the environment."""
-    return _password(url)
+    """Whether the commands need CARPOOL_REDIS_URL in the environment."""
+    return _has_password(url)
 
 
 def command(name: str) -> str:
-    """How to call the `carpool` or `python` that runs this, from where we are."""
-    ours = Path(sys.executable).with_name(name)
-    if not ours.exists():
+    """How to call, from the current directory, the `carpool` or `python` of this installation."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
         return name
     found = shutil.which(name)
-    if found and Path(found) == ours:
+    if found and Path(found) == path:
         return name
-    return shlex.quote(str(ours.relative_to(Path.cwd()) if ours.is_relative_to(Path.cwd()) else ours))
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def _redis_cli(url: str) -> str:
     parts = urlsplit(url)
     trusted = parse_qs(parts.query).get("ssl_ca_certs")
     tls = f" --cacert {shlex.quote(trusted[0])}" if trusted else ""
-    if _password(url):
+    if _has_password(url):
         return f'redis-cli -u "$CARPOOL_REDIS_URL"{tls}'
     if parts.scheme == "unix":
         return f"redis-cli -s {shlex.quote(parts.path)}"
@@ -86,5 +87,5 @@ def _is_default(url: str) -> bool:
     return url in _DEFAULT_URLS
 
 
-def _password(url: str) -> bool:
+def _has_password(url: str) -> bool:
     return bool(urlsplit(url).password)

@@ -1,8 +1,10 @@
-"""A stack on one machine: Redis where no URL is given, a batcher, a worker for each model; all kept alive.
+"""Starts and supervises a stack on one machine: Redis if no URL is given, a batcher, and a worker for each
+model.
 
-Order of starting: Redis, then the others, who find each other there. Order of stopping: the workers finish
-what they have in hand, the batcher gives its leases back, Redis leaves last, because both need it to.
-All is started from the main thread and ends with this process, however that ends (`carpool.lifecycle`).
+Start order: Redis first, then the batcher and the workers, which connect to it. Stop order: the workers
+finish their executions, then the batcher releases its leases, and Redis stops last, because both need it to
+do so. Everything is started from the main thread and ends with this process, however it ends
+(`carpool.lifecycle`).
 """
 
 from __future__ import annotations
@@ -33,28 +35,28 @@ from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.model_process.loader import model_name
 
-POLL_S: Final = 0.1  # how often `run_once` is meant to be called
-LOOK_EVERY_S: Final = 0.2
-PAUSE_S: Final = 0.1  # before what died is started again; doubled each time ...
-PAUSE_S_MAX: Final = 5.0  # ... up to here ...
-SETTLED_S: Final = 10.0  # ... and forgotten once it lived so long
-BATCHER_STOP_S: Final = 10.0
-LOADING_STOP_S: Final = 1.0  # who serves nobody yet has nothing to finish
+POLL_S: Final = 0.1  # the interval at which `run_once` is to be called
+READY_CHECK_INTERVAL_S: Final = 0.2
+RESTART_DELAY_S: Final = 0.1  # doubled with each restart ...
+RESTART_DELAY_S_MAX: Final = 5.0  # ... up to this ...
+RESTART_DELAY_RESET_S: Final = 10.0  # ... and reset for a child that ran for this long
+BATCHER_STOP_TIMEOUT_S: Final = 10.0
+LOADING_STOP_TIMEOUT_S: Final = 1.0  # for a worker that does not serve yet, and so has nothing to finish
 REDIS_PORT: Final = 6379
-# What our own settings put into the URL: said again beside it, here or in `.env`, it would be said twice.
+# Our own settings put these into the URL. A child that also found them in its environment would reject both.
 _IN_THE_URL: Final = tuple(
     f"CARPOOL_{name.upper()}" for name in RedisSettings.model_fields if name != "redis_url"
 )
 
 
 class StartError(Exception):
-    """The stack cannot come up; starting again would not help."""
+    """The stack cannot start, and a restart would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to run. `models` are named as for a worker. `http_port` is the batcher's, the workers have the
-    ports after it. `logs` is a directory; None: standard error."""
+    """What to run. `models` are written as for a worker. The batcher has `http_port`, and the workers have
+    the ports after it. `logs` is a directory, or None for standard error."""
 
     models: Sequence[str]
     redis_url: str | None = None
@@ -71,19 +73,19 @@ class Plan:
 
 
 class Child(Protocol):
-    """Something that runs beside us."""
+    """A child process."""
 
     name: str
 
     def start(self) -> None:
-        """Start it, for the first time or again."""
+        """Start it, or start it again."""
 
-    def how_it_ended(self) -> str | None:
-        """None while it runs."""
+    def exit_reason(self) -> str | None:
+        """How it ended; None while it runs."""
 
 
 class Redis:
-    """The Redis server of our own."""
+    """The stack's own Redis server."""
 
     name = "redis"
 
@@ -104,7 +106,7 @@ class Redis:
         else:
             self._server.restart()
 
-    def how_it_ended(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return None if self.server.alive else "it died"
 
     def stop(self) -> None:
@@ -113,7 +115,7 @@ class Redis:
 
 
 class Service:
-    """A batcher or a worker: a process in a session of its own, for Ctrl-C is ours to act on."""
+    """A batcher or a worker. It has a session of its own, so that Ctrl-C reaches only the supervisor."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], logs: Path | None):
         self.name = name
@@ -142,22 +144,23 @@ class Service:
         """As Popen's: None while it runs (or was never started), negative for a signal."""
         return self._process.poll() if self._process else None
 
-    def how_it_ended(self) -> str | None:
+    def exit_reason(self) -> str | None:
         status = self.exit_status
         if status is None:
             return None
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
-    def ask_to_stop(self) -> None:
+    def terminate(self) -> None:
+        """Send SIGTERM: it finishes its work and ends."""
         if self._process is not None:
             self._process.terminate()
 
-    def see_out(self, within_s: float) -> bool:
-        """Wait for the end, and bring it about after `within_s`. Whether it came by itself."""
+    def wait_or_kill(self, timeout_s: float) -> bool:
+        """Wait until it has ended, and kill it after `timeout_s`. Whether it ended by itself."""
         if self._process is None:
             return True
         try:
-            self._process.wait(within_s)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -174,13 +177,13 @@ class WorkerService(Service):
         argv = ["carpool_worker", spec, *(str(part) for flag in flags.items() for part in flag)]
         super().__init__(f"worker of {self.model}", argv, environment, plan.logs)
         self.serving = False
-        self.serves_since_s = 0.0
+        self.serving_since_s = 0.0
         self.registration: Mapping[str, str] = {}
         self.started_s = 0.0
 
     @property
     def inputs(self) -> list[TensorSpec]:
-        """The tensors that the model declares."""
+        """The input tensors that the model declares."""
         return decode_inputs(self.registration)
 
     def start(self) -> None:
@@ -189,59 +192,60 @@ class WorkerService(Service):
         super().start()
 
 
-class Keeper:
-    """Starts a child again whenever it has ended: soon at first, later if it keeps on ending."""
+class Restarter:
+    """Starts a child again whenever it ends: soon at first, and later if it keeps ending."""
 
     def __init__(self, child: Child, now_s: float) -> None:
         self.child = child
-        self._pause_s = PAUSE_S
+        self._delay_s = RESTART_DELAY_S
         self._started_s = now_s
-        self._due_s: float | None = None
+        self._restart_at_s: float | None = None
         self._log = structlog.get_logger()
 
     def run_once(self, now_s: float) -> None:
-        """Look after the child: it runs, or it died and a start is due now or later."""
-        if self._due_s is None:
-            how = self.child.how_it_ended()
-            if how is not None:
-                self._plan_start(now_s, how)
-        elif now_s >= self._due_s:
+        """Schedule a restart if the child has ended, or restart it if that is due."""
+        if self._restart_at_s is None:
+            reason = self.child.exit_reason()
+            if reason is not None:
+                self._schedule_restart(now_s, reason)
+        elif now_s >= self._restart_at_s:
             try:
                 self.child.start()
             except (EmbeddedRedisError, OSError) as error:
-                self._plan_start(now_s, str(error))
+                self._schedule_restart(now_s, str(error))
             else:
-                self._started_s, self._due_s = now_s, None
-                self._log.info("started again", child=self.child.name)
+                self._started_s, self._restart_at_s = now_s, None
+                self._log.info("child process restarted", child=self.child.name)
 
-    def _plan_start(self, now_s: float, how: str) -> None:
-        if self._due_s is None and now_s - self._started_s >= SETTLED_S:
-            self._pause_s = PAUSE_S
-        self._due_s = now_s + self._pause_s
-        self._log.warning("died, starts again", child=self.child.name, how=how, in_s=self._pause_s)
-        self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+    def _schedule_restart(self, now_s: float, reason: str) -> None:
+        if self._restart_at_s is None and now_s - self._started_s >= RESTART_DELAY_RESET_S:
+            self._delay_s = RESTART_DELAY_S
+        self._restart_at_s = now_s + self._delay_s
+        self._log.warning("child process ended", child=self.child.name, how=reason, in_s=self._delay_s)
+        self._delay_s = min(2 * self._delay_s, RESTART_DELAY_S_MAX)
 
 
 class Supervisor:
-    """Runs a plan. `start` once, `run_once` every POLL_S, `stop` at any time; all from the main thread.
+    """Runs a plan. Call `start` once, `run_once` every POLL_S and `stop` at any time, all from the main
+    thread.
 
-    Raises ValueError for a model without a usable name, or two of one name.
+    Raises ValueError for a model without a usable name, and for two of the same name.
     """
 
     def __init__(self, plan: Plan) -> None:
         names = [model_name(spec)[0] for spec in plan.models]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two models are named {name}; write NAME=... to name one otherwise")
+                raise ValueError(f"two models are named {name}; write NAME=MODEL to rename one")
         self._plan = plan
         self.redis = None if plan.redis_url else Redis(plan.redis_port, plan.data_dir)
         self.url = plan.redis_url or ""
         self.workers: list[WorkerService] = []
         self._batcher: Service | None = None
-        self._keepers: list[Keeper] = []
+        self._restarters: list[Restarter] = []
         self._link: Link | None = None
-        self._look_at_s = 0.0
-        self._came_up = False
+        self._ready_check_at_s = 0.0
+        self._has_served = False
         self._log = structlog.get_logger()
 
     @property
@@ -250,12 +254,12 @@ class Supervisor:
         return bool(self.workers) and all(worker.serving for worker in self.workers)
 
     def start(self) -> None:
-        """Start everything, without waiting for the models. Raises EmbeddedRedisError or UnavailableError."""
+        """Start everything without waiting for the models. Raises EmbeddedRedisError or UnavailableError."""
         plan = self._plan
         if self.redis is not None:
             self.redis.start()
             self.url = self.redis.server.url
-            self._keepers.append(Keeper(self.redis, time.monotonic()))
+            self._restarters.append(Restarter(self.redis, time.monotonic()))
         self._link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0)
         self._link.call("PING")
         policies = ["--policies", ",".join(plan.policies)] if plan.policies else []
@@ -266,10 +270,10 @@ class Supervisor:
         ]
         for service in (self._batcher, *self.workers):
             service.start()
-            self._keepers.append(Keeper(service, time.monotonic()))
+            self._restarters.append(Restarter(service, time.monotonic()))
 
     def _environment(self, at: int) -> dict[str, str]:
-        """What the service in place `at` is told: the batcher is in place 0, the workers follow."""
+        """The environment of the batcher, which has the number 0, or of a worker, from 1 on."""
         plan = self._plan
         environment = {
             **os.environ,
@@ -278,74 +282,79 @@ class Supervisor:
             "CARPOOL_PREFIX": plan.prefix,
             "CARPOOL_LOG_LEVEL": plan.log_level,
         }
-        environment.pop("CARPOOL_HTTP_PORT", None)  # two cannot have one
+        environment.pop("CARPOOL_HTTP_PORT", None)  # two processes cannot listen on one port
         if plan.http_port is not None:
             environment["CARPOOL_HTTP_PORT"] = str(plan.http_port + at)
         return environment
 
     def run_once(self) -> list[WorkerService]:
-        """Start again what died. Returns the workers that began to serve since the last call.
+        """Restart children that ended. Returns the workers that have begun to serve since the last call.
 
-        Raises StartError if, before everything served for the first time, a service gave up by itself.
+        Raises StartError if a service exits with an error before all models were served for the first time.
         """
-        if not self._came_up:
-            self._give_up_if_one_did()
-        for keeper in self._keepers:
-            keeper.run_once(time.monotonic())
-        begun = self._who_began_to_serve()
+        if not self._has_served:
+            self._check_start()
+        for restarter in self._restarters:
+            restarter.run_once(time.monotonic())
+        newly_serving = self._newly_serving()
         if self.serving:
-            self._came_up = True
-        return begun
+            self._has_served = True
+        return newly_serving
 
-    def _give_up_if_one_did(self) -> None:
-        """Who ends with a status has said why, and would say it again; who was killed has not."""
+    def _check_start(self) -> None:
+        """A service that exits by itself would exit again. One that was killed is restarted."""
         for service in (self._batcher, *self.workers):
             if service is not None and (service.exit_status or 0) > 0:
-                raise StartError(f"the {service.name} ended with {service.how_it_ended()} before it served")
+                raise StartError(f"the {service.name} ended with {service.exit_reason()} before it was ready")
 
-    def _who_began_to_serve(self) -> list[WorkerService]:
+    def _newly_serving(self) -> list[WorkerService]:
         now_s = time.monotonic()
-        waiting = [worker for worker in self.workers if not worker.serving]
-        if not waiting or now_s < self._look_at_s:
+        starting = [worker for worker in self.workers if not worker.serving]
+        if not starting or now_s < self._ready_check_at_s:
             return []
-        self._look_at_s = now_s + LOOK_EVERY_S
+        self._ready_check_at_s = now_s + READY_CHECK_INTERVAL_S
         with contextlib.suppress(UnavailableError, CommandError):  # Redis is restarting, or loads its data
-            return [worker for worker in waiting if self._begins_to_serve(worker)]
+            return [worker for worker in starting if self._check_serving(worker)]
         return []
 
-    def _begins_to_serve(self, worker: WorkerService) -> bool:
-        """Whether all of this worker's model processes take batches, and somebody dispatches them."""
+    def _check_serving(self, worker: WorkerService) -> bool:
+        """Whether all model processes of this worker take batches, and a batcher is active for its model."""
         assert self._link is not None
         keys = Keys(worker.model, self._plan.prefix)
         snapshot = take_snapshot(self._link, keys, RedisClock())
-        ours = f"{socket.gethostname()[:40]}-{worker.pid}-"  # how a worker names its processes
-        processes = sum(name.startswith(ours) for name in snapshot.workers)
+        name_prefix = (
+            f"{socket.gethostname()[:40]}-{worker.pid}-"  # of the names that a worker gives its processes
+        )
+        processes = sum(name.startswith(name_prefix) for name in snapshot.workers)
         if processes < self._plan.replicas or not self._link.call("EXISTS", keys.batcher):
             return False
         worker.serving = True
-        worker.serves_since_s = time.monotonic()
+        worker.serving_since_s = time.monotonic()
         worker.registration = snapshot.registration
-        if self._came_up:
-            self._log.info("serves again", model=worker.model)
+        if self._has_served:
+            self._log.info("model served again", model=worker.model)
         return True
 
     def stop(self) -> bool:
-        """Stop everything, in order. Whether all of it left by itself. Any number of times."""
-        self._keepers.clear()
+        """Stop everything, in order. Whether all of it ended by itself. May be called more than once."""
+        self._restarters.clear()
         for worker in self.workers:
-            worker.ask_to_stop()
-        patience_s = self._plan.drain_s + BATCHER_STOP_S
-        clean = [worker.see_out(patience_s if worker.serving else LOADING_STOP_S) for worker in self.workers]
+            worker.terminate()
+        drain_timeout_s = self._plan.drain_s + BATCHER_STOP_TIMEOUT_S
+        ended = [
+            worker.wait_or_kill(drain_timeout_s if worker.serving else LOADING_STOP_TIMEOUT_S)
+            for worker in self.workers
+        ]
         if self._batcher is not None:
-            self._batcher.ask_to_stop()
-            clean.append(self._batcher.see_out(BATCHER_STOP_S))
+            self._batcher.terminate()
+            ended.append(self._batcher.wait_or_kill(BATCHER_STOP_TIMEOUT_S))
         if self._link is not None:
             self._link.close()
         if self.redis is not None:
             self.redis.stop()
-        return all(clean)
+        return all(ended)
 
 
 def preferred_port() -> int | None:
-    """Redis's own port if nobody has it: then no one needs to be told. None for any other that is free."""
+    """Redis's usual port if it is free, so that commands need no URL; None means any free port."""
     return REDIS_PORT if is_free(REDIS_PORT) else None

@@ -24,56 +24,61 @@ from carpool_cli.local.embedded import EmbeddedRedisError
 from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor, WorkerService, preferred_port
 from carpool_cli.screen import Screen, count
 
-STILL_LOADING_EVERY_S: Final = 10.0
+LOADING_NOTICE_INTERVAL_S: Final = 10.0
 
 
 class UpSettings(RedisSettings):
-    """Redis (where no URL is given), a batcher and workers on this machine, under one supervisor.
+    """Start Redis (unless a URL is given), a batcher and a worker for each model, all on this machine.
 
-    What dies is started again. Ctrl-C or SIGTERM stops all of it once the workers have finished what they
-    have in hand.
+    A process that dies is restarted. Ctrl-C or SIGTERM stops everything after the workers have finished their
+    batches.
     """
 
     model: CliPositionalArg[Listed] = Field(
         min_length=1,
         description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch; "
-        "NAME=... to name it",
+        "NAME=MODEL serves it under another name",
     )
     redis_url: RedisUrl | None = Field(
-        None, description="a Redis that runs already (default: one of our own, which stops with us)"
+        None, description="a running Redis to use (default: start one, which stops with this command)"
     )
     redis_port: int | None = Field(
-        None, ge=1, le=65535, description="port of our own Redis (default: 6379 if it is free, else another)"
+        None, ge=1, le=65535, description="port of the Redis to start (default: 6379 if free, else another)"
     )
     data_dir: Path | None = Field(
-        None, description="where our own Redis keeps its data (default: a temporary one, which goes with it)"
+        None,
+        description="data directory of the Redis to start (default: a temporary one, removed at the end)",
     )
-    replicas: int = Field(1, ge=1, le=256, description="model processes, of each model")
-    device: str = Field("auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the processes in turn")
-    drain_s: float = Field(30.0, ge=0, description="how long a stop waits for what is in hand")
+    replicas: int = Field(1, ge=1, le=256, description="number of model processes for each model")
+    device: str = Field(
+        "auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the model processes in turn"
+    )
+    drain_s: float = Field(
+        30.0, ge=0, description="seconds that workers may take to finish their batches on a stop"
+    )
     http_port: int | None = Field(
         None,
         ge=1,
         le=65000,
-        description="where the batcher serves /metrics, /healthz, /readyz; workers do on the ports after it",
+        description="port of the batcher's /metrics, /healthz and /readyz; workers use the ports after it",
     )
     policies: Policies = Field([])
-    prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
-    log_level: LogLevel = Field("info", description="the least to log")
+    prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
+    log_level: LogLevel = Field("info", description="minimum log level")
 
     @model_validator(mode="after")
-    def _one_redis(self) -> Self:
-        ours = [name for name in ("redis_port", "data_dir") if getattr(self, name) is not None]
-        if self.redis_url and ours:
-            flags = " and ".join("--" + name.replace("_", "-") for name in ours)
+    def _check_one_redis(self) -> Self:
+        own = [name for name in ("redis_port", "data_dir") if getattr(self, name) is not None]
+        if self.redis_url and own:
+            flags = " and ".join("--" + name.replace("_", "-") for name in own)
             raise ValueError(
-                f"--redis-url (or CARPOOL_REDIS_URL) names a Redis that runs already, and {flags} would "
-                "be for one of our own; leave one out"
+                f"--redis-url (or CARPOOL_REDIS_URL) uses a running Redis, but {flags} configures one to "
+                "start; leave one out"
             )
         return self
 
     def plan(self) -> Plan:
-        """What the supervisor is to run."""
+        """The plan for the supervisor."""
         return Plan(
             models=self.model,
             redis_url=self.redis_url,
@@ -90,7 +95,7 @@ class UpSettings(RedisSettings):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until SIGTERM or SIGINT, then stop in order. 1 if the stack does not come up."""
+    """Run until SIGTERM or SIGINT, then stop in order. Returns 1 if the stack cannot start."""
     settings = read_settings(UpSettings, argv, "carpool up")
     try:
         supervisor = Supervisor(settings.plan())
@@ -103,72 +108,75 @@ def main(argv: Sequence[str]) -> int:
     failure = None
     try:
         supervisor.start()
-        screen.say(_which_redis(supervisor, settings, argv))
+        screen.print(_describe_redis(supervisor, settings, argv))
         _supervise(supervisor, settings, screen, stop)
-        screen.say("\nStopping: workers finish what they have in hand. Ctrl-C again stops at once.")
+        screen.print("\nStopping: workers finish their batches. Press Ctrl-C again to stop at once.")
     except (StartError, EmbeddedRedisError, UnavailableError, CommandError) as error:
         failure = error
     finally:
-        clean = supervisor.stop()
-    if failure is not None:  # said last, below what the services had to say
-        print(f"carpool up: {_advice(failure, settings)}", file=sys.stderr)
+        ended_by_themselves = supervisor.stop()
+    if failure is not None:  # printed last, below the services' own errors
+        print(f"carpool up: {_explain(failure, settings)}", file=sys.stderr)
         return 1
-    screen.say("Stopped." if clean else "Stopped. What was still in hand is redelivered.")
+    screen.print("Stopped." if ended_by_themselves else "Stopped. Unfinished batches will be redelivered.")
     return 0
 
 
 def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, stop: threading.Event) -> None:
-    """Keep everything alive until `stop`; say so when a model, and when all of them, are served."""
-    began_s = time.monotonic()
-    say_at_s = began_s + STILL_LOADING_EVERY_S
-    told = False
+    """Supervise the stack until `stop`. Print when each model is served, and commands to call them."""
+    started_s = time.monotonic()
+    notice_at_s = started_s + LOADING_NOTICE_INTERVAL_S
+    is_announced = False
     while not stop.wait(POLL_S):
         for worker in supervisor.run_once():
-            if not told:
-                screen.say(served(worker, settings.replicas))
-        if told:
+            if not is_announced:
+                screen.print(served_line(worker, settings.replicas))
+        if is_announced:
             continue
         if supervisor.serving:
-            told = True
-            _tell_how_to_call(supervisor, settings, screen)
-        elif time.monotonic() >= say_at_s:
-            say_at_s += STILL_LOADING_EVERY_S
+            is_announced = True
+            _print_commands(supervisor, settings, screen)
+        elif time.monotonic() >= notice_at_s:
+            notice_at_s += LOADING_NOTICE_INTERVAL_S
             names = ", ".join(worker.model for worker in supervisor.workers if not worker.serving)
-            screen.say(f"  still loading after {time.monotonic() - began_s:.0f} s: {names}")
+            screen.print(f"  still loading after {time.monotonic() - started_s:.0f} s: {names}")
 
 
-def served(worker: WorkerService, replicas: int) -> str:
-    """A line for a model that has begun to be served."""
-    took_s = worker.serves_since_s - worker.started_s
+def served_line(worker: WorkerService, replicas: int) -> str:
+    """The line that announces that a model is served."""
+    took_s = worker.serving_since_s - worker.started_s
     size = worker.registration.get("max_batch_size", "?")
     processes = count(replicas, "process", "processes")
     return f"  {worker.model} is served after {took_s:.1f} s: {processes}, batches of up to {size}"
 
 
-def _which_redis(supervisor: Supervisor, settings: UpSettings, argv: Sequence[str]) -> str:
+def _describe_redis(supervisor: Supervisor, settings: UpSettings, argv: Sequence[str]) -> str:
     if supervisor.redis is None:
-        by = "--redis-url" if any(word.startswith("--redis-url") for word in argv) else "CARPOOL_REDIS_URL"
-        return f"Redis at {without_password(supervisor.url)}, as {by} says."
+        by_flag = any(argument.startswith("--redis-url") for argument in argv)
+        source = "--redis-url" if by_flag else "CARPOOL_REDIS_URL"
+        return f"Using Redis at {without_password(supervisor.url)}, from {source}."
     server = supervisor.redis.server
-    data = f"its data are in {settings.data_dir}" if settings.data_dir else "its data go when it stops"
-    return f"{server.binary.name} {server.version} of our own at {server.url}; {data}."
+    data = (
+        f"its data is kept in {settings.data_dir}" if settings.data_dir else "its data is removed at the end"
+    )
+    return f"Started {server.binary.name} {server.version} at {server.url}; {data}."
 
 
-def _tell_how_to_call(supervisor: Supervisor, settings: UpSettings, screen: Screen) -> None:
-    screen.say(f"\n{screen.bold('Serving')} at {without_password(supervisor.url)}. To paste elsewhere:\n")
+def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen) -> None:
+    screen.title(f"Serving at {without_password(supervisor.url)}. Commands to try in another terminal:\n")
     if paste.needs_environment(supervisor.url):
-        screen.say("  (where CARPOOL_REDIS_URL is set to that, with the password)\n")
+        screen.print("  (with CARPOOL_REDIS_URL set to this URL, including the password)\n")
     for worker in supervisor.workers:
         for line in paste.lines(supervisor.url, worker.model, settings.prefix, worker.inputs):
-            screen.say(f"  {line}")
-        screen.say()
-    screen.say("Ctrl-C stops.")
+            screen.print(f"  {line}")
+        screen.print()
+    screen.print("Ctrl-C stops.")
 
 
-def _advice(error: Exception, settings: UpSettings) -> str:
+def _explain(error: Exception, settings: UpSettings) -> str:
     if isinstance(error, StartError):
-        return f"{error}; the reason is above"
+        return f"{error}; see the log above for the reason"
     if isinstance(error, UnavailableError | CommandError) and settings.redis_url:
-        said = error.detail if isinstance(error, UnavailableError) else str(error)
-        return f"{said}\n    start it, or leave --redis-url (CARPOOL_REDIS_URL) out for a Redis of our own"
+        detail = error.detail if isinstance(error, UnavailableError) else str(error)
+        return f"{detail}\n    start that Redis, or omit --redis-url (CARPOOL_REDIS_URL) to have one started"
     return str(error)

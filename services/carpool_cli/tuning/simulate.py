@@ -16,7 +16,7 @@ from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ProducerSettings, read_settings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
-from carpool_cli.screen import Progress, Screen, count, table
+from carpool_cli.screen import Progress, ProgressBar, Screen, count, table
 from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
 from carpool_cli.tuning.calibrate import TRIP, measured
 from carpool_cli.tuning.curve import Curve
@@ -98,9 +98,10 @@ class Watch:
 
     def __init__(self, screen: Screen, model: str, seconds: float) -> None:
         self._screen = screen
+        self._bar = ProgressBar(screen, seconds)
         self._seconds = seconds
         self._due_s = TELL_S
-        screen.say(f"recording what arrives at {model} for {seconds:g} s")
+        screen.print(f"recording what arrives at {model} for {seconds:g} s")
 
     def step(self, passed_s: float, arrivals: int) -> None:
         """So many have arrived until now."""
@@ -108,15 +109,14 @@ class Watch:
             return
         text = f"{passed_s:.0f} of {self._seconds:g} s, {count(arrivals, 'arrival')}"
         if self._screen.live:
-            self._screen.draw(int(1000 * passed_s), int(1000 * self._seconds), text)
+            self._bar.draw(passed_s, text)
         else:
-            self._screen.say(f"  {text}")
+            self._screen.print(f"  {text}")
             self._due_s = TELL_S * (passed_s // TELL_S + 1)
 
     def end(self) -> None:
         """Make room for what came of it."""
-        if self._screen.live:
-            self._screen.wipe()
+        self._bar.remove()
 
 
 # --- simulating --------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def show(outcome: Outcome, model: ModelSettings, world: World, screen: Screen) -
     head = (
         f"{model.policy}, up to {model.max_batch_size} in a batch, {who}, {law(world, model.max_batch_size)}"
     )
-    screen.say(screen.bold(head))
+    screen.print(head, style="bold")
     found = figures(outcome, model)
     batches = max(1, len(outcome.sizes))
     reasons = sorted(outcome.reasons.items(), key=lambda one: -one[1])
@@ -237,7 +237,7 @@ def show(outcome: Outcome, model: ModelSettings, world: World, screen: Screen) -
     if model.target_latency_ms is not None:
         rows.insert(6, (f"within {model.target_latency_ms:g} ms", f"{found['within_target']:.2%}"))
     for line in table(rows):
-        screen.say(f"  {line}")
+        screen.print(f"  {line}")
 
 
 def law(world: World, max_size: int) -> str:

@@ -117,7 +117,7 @@ def _measure(settings: TuneSettings, live: Live, screen: Screen) -> Measured:
         return measured(live.seen)
     body = read_body(settings.body, raw=settings.raw)
     sizes = bursts(live.settings.max_batch_size, settings.rounds)
-    screen.say(
+    screen.print(
         f"sending {sum(sizes) + 1:,} requests to {settings.model}, at most {max(sizes):,} at a time; "
         "Ctrl-C stops"
     )
@@ -141,16 +141,16 @@ async def _send(
 def _show_measured(live: Live, found_out: Measured, world: World, max_size: int, screen: Screen) -> None:
     screen.title("Measured")
     for line in curve_rows(found_out):
-        screen.say(f"  {line}")
+        screen.print(f"  {line}")
     trip = f"{(world.out_us + world.back_us) / 1000:.3g} + {world.trip_slope_us / 1000:.3g} n ms"
     if found_out.trip is TRIP:
         trip = f"was not measured: {trip} is a guess"
     else:
         trip = f"takes {trip}, give or take {give_or_take(world.trip_spread):.1%}"
-    screen.say(f"  give or take {give_or_take(world.spread):.1%}; its trip {trip}")
-    screen.say(f"  {count(world.processes, 'process', 'processes')}")
+    screen.print(f"  give or take {give_or_take(world.spread):.1%}; its trip {trip}")
+    screen.print(f"  {count(world.processes, 'process', 'processes')}")
     for note in notes(live, found_out, max_size):
-        screen.say(f"  {note}")
+        screen.print(f"  {note}")
     reasons = doubts(found_out)
     if reasons:
         _warn(reasons, screen)
@@ -190,10 +190,10 @@ def notes(live: Live, found_out: Measured, max_size: int) -> Iterator[str]:
 
 def _warn(reasons: Sequence[str], screen: Screen) -> None:
     """What was measured is a machine that has no time, or a Redis that is far away, and less the model."""
-    screen.say(f"\n  {screen.bold('WARNING: the advice below is doubtful.')}")
+    screen.print("\n  WARNING: the advice below is doubtful.", style="bold")
     for reason in reasons:
-        screen.say(f"  {reason}")
-    screen.say(
+        screen.print(f"  {reason}")
+    screen.print(
         "  Redis, the batcher, each worker and each model process need a core whenever they wake up. See\n"
         "  with `uptime` and `top` who else wants the cores: stop that, or have more cores. A Redis that is\n"
         "  far away belongs nearer. Then measure again, with a larger --rounds."
@@ -221,22 +221,24 @@ def _show(
         )  # fmt: skip
     words_of = [row[-1] for row in rows]
     for line, words in zip(table([row[:-1] for row in rows]), words_of, strict=True):
-        screen.say(f"  {line}  {words}".rstrip())
-    screen.say("  * what changes least, of those that are as good as the first, give or take 2% (of p99 5%)")
+        screen.print(f"  {line}  {words}".rstrip())
+    screen.print(
+        "  * what changes least, of those that are as good as the first, give or take 2% (of p99 5%)"
+    )
     changed = changes(best.candidate.settings, live.settings)
     if not best.rate or not best.within:
-        screen.say(
+        screen.print(
             f"\nNo settings keep {within}: a lone request takes too long, or more processes are needed."
         )
     elif not changed:
-        screen.say("\nThe present settings are as good as any of these.")
+        screen.print("\nThe present settings are as good as any of these.")
     else:
         pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changed.items())
         if "default_expiration_ms" in changed:
-            screen.say(f"\nRequests that cannot be answered within {within} would be refused. To apply it:")
+            screen.print(f"\nRequests that cannot be answered within {within} would be refused. To apply it:")
         else:
-            screen.say("\nTo apply it:")
-        screen.say(f"  carpool config {shlex.quote(settings.model)} {pairs}")
+            screen.print("\nTo apply it:")
+        screen.print(f"  carpool config {shlex.quote(settings.model)} {pairs}")
 
 
 def _show_larger(
@@ -245,12 +247,12 @@ def _show_larger(
     """Where batches larger than the largest promise more: a suggestion, of which nothing was measured."""
     promised = larger(goal, best, max_size, max(size for size, _ in found_out.seen))
     if promised is not None:
-        screen.say(
+        screen.print(
             f"\nThe largest batch still pays: if l(n) goes on as it does, batches of {promised.size:,} would "
             f"serve {promised.gain:.0%} more\nrequests/s than those of {max_size:,}. That was not measured: "
             "try it if the model can take so many, and tune again:"
         )
-        screen.say(f"  carpool config {shlex.quote(settings.model)} max_batch_size={promised.size}")
+        screen.print(f"  carpool config {shlex.quote(settings.model)} max_batch_size={promised.size}")
 
 
 def _ms(value: float) -> str:
@@ -280,6 +282,6 @@ def _plot(
         path = Path(settings.plot)
         plot(path, settings.model, settings.latency_ms, curves, found_out, max_size)
     except ImportError:
-        screen.say("\nThere is no plot: it needs matplotlib (pip install 'carpool[plot]').")
+        screen.print("\nThere is no plot: it needs matplotlib (pip install 'carpool[plot]').")
     else:
-        screen.say(f"\nThe plot is in {path}.")
+        screen.print(f"\nThe plot is in {path}.")

@@ -1,0 +1,1 @@
+"""`carpool top`: load, latency and dispatch reasons of each model, live."""

@@ -1,0 +1,161 @@
+"""`carpool top`: load, latency and dispatch reasons of each model, live."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from carpool.address import without_password
+from carpool.errors import UnavailableError
+from carpool.settings import ProducerSettings, read_settings
+from carpool.store.connection import CommandError, Link
+from carpool.store.directory import Directory
+from carpool.wire.report import BatcherReport
+from carpool_cli.screen import Screen, full_screen, plain_lines
+from carpool_cli.top.figures import Figures, ModelSample, figures
+from carpool_cli.top.page import Page
+
+INTERVAL_S: Final = 1.0
+ONCE_INTERVAL_S: Final = 1.5  # between the two samples of --once: batchers report about once a second
+SAMPLES_MAX: Final = 6  # rates cover the time from the oldest of them to the newest: 5 s
+
+Sample = Mapping[str, ModelSample]
+"""Every model at one time, by name."""
+
+
+class TopSettings(ProducerSettings):
+    """Show the load and latency of each model and why its batches are dispatched, every second until Ctrl-C.
+
+    waiting     requests waiting; if no batcher is active, entries of the request stream
+    oldest      age of the request that has waited longest
+    in flight   batches dispatched and not settled, and the requests in them
+    processes   model processes alive
+    requests/s  requests dispatched, over the last 5 seconds
+    fill        mean fill of those batches, relative to max_batch_size or max_batch_cost
+    p50, p99    time from arrival until the batch was settled, over the last 10 to 20 seconds
+
+    dispatch reasons: full, preferred (the batch reached a size), deadline (a request would have expired),
+                efficient (nearly the best throughput), delay (max_queue_delay_ms was over),
+                idle (a worker was free)
+    withheld results: finished, but preserve_ordering has them wait for earlier ones
+    latency model: l(n), the learned execution time of a batch of n requests
+    refused requests: answered without a result since this batcher became active, and how many a second now
+                (early: could not have met the deadline; waiting, in_flight: where the request expired)
+    """
+
+    model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
+
+    model: str = Field("", description="show only this model")
+    once: bool = Field(False, description="show one page, measured over 1.5 seconds, and exit")
+    as_json: bool = Field(False, description="print a JSON object per sample, one on each line")
+
+
+class TopError(Exception):
+    """There is nothing to show; the message says why."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the page until Ctrl-C, or once. Returns 1 if Redis does not answer or the model is unknown."""
+    settings = read_settings(TopSettings, argv, "carpool top")
+    directory = Directory(Link(settings.redis_url, name=f"carpool-top-{os.getpid()}"), settings.prefix)
+    try:
+        _run(settings, lambda: take_sample(directory, settings.model))
+    except KeyboardInterrupt:
+        return 0  # the usual way to end it
+    except (UnavailableError, CommandError, TopError) as error:
+        print(f"carpool top: {error}", file=sys.stderr)
+        return 1
+    finally:
+        directory.close()
+    return 0
+
+
+def _run(settings: TopSettings, sample_now: Callable[[], Sample]) -> None:
+    url, screen = without_password(settings.redis_url), Screen()
+
+    def print_page(models: Sequence[Figures], error: str) -> None:
+        if settings.as_json:
+            print(as_json(models, error), flush=True)
+        elif screen.live:
+            screen.console.print(Page(url, models, error), "")
+        else:
+            screen.print("\n".join([*plain_lines(Page(url, models, error)), ""]))
+
+    first = sample_now()
+    if settings.once:
+        time.sleep(ONCE_INTERVAL_S)
+        print_page(compare(first, sample_now()), "")
+    elif settings.as_json or not screen.live:
+        follow(first, sample_now, print_page)
+    else:
+        with full_screen(screen) as draw:
+            follow(first, sample_now, lambda models, error: draw(Page(url, models, error)))
+
+
+def follow(
+    first: Sample, sample_now: Callable[[], Sample], show: Callable[[list[Figures], str], None]
+) -> None:
+    """Sample and show every second, forever. While Redis does not answer, show the last figures and why."""
+    samples, error = deque([first], SAMPLES_MAX), ""
+    while True:
+        show(compare(samples[0], samples[-1]), error)
+        time.sleep(INTERVAL_S)
+        try:
+            samples.append(sample_now())
+            error = ""
+        except UnavailableError as unavailable:
+            error = str(unavailable)
+
+
+def take_sample(directory: Directory, only_model: str) -> Sample:
+    """Every registered model, or only one, as it is now. Raises TopError if that one is not registered."""
+    models = directory.models()
+    if only_model and only_model not in models:
+        known = f"there are {', '.join(models)}" if models else "none is; `carpool up square` serves one"
+        raise TopError(f"no model {only_model!r:.140} is registered; {known}")
+    return {model: _sample_model(directory, model) for model in ([only_model] if only_model else models)}
+
+
+def _sample_model(directory: Directory, model: str) -> ModelSample:
+    overview = directory.overview(model)
+    report = None if overview.status is None else BatcherReport.decode(overview.status)
+    oldest_s = None
+    if overview.waiting_entries and not (overview.batcher and report):
+        oldest_s = _oldest_s(directory, model, overview.at_us)
+    return ModelSample(
+        overview.waiting_entries,
+        oldest_s,
+        overview.batches_in_flight,
+        overview.model_processes,
+        overview.batcher,
+        report,
+    )
+
+
+def _oldest_s(directory: Directory, model: str, now_us: int) -> float | None:
+    """The age of the stream's first entry, if no batcher reports it; None if the ACL forbids reading it."""
+    try:
+        arrival_us = directory.oldest_arrival_us(model)
+    except CommandError:
+        return None
+    return None if arrival_us is None else max(0, now_us - arrival_us) / 1e6
+
+
+def compare(before: Sample, now: Sample) -> list[Figures]:
+    """The figures of each model of the later sample, compared with the earlier one."""
+    return [figures(model, before.get(model), sample) for model, sample in now.items()]
+
+
+def as_json(models: Sequence[Figures], error: str = "") -> str:
+    """One sample, or the error that prevented it, on one line."""
+    if error:
+        return json.dumps({"error": error})
+    return json.dumps({"models": [model.as_json() for model in models]})

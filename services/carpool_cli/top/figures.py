@@ -1,0 +1,133 @@
+"""The figures of a model, computed from two samples of it. Pure: no I/O.
+
+Rates and shares cover the time between the two samples. Where the earlier one is from another batcher, or
+there is none, they cover the time since the batcher became active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from carpool.wire.report import BatcherReport
+
+
+class ModelSample(NamedTuple):
+    """A model at one time: what its Redis keys show, and the report of its batcher if there is one."""
+
+    waiting_entries: int
+    oldest_s: float | None
+    batches_in_flight: int
+    model_processes: int
+    batcher: bool
+    report: BatcherReport | None = None
+
+
+class Refusals(NamedTuple):
+    """Requests answered without a result for one cause: since the batcher became active, and lately."""
+
+    total: int
+    per_s: float
+
+
+class Learned(NamedTuple):
+    """The latency model l(n). `only_size`: the only batch size seen so far, where it was only one."""
+
+    intercept_ms: float
+    slope_ms: float
+    only_size: int | None
+
+
+class Figures(NamedTuple):
+    """A model in numbers; None where a number is unknown. The names are the keys of `carpool top --json`."""
+
+    model: str
+    batcher: bool
+    model_processes: int
+    waiting: int  # requests; entries of the stream if no batcher reports how many requests they hold
+    oldest_s: float | None
+    batches_in_flight: int
+    requests_in_flight: int | None = None
+    held: int = 0  # withheld results
+    over_s: float | None = None  # the time that rates, fill and shares cover
+    requests_per_s: float | None = None
+    batches_per_s: float | None = None
+    fill: float | None = None  # 0 to 1
+    reasons: Mapping[str, float] = {}  # the share of each dispatch reason
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    learned: Learned | None = None
+    refused: Mapping[str, Refusals] = {}  # by STATUS/reason
+    batches: Mapping[str, int] = {}  # by dispatch reason, since the batcher became active
+    requests: int | None = None  # dispatched since then
+    active_s: float | None = None  # how long ago that was
+    unheeded: str = ""  # why the batcher rejects the model's settings, where it does
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain dicts, for `json.dumps`."""
+        refused = {cause: refusals._asdict() for cause, refusals in self.refused.items()}
+        learned = self.learned and self.learned._asdict()
+        return {**self._asdict(), "refused": refused, "learned": learned}
+
+
+def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures:
+    """The figures of a model. `before` is an earlier sample, the same one, or None."""
+    known_without_report = Figures(
+        model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight
+    )
+    report = now.report if now.batcher else None
+    if report is None:
+        return known_without_report
+    base = _base_report(before.report if before is not None else None, report)
+    over_s = (report.at_us - base.at_us) / 1e6
+    dispatched = _largest_first(_increases(base.batches, report.batches))
+    batches = sum(dispatched.values())
+    gauges, quantiles_us, learned = report.gauges, report.quantiles_us or (None, None), report.learned
+    return known_without_report._replace(
+        model_processes=gauges.model_processes,
+        waiting=gauges.waiting,
+        oldest_s=gauges.oldest_s if gauges.waiting else None,
+        batches_in_flight=gauges.batches_in_flight,
+        requests_in_flight=gauges.requests_in_flight,
+        held=gauges.held,
+        over_s=over_s,
+        requests_per_s=_per_s(report.requests - base.requests, over_s),
+        batches_per_s=_per_s(batches, over_s),
+        fill=(report.fill_percent - base.fill_percent) / batches / 100 if batches else None,
+        reasons={reason: number / batches for reason, number in dispatched.items()},
+        p50_ms=_ms(quantiles_us[0]),
+        p99_ms=_ms(quantiles_us[1]),
+        learned=learned and Learned(learned[0] / 1000, learned[1] / 1000, learned[2] or None),
+        refused={
+            cause: Refusals(total, _per_s(total - base.refused.get(cause, 0), over_s) or 0.0)
+            for cause, total in _largest_first(report.refused).items()
+        },
+        batches=report.batches,
+        requests=report.requests,
+        active_s=(report.at_us - report.began_us) / 1e6,
+        unheeded=report.unheeded,
+    )
+
+
+def _base_report(before: BatcherReport | None, now: BatcherReport) -> BatcherReport:
+    """The report to count from: an earlier one of this batcher, or zeros at the time it became active."""
+    same = before is not None and (before.batcher, before.began_us) == (now.batcher, now.began_us)
+    if before is not None and same and before.at_us < now.at_us:
+        return before
+    return BatcherReport(now.batcher, now.began_us, now.began_us, now.gauges, {}, 0, 0, {}, None, None)
+
+
+def _increases(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {name: more for name, total in now.items() if (more := total - before.get(name, 0))}
+
+
+def _largest_first(numbers: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(numbers.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _per_s(number: int, over_s: float) -> float | None:
+    return number / over_s if over_s > 0 else None
+
+
+def _ms(quantile_us: int | None) -> float | None:
+    return None if quantile_us is None else quantile_us / 1000

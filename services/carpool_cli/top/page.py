@@ -1,0 +1,168 @@
+"""The page of `carpool top`: a table of all models, then details of each. Pure: figures in, a renderable out.
+
+The page fits itself into the console that draws it. A narrow one gets fewer columns of the table, a low one
+fewer lines; in a pipe or a file it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from carpool_cli.screen import build_table, clip, count, duration
+from carpool_cli.top.figures import Figures, Learned, Refusals
+
+NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
+_DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
+_UNLIMITED_COLUMNS: Final = 100_000
+
+_HEADINGS: Final = (
+    "model", "waiting", "oldest", "in flight", "processes", "requests/s", "fill", "p50", "p99",
+)  # fmt: skip
+_DISPENSABLE: Final = (
+    "p50",
+    "fill",
+    "in flight",
+    "processes",
+    "oldest",
+    "p99",
+)  # the first to be dropped first
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The page as a rich renderable. `error`: why Redis does not answer now, if it does not."""
+
+    url: str
+    models: Sequence[Figures]
+    error: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(
+            Group(*self._parts(console, options)), options.update(height=None), pad=False
+        )
+        height = options.height
+        if height is not None and len(lines) > height:
+            hidden = _line(f"... {len(lines) - height + 1} more lines: --model NAME shows one model")
+            lines[max(0, height - 1) :] = console.render_lines(hidden, options.update(height=None), pad=False)
+            del lines[height:]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield _line(f"carpool top  {self.url}  {count(len(self.models), 'model')}")
+        yield _line(f"Redis does not answer; these are the last figures: {self.error}" if self.error else "")
+        if not self.models:
+            yield _line("no model is registered; `carpool up square` serves one")
+            return
+        yield _table(self.models, console, options)
+        for model in self.models:
+            yield ""
+            yield _line(model.model)
+            yield _details(model, options)
+
+
+def _line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+def _table(models: Sequence[Figures], console: Console, options: ConsoleOptions) -> Table:
+    """All columns that fit."""
+    name_columns = min(NAME_COLUMNS, options.max_width // 3) if options.is_terminal else _UNLIMITED_COLUMNS
+    rows = [_HEADINGS, *(_row(model, name_columns) for model in models)]
+    columns = dict(zip(_HEADINGS, zip(*rows, strict=True), strict=True))
+    for name in ("", *_DISPENSABLE):
+        columns.pop(name, None)
+        table = build_table(list(zip(*columns.values(), strict=True)))
+        unlimited = options.update(width=_UNLIMITED_COLUMNS)
+        if Measurement.get(console, unlimited, table).maximum <= options.max_width:
+            break
+    return table
+
+
+def _row(model: Figures, name_columns: int) -> tuple[str, ...]:
+    in_flight = f"{model.batches_in_flight:,}"
+    if model.requests_in_flight is not None:
+        in_flight += f" ({model.requests_in_flight:,})"
+    return (
+        clip(model.model, name_columns),
+        f"{model.waiting:,}",
+        "-" if model.oldest_s is None else duration(model.oldest_s),
+        in_flight,
+        f"{model.model_processes:,}" if model.model_processes else "none",
+        _rate(model.requests_per_s) if model.batcher else "no batcher",
+        "-" if model.fill is None else f"{model.fill:.0%}",
+        "-" if model.p50_ms is None else duration(model.p50_ms / 1000),
+        "-" if model.p99_ms is None else duration(model.p99_ms / 1000),
+    )
+
+
+# --- the details -------------------------------------------------------------------------------------------
+
+
+def _details(model: Figures, options: ConsoleOptions) -> Table:
+    """What is missing, why batches were dispatched, what was learned, and which requests were refused."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    columns = options.max_width if options.is_terminal else min(options.max_width, _DETAIL_COLUMNS)
+    grid.width = columns
+    for label, parts in _labelled(model):
+        grid.add_row(f"  {label}", Columns([Text(part) for part in parts], padding=(0, 2, 0, 0)))
+    return grid
+
+
+def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
+    if not model.batcher:
+        yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
+    elif model.over_s is None:
+        yield "batcher", ["one is active, but its report is missing or of another version"]
+    if not model.model_processes:
+        yield "workers", ["no model process is alive: start one with `carpool worker`"]
+    if model.unheeded:
+        yield "settings", [f"rejected: {model.unheeded}"]
+    if model.over_s is not None:
+        yield "dispatch reasons", _reasons(model)
+    if model.held:
+        yield "withheld results", [f"{model.held:,}, until the results before them are delivered"]
+    if model.learned is not None:
+        yield "latency model", [_latency_model(model.learned)]
+    if model.refused:
+        yield "refused requests", [_refusals(cause, number) for cause, number in model.refused.items()]
+
+
+def _reasons(model: Figures) -> list[str]:
+    if not model.reasons:
+        return [f"no batch in {duration(model.over_s or 0)}"]
+    shares = [f"{reason} {share:.0%}" for reason, share in model.reasons.items()]
+    return [*shares, f"of {_rate(model.batches_per_s)} batches/s"]
+
+
+def _latency_model(learned: Learned) -> str:
+    intercept = duration(learned.intercept_ms / 1000)
+    if learned.only_size is not None:
+        return f"l({learned.only_size}) = {intercept}; no other batch size was seen"
+    return f"l(n) = {intercept} + {duration(learned.slope_ms / 1000)} × n"
+
+
+def _refusals(cause: str, refusals: Refusals) -> str:
+    rate = f" ({_rate(refusals.per_s)}/s)" if refusals.per_s else ""
+    return f"{refusals.total:,} {cause}{rate}"
+
+
+def _rate(per_s: float | None) -> str:
+    if per_s is None:
+        return "-"
+    return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.2g}"
