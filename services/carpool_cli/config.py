@@ -188,10 +188,11 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
 
 
 def show(effective: Mapping[str, EffectiveSetting], screen: Screen) -> None:
-    """Write the table of all settings."""
+    """Write the table of all settings; without their meanings if the terminal is too narrow for them."""
     rows = [("setting", "value", "from", "meaning")]
     rows += [(name, _shorten(of.value), of.source, of.meaning) for name, of in effective.items()]
-    screen.print_table(build_table(rows, has_prose=True))
+    table = build_table(rows, has_prose=True)
+    screen.print_table(table if screen.fits(table) else build_table([row[:-1] for row in rows]))
 
 
 def show_changes(

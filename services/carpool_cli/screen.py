@@ -18,6 +18,7 @@ from typing import Any, Final, TextIO
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
@@ -75,6 +76,11 @@ class Screen:
         else:
             for line in plain_lines(table):
                 self.print(line)
+
+    def fits(self, table: Table) -> bool:
+        """Whether a table fits on the terminal with its prose wrapped. Elsewhere every table fits."""
+        unlimited = self.console.options.update(width=_UNLIMITED_COLUMNS)
+        return Measurement.get(self.console, unlimited, table).minimum <= self.console.width
 
     def mute(self) -> None:
         """Write nothing from now on."""

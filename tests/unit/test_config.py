@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -182,6 +183,23 @@ def test_long_value_is_shortened_in_the_table(capsys: pytest.CaptureFixture[str]
     assert "x" * (SHOWN_CHARS_MAX - 3) + "..." in printed
     assert "x" * (SHOWN_CHARS_MAX - 2) not in printed
     assert any(line.split() == ["policy", "-", "model", "which"] for line in printed.splitlines())
+
+
+def test_narrow_terminal_has_no_meanings(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    printed = []
+    for columns in ("60", "100"):
+        monkeypatch.setenv("COLUMNS", columns)
+        terminal = Terminal()
+        show(resolve(REGISTERED, {}), Screen(terminal))
+        printed.append(terminal.getvalue())
+        assert max(map(len, printed[-1].splitlines())) <= int(columns)
+    assert ["meaning" in text for text in printed] == [False, True]
 
 
 def test_changes_are_shown_with_their_previous_values(capsys: pytest.CaptureFixture[str]) -> None:

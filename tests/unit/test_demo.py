@@ -269,6 +269,14 @@ def test_narrow_terminal_wraps_prose_and_cuts_no_number(terminal: Terminal) -> N
     assert "n" * 50 + "  " + "1" * 50 in wide.getvalue(), "wider than the terminal, but whole"
 
 
+def test_table_fits_if_its_prose_can_wrap(terminal: Terminal) -> None:
+    rows = [("name", "value", "meaning"), ("a", "1" * 30, "some words that wrap " * 9)]
+    wide = [("name", "value", "meaning"), ("a", "1" * 40, "some words that wrap " * 9)]
+    assert Screen(terminal).fits(build_table(rows, has_prose=True))
+    assert not Screen(terminal).fits(build_table(wide, has_prose=True))
+    assert Screen(io.StringIO()).fits(build_table(wide, has_prose=True))
+
+
 def test_muted_screen_writes_nothing() -> None:
     pipe = io.StringIO()
     screen = Screen(pipe)
