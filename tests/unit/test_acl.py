@@ -1,4 +1,4 @@
-"""`carpool acl`: what it writes, what it keeps, and that no grant is without use."""
+"""`carpool acl`: the files it writes and keeps, and that every grant is used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CARPOOL_PREFIX", raising=False)
 
 
-def write(*flags: str) -> int:
-    return acl.main(["--secrets", "locks", "--output", "users.acl", *flags])
+def run_acl(*flags: str) -> int:
+    return acl.main(["--secrets", "passwords", "--output", "users.acl", *flags])
 
 
 def passwords() -> dict[str, str]:
-    return {role: (Path("locks") / role / "password").read_text() for role in ROLES}
+    return {role: (Path("passwords") / role / "password").read_text() for role in ROLES}
 
 
 def hashes_of(role: str) -> list[str]:
@@ -43,22 +43,22 @@ def hashed(password: str) -> str:
     return sha256(password.encode()).hexdigest()
 
 
-# --- The file and the passwords
+# --- the file and the passwords
 
 
-def test_each_role_gets_a_password_of_its_own_that_only_its_owner_can_read() -> None:
-    assert write() == 0
-    made = passwords()
-    assert len({*made.values()}) == len(ROLES) == 5
-    assert all(len(password) == 43 for password in made.values())
+def test_each_role_gets_its_own_password_readable_only_by_its_owner() -> None:
+    assert run_acl() == 0
+    generated = passwords()
+    assert len({*generated.values()}) == len(ROLES) == 5
+    assert all(len(password) == 43 for password in generated.values())
     for role in ROLES:
-        path = Path("locks") / role / "password"
+        path = Path("passwords") / role / "password"
         assert stat.S_IMODE(path.stat().st_mode) == 0o400
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_the_file_has_a_user_for_each_role_and_no_password() -> None:
-    write()
+def test_file_has_a_user_for_each_role_and_no_password() -> None:
+    run_acl()
     text = Path("users.acl").read_text()
     default, *others = text.splitlines(keepends=True)
     assert default == "user default off resetpass allkeys allchannels +@all\n"
@@ -71,93 +71,93 @@ def test_the_file_has_a_user_for_each_role_and_no_password() -> None:
     assert "allkeys" not in text
 
 
-def test_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    write()
+def test_second_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run_acl()
     before, text, inode = passwords(), Path("users.acl").read_text(), Path("users.acl").stat().st_ino
     capsys.readouterr()
-    assert write() == 0
+    assert run_acl() == 0
     assert passwords() == before
     assert (Path("users.acl").read_text(), Path("users.acl").stat().st_ino) == (text, inode)
-    said = capsys.readouterr().out
-    assert said.count("is kept") == 5
-    assert "users.acl is up to date" in said
+    printed = capsys.readouterr().out
+    assert printed.count("is kept") == 5
+    assert "users.acl is up to date" in printed
 
 
-def test_a_role_that_is_new_does_not_touch_the_others() -> None:
-    write()
+def test_password_of_a_new_role_does_not_change_the_others() -> None:
+    run_acl()
     before = passwords()
-    (Path("locks") / "metrics" / "password").unlink()
-    write()
+    (Path("passwords") / "metrics" / "password").unlink()
+    run_acl()
     after = passwords()
     assert {role for role in ROLES if before[role] != after[role]} == {"metrics"}
 
 
-def test_a_password_of_the_operators_is_taken_as_it_is() -> None:
-    path = Path("locks/worker/password")
+def test_password_written_by_the_operator_is_used() -> None:
+    path = Path("passwords/worker/password")
     path.parent.mkdir(parents=True)
     path.write_text("  from a vault, with spaces\n")
-    write()
+    run_acl()
     assert hashes_of("worker") == [hashed("from a vault, with spaces")]
 
 
 @pytest.mark.parametrize("weak", ["", "hunter2", "123456789012345"])
-def test_one_that_can_be_guessed_is_refused(weak: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path("locks/worker/password")
+def test_password_that_can_be_guessed_is_rejected(weak: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("passwords/worker/password")
     path.parent.mkdir(parents=True)
     path.write_text(weak)
-    assert write() == 1
-    assert "locks/worker/password" in capsys.readouterr().err
+    assert run_acl() == 1
+    assert "passwords/worker/password" in capsys.readouterr().err
     assert not Path("users.acl").exists()
 
 
 def test_rotation_keeps_the_old_password_until_the_next_run() -> None:
-    write()
+    run_acl()
     before = passwords()
-    write("--rotate", "worker")
+    run_acl("--rotate", "worker")
     after = passwords()
     assert {role for role in ROLES if before[role] != after[role]} == {"worker"}
     assert sorted(hashes_of("worker")) == sorted([hashed(before["worker"]), hashed(after["worker"])])
-    write()
+    run_acl()
     assert hashes_of("worker") == [hashed(after["worker"])]
     assert passwords() == after
 
 
-def test_a_rotation_that_cannot_write_the_file_leaves_the_password(
+def test_failed_rotation_does_not_change_the_password(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write()
+    run_acl()
     before = passwords()
     Path("users.acl").unlink()
     Path("users.acl").mkdir()
-    assert write("--rotate", "worker") == 1
+    assert run_acl("--rotate", "worker") == 1
     assert "users.acl" in capsys.readouterr().err
     assert passwords() == before
 
 
 def test_printing_writes_only_the_rules_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    write()
+    run_acl()
     capsys.readouterr()
-    assert acl.main(["--secrets", "locks", "--output", "-"]) == 0
+    assert acl.main(["--secrets", "passwords", "--output", "-"]) == 0
     assert capsys.readouterr().out == Path("users.acl").read_text()
 
 
-def test_half_a_file_is_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    write()
+def test_failed_write_does_not_change_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_acl()
     before = Path("users.acl").read_text()
 
-    def full(_: int) -> None:
+    def fail(_: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("os.fsync", full)
-    assert write("--redis", "6") == 1
+    monkeypatch.setattr("os.fsync", fail)
+    assert run_acl("--redis", "6") == 1
     assert Path("users.acl").read_text() == before
-    assert {path.name for path in Path().iterdir()} == {"users.acl", "locks"}
+    assert {path.name for path in Path().iterdir()} == {"users.acl", "passwords"}
 
 
-# --- The rules
+# --- the rules
 
 
-def test_keys_are_those_of_every_model_of_the_prefix_and_no_other() -> None:
+def test_key_patterns_are_those_of_every_model_of_the_prefix_only() -> None:
     for name, pattern in patterns("a*b[c]").items():
         assert pattern.startswith(r"a\*b\[c\]:"), name
     assert patterns("p")["requests"] == Keys("x", "p").requests.replace("{x}", "{*}")
@@ -224,5 +224,5 @@ def commands(role: str) -> set[str]:
     return {command for grant in ROLES[role] for command in grant.commands.split()}
 
 
-def test_each_grant_says_why() -> None:
+def test_each_grant_has_a_reason() -> None:
     assert all(len(grant.why) > 8 for grants in ROLES.values() for grant in grants)
