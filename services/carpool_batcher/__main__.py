@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import structlog
 
 from carpool.address import without_password
+from carpool.health import serve_health
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
-from carpool.metrics import serve_status
 from carpool.plugins import find_object
 from carpool.settings import BatcherSettings, read_settings
 from carpool_batcher.meter import BatcherMetrics
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         policies = {where: find_object(where) for where in settings.policies}
         service = BatcherService(settings.redis_url, settings.prefix, name, metrics, policies)
-        serve_status(settings, metrics, service)
+        serve_health(settings, metrics, service)
     except (OSError, ValueError, ImportError) as error:
         log.error("batcher cannot start", reason=str(error))
         return 1

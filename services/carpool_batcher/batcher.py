@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from threading import Event
 from typing import Any, Final, NamedTuple
 
@@ -320,9 +319,14 @@ class ModelBatcher:
         """For whoever watches. That it may not be said is no reason to batch nothing."""
         self._status_at_us = now_us + STATUS_EVERY_US
         try:
-            status = self._meter.status(self._name, scheduler, now_us)
-            status = replace(status, unheeded=self._nonsense, policies=tuple(self._policies))
-            self._store.publish_status(status.encode(), STATUS_TTL_MS)
+            report = self._meter.report(
+                self._name,
+                scheduler,
+                now_us,
+                rejected_settings=self._nonsense,
+                policies=tuple(self._policies),
+            )
+            self._store.publish_status(report.encode(), STATUS_TTL_MS)
         except CommandError as error:
             self._status_at_us = now_us + STATUS_REFUSED_US
             self._log.warning("status not published", reason=str(error))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import structlog
 
+from carpool.health import serve_health
 from carpool.keys import Keys
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
-from carpool.metrics import serve_status
 from carpool.settings import WorkerSettings, read_settings
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.loader import model_name
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         metrics = WorkerMetrics(name)
         wanted = devices(settings.device, settings.replicas)
         worker = Worker(settings.redis_url, keys, where, wanted, settings.lease_ms, metrics)
-        serve_status(settings, metrics, worker)
+        serve_health(settings, metrics, worker)
         worker.start(stop)
     except ModelLoadError as error:
         if error.trace:

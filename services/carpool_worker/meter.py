@@ -19,7 +19,7 @@ from carpool.errors import (
     UNAVAILABLE,
     UNIMPLEMENTED,
 )
-from carpool.metrics import DURATIONS_US, Bins, CommonMetrics, Histogram
+from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram
 from carpool_worker.codec import Job
 
 # Why a request that reached a worker got its status. Shown from zero: Prometheus notices no first value.
@@ -67,7 +67,7 @@ class WorkerMetrics(CommonMetrics):
             "carpool_batches_in_hand", "Batches that this worker holds", ("model",), registry=self.registry
         ).labels(model)
 
-    def _histogram(self, name: str, documentation: str) -> Bins:
+    def _histogram(self, name: str, documentation: str) -> BucketCounts:
         return Histogram(name, documentation, DURATIONS_US, 1e-6, self.registry).of(self._model)
 
     def _counter(self, name: str, documentation: str) -> Counter:
