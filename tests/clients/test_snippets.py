@@ -1,10 +1,12 @@
-"""The programs in docs/languages.md and PROTOCOL.md are run as printed, except for the port."""
+"""The programs in README.md, docs/languages.md and PROTOCOL.md are run as printed, except for the port."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Final, NamedTuple
 
 import pytest
@@ -76,3 +78,16 @@ def test_program_for_many_requests_prints_every_result(
     assert sorted((int(number), int(body)) for number, body in answers) == [
         (n, n * n) for n in range(REQUESTS)
     ]
+
+
+def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
+    """It is run with fewer requests than printed, and prints the one result."""
+    _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## A producer\n")
+    (code,) = re.findall(r"^    import asyncio\n(?:(?:    .*)?\n)+", rest, re.MULTILINE)
+    program = dedent(code)
+    for printed, run_with in (("127.0.0.1:6379", f"127.0.0.1:{live.server.port}"), ("100_000", "100")):
+        assert program.count(printed) == 1
+        program = program.replace(printed, run_with)
+    source = tmp_path / "producer.py"
+    source.write_text(program, encoding="utf-8")
+    assert output([sys.executable, str(source)]) == "49\n"
