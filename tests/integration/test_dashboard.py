@@ -118,7 +118,7 @@ CASES: Final[dict[str, tuple[dict[str, str], dict[str, str]]]] = {
         {'carpool_batcher_active{model="m"}': "0x9", 'carpool_batches_in_hand{model="m"}': "0x9"},
         {'carpool_batcher_active{model="m",instance="a"}': "0x9", 'carpool_batcher_active{model="m"}': "1x9"},
     ),
-    "CarpoolNothingLeaves": (
+    "CarpoolNothingDispatched": (
         {
             'carpool_waiting_requests{model="m"}': "3x9",
             'carpool_in_flight_batches{model="m"}': "0x9",
@@ -424,7 +424,7 @@ def are_right(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: f
     assert 1 <= value("Batch size: mean {{model}}") <= 8
     assert 0.005 <= value("Mean time of a request: compute infer") < 0.1
     assert value("Time of a request: p50 {{model}}") <= value("Time of a request: p99 {{model}}")
-    by_status = shown["Answers by status: {{status}}"]
+    by_status = shown["Results by status: {{status}}"]
     assert sum(by_status.values()) == near(sent_per_second)
     errors = shown["Errors by reason: {{status}} {{reason}}"]
     assert sum(errors.values()) == pytest.approx(sum(by_status.values()) - by_status[("OK",)], rel=0.1)
@@ -434,7 +434,7 @@ def are_right(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: f
     assert errors[("model", "INTERNAL")] == near(turns_per_second)
     assert errors[("queue_size", "RESOURCE_EXHAUSTED")] > 0
     assert value("Error ratio: {{model}}") == near(1 - by_status[("OK",)] / sum(by_status.values()))
-    reasons = shown["Why batches leave: {{reason}}"]
+    reasons = shown["Dispatch reasons: {{reason}}"]
     assert reasons[("full",)] > 0 and reasons[("delay",)] > 0
     requests, executions = (
         value(f"Requests and executions: {of} {{{{model}}}}") for of in ("requests", "executions")

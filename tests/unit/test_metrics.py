@@ -157,9 +157,9 @@ def documented() -> dict[str, tuple[str, dict[str, set[str]]]]:
 
 
 def documented_values() -> dict[tuple[str, str], set[str]]:
-    """From lines such as "- `carpool_batches_total` `reason`: `full`, `delay`"; the empty value is `""`."""
+    """From items such as "- `carpool_batches_total` `reason`: `full`, `delay`"; the empty value is `""`."""
     found: dict[tuple[str, str], set[str]] = {}
-    for line in DOCUMENT.read_text().splitlines():
+    for line in DOCUMENT.read_text().replace("\n  ", " ").splitlines():
         head = re.match(r"- `(carpool_\w+)` `(\w+)`: ", line)
         if head:
             listed = re.findall(r"`([^`]*)`", line[head.end() :].partition(" (")[0])
