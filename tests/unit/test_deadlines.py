@@ -6,7 +6,7 @@ import pytest
 
 from carpool.messages import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.deadlines import RequestTimer
+from carpool_batcher.core.deadlines import BatchTimer, RequestTimer
 from carpool_batcher.core.queue import MAX_BATCH_BYTES
 from carpool_batcher.core.scheduler import Dispatch, Expire
 from support.scheduler_harness import MS, SchedulerHarness, requests
@@ -215,6 +215,16 @@ def test_outdated_timers_do_not_pile_up() -> None:
     harness.scheduler.model_processes = 0
     harness.offer("b", at=5000, expiration=10)
     assert harness.poll(5010) == ["DEADLINE_EXCEEDED: b"]
+
+
+def test_timer_of_a_new_batch_is_kept_when_outdated_timers_are_dropped() -> None:
+    harness = SchedulerHarness(max_batch_size=1)
+    for number in range(1, 601):
+        harness.offer("a", at=number, expiration=3_600_000)
+        assert harness.poll(number) == ["full: a"]
+        timers = [timer for _, _, timer in harness.scheduler._deadlines._timers]
+        assert any(isinstance(timer, BatchTimer) and timer.batch_id == str(number) for timer in timers)
+        harness.settle(number, at=number)
 
 
 def test_timers_do_not_keep_the_bodies_of_dispatched_requests() -> None:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.latency import LatencyModel, Line
 
-EFFICIENT_THROUGHPUT_RATIO: Final = 0.85  # of the largest batch's; waiting for more leaves processes idle
+EFFICIENT_THROUGHPUT_RATIO: Final = 0.85  # of the largest batch's; waiting for more would idle processes
 
 
 class Plan(NamedTuple):

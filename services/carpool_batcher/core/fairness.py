@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from carpool.messages import Request
 
 NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
-TENANTS_KEPT_MIN: Final = 16  # turns are kept for so many tenants more than twice those with waiting requests
+TENANTS_KEPT_MIN: Final = 16  # turns are kept for this many tenants, plus twice those that wait
 
 
 class Turn(NamedTuple):
@@ -134,7 +134,7 @@ class FairQueue:
             heapq.heappush(self._turns, turn)
 
     def _remove_tenant(self, tenant: str) -> None:
-        """A tenant has no waiting request left. Its next turn is kept while other tenants wait: otherwise it
+        """A tenant has no more waiting requests. Its next turn is kept while other tenants wait: otherwise it
         could get more than its share by coming and going."""
         del self._requests[tenant]
         if not self._requests:

@@ -47,7 +47,7 @@ class LaneLatencies:
         self._lanes: OrderedDict[str, LaneLatency] = OrderedDict()  # the lane that settled last is last
         self._trial_lane: str | None = None  # of a trial in flight
         self._trial_us = 0  # when the last trial was dispatched, or settled
-        self._trial_pause_us = 0  # no other trial, of any lane, until so long after that
+        self._trial_pause_us = 0  # the minimum time from then to the next trial, of any lane
 
     def of(self, lane: str) -> LaneLatency:
         """What applies to a lane: its own, once enough is known, or else that of all lanes."""

@@ -6,7 +6,7 @@ It is a line fitted by least squares to the last observations of each size class
 without outliers of the first fit (a pause of the machine, a cold cache).
 
 - Observations are kept by size class, so that a frequent size does not push out what is known of rare ones.
-- A single observed size tells nothing about others. Smaller batches are assumed to take as long. Larger ones
+- A single observed size says nothing about others. Smaller batches are assumed to take as long. Larger ones
   are assumed to take a little longer: so they are tried, and then known.
 - Several outliers in a row on the same side mean that the model's speed has changed. All earlier observations
   are then scaled by the same ratio. Slow drift is followed in the same way.
