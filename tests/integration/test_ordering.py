@@ -432,7 +432,7 @@ def test_results_that_are_held_count_as_waiting(stack: Stack) -> None:
         )
     refused = stack.result(model, sent[-1])
     assert refused["status"] == "RESOURCE_EXHAUSTED"
-    assert "results are held until those before them are done" in refused["detail"]
+    assert "results are withheld until earlier ones are done" in refused["detail"]
     wait_until(
         lambda: json.loads(stack.redis.get(keys.status))["gauges"]["held"] == len(sent) - 1,
         description="the batcher says how many are held",

@@ -259,7 +259,7 @@ def test_workers_that_are_not_in_step_make_everybody_wait_less(processes: int, l
     rate = load * processes * 256 / world.takes_us(256) * 1e6
     arrivals = list(poisson(rate, max(6000, int(rate / 2)), 3))
     evenly = run(arrivals, world, max_batch_size=256)
-    with mock.patch.object(Capacity, "evenly_us", lambda _: 0):
+    with mock.patch.object(Capacity, "spacing_ends_us", lambda _: 0):
         in_step = run(arrivals, world, max_batch_size=256)
     assert sum(evenly.latencies_us) < 0.91 * sum(in_step.latencies_us)
     assert evenly.latency_ms(0.99) < 0.91 * in_step.latency_ms(0.99)

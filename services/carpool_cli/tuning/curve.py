@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from carpool_batcher.core.latency import UNKNOWN, LatencyModel, Line
+from carpool_batcher.core.latency import EXTRAPOLATION_RATIO, LatencyModel, Line
 
 Sizes = Sequence[tuple[int, int]]  # of batches: how many requests, and how many us
 Curve = Sequence[tuple[float, float]]  # size and us, both in order, and no size twice; one at least
@@ -35,7 +35,7 @@ def curve_of(seen: Sizes) -> Curve:
     points = list(medians(seen))
     size, took_us = points[0]
     if len(points) == 1:
-        points.append((2 * size, took_us * (1 + UNKNOWN)))
+        points.append((2 * size, took_us * (1 + EXTRAPOLATION_RATIO)))
     elif size > 1:
         points.insert(0, (1.0, min(took_us, float(learned(seen).at(1)))))
     return points
