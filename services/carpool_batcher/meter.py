@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Final, get_args
 
@@ -134,9 +135,18 @@ class Meter:
             gauge.labels(self._model).set(value)
         self._metrics.active.labels(self._model).set(1)
 
-    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> BatcherReport:
+    def status(
+        self,
+        batcher: str,
+        scheduler: Scheduler,
+        now_us: int,
+        *,
+        rejected_settings: str = "",
+        policies: tuple[str, ...] = (),
+    ) -> BatcherReport:
         """What it did since it took over, and what it sees."""
-        return self._tally.status(batcher, scheduler, now_us)
+        report = self._tally.status(batcher, scheduler, now_us)
+        return replace(report, unheeded=rejected_settings, policies=policies)
 
     def took_over(self, now_us: int) -> None:
         """This batcher sees to the model from now on."""

@@ -19,13 +19,14 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import Batch, Dispatch, Entry, Refusal, Request, Result
+from carpool.messages import Batch, Dispatch, Refusal, Request, Result
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link
 from carpool.store.results import Address, Answer
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry, ticket_of
+from carpool_batcher.entries import EntryTable
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.stack import Stack
 from support.waiting import wait_until
@@ -61,7 +62,7 @@ class InOrder(RuleBasedStateMachine):
         self.worker = WorkerStore(Link(self.url, name="worker"), self.keys)
         self.worker.register({"max_batch_size": "4"})
         self.account: dict[str, Known] = {}  # by correlation ID, in order of arrival
-        self.entries: dict[str, Entry] = {}  # what the batcher has read, by ID
+        self.entries = EntryTable()  # what the batcher has read
         self.in_hand: list[Batch] = []
         self.read_until = "0-0"
         self.number = 0
@@ -132,8 +133,8 @@ class InOrder(RuleBasedStateMachine):
         self.send_off(data.draw(some))
 
     def send_off(self, requests: list[Request]) -> None:
-        _, gone = self.batcher.dispatch([Dispatch(requests, "full", "")], TTL_MS)
-        self.reindex(gone)
+        outcome = self.batcher.dispatch([Dispatch(requests, "full", "")], TTL_MS)
+        self.entries.update_from(outcome.entries)
         if (batch := self.worker.fetch("w", None)) is not None:
             self.in_hand.append(batch)
 
@@ -185,10 +186,10 @@ class InOrder(RuleBasedStateMachine):
             Refusal(one.entry, one.correlation_id, one.reply_to, one.content_type, CANCELLED, "x", "x", one)
             for one in some
         ]
-        gone = self.batcher.refuse(refusals, [], TTL_MS)
-        self.reindex(gone)
+        changes = self.batcher.refuse(refusals, [], TTL_MS)
+        self.entries.update_from(changes)
         for one in some:
-            self.account[one.correlation_id].done |= one.entry not in gone
+            self.account[one.correlation_id].done |= one.entry not in changes.gone
 
     @precondition(lambda self: self.entries)
     @rule(which=st.integers(0, 9))
@@ -212,11 +213,6 @@ class InOrder(RuleBasedStateMachine):
 
     def waiting(self) -> list[Request]:
         return [request for entry in self.entries.values() for request in entry.requests]
-
-    def reindex(self, gone: Sequence[Entry]) -> None:
-        """Entries have new IDs, or are gone."""
-        known = self.entries.values()
-        self.entries = {entry.id: entry for entry in known if entry.requests and entry not in gone}
 
     def delivered(self) -> list[str]:
         """All that was delivered, in order of arrival; each stream must be so by itself."""
@@ -434,7 +430,7 @@ def test_results_that_are_held_count_as_waiting(stack: Stack) -> None:
     assert refused["status"] == "RESOURCE_EXHAUSTED"
     assert "results are held until those before them are done" in refused["detail"]
     wait_until(
-        lambda: json.loads(stack.redis.get(keys.status))["gauges"]["held"] == len(sent) - 1,
+        lambda: json.loads(stack.redis.get(keys.report))["gauges"]["held"] == len(sent) - 1,
         description="the batcher says how many are held",
     )
     gate.touch()
@@ -458,7 +454,7 @@ def test_results_that_came_out_make_room_at_once(stack: Stack) -> None:
         wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="nobody waits")
         wait_until(lambda: held(stack, keys) >= len(sent) - 2, description="all but one behind it are done")
     wait_until(
-        lambda: json.loads(stack.redis.get(keys.status))["gauges"]["held"] >= 3,
+        lambda: json.loads(stack.redis.get(keys.report))["gauges"]["held"] >= 3,
         description="the batcher knows that they are held",
     )
     gate.touch()
@@ -517,8 +513,8 @@ def test_a_key_of_another_type_costs_the_order(stack: Stack, name: str, in_order
     keys = Keys(model)
     stack.configure(model, preserve_ordering=in_order, max_queue_size="3")
     stack.redis.set(getattr(keys, name), "x")
-    stack.redis.delete(keys.status)
-    wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
+    stack.redis.delete(keys.report)
+    wait_until(lambda: stack.redis.exists(keys.report), description="the batcher has looked around since")
     for _ in range(5):
         assert stack.result(model, stack.send(model, body="7"))["status"] == "OK"
     assert not stack.events("batcher starts over")
@@ -554,8 +550,8 @@ def test_what_is_known_to_be_there_is_not_looked_for(stack: Stack) -> None:
     waiting = [stack.send(model, body="7", reply_to="all") for _ in range(3)]
     wait_until(lambda: stack.redis.llen(keys.order) == 4, description="all have slots")
     stack.redis.config_resetstat()
-    stack.redis.delete(keys.status)
-    wait_until(lambda: stack.redis.exists(keys.status), description="the batcher has looked around since")
+    stack.redis.delete(keys.report)
+    wait_until(lambda: stack.redis.exists(keys.report), description="the batcher has looked around since")
     assert "cmdstat_xrange" not in stack.redis.info("commandstats")
     stack.redis.xdel(keys.requests, waiting[-1])
     gate.touch()

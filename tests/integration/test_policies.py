@@ -43,14 +43,14 @@ def test_it_says_who_rides_together_and_fails_alone(stack: Stack) -> None:
 
 def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
     stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
-    wait_until(lambda: stack.events("settings make no sense"), description="the batcher refuses it")
-    (said,) = stack.events("settings make no sense")
+    wait_until(lambda: stack.events("settings rejected"), description="the batcher refuses it")
+    (said,) = stack.events("settings rejected")
     assert said["reason"] == "policy: 'policies.py:Others' is none of this batcher's --policies"
     entry_id = stack.send(MODEL, body="7")
     assert stack.result(MODEL, entry_id)["status"] == "OK"
 
     def shown() -> bool:
-        status = json.loads(stack.redis.get(Keys(MODEL).status) or b"{}")
+        status = json.loads(stack.redis.get(Keys(MODEL).report) or b"{}")
         return bool(status.get("unheeded") == said["reason"])
 
     wait_until(shown, description="whoever watches is told")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, models_key
 
-KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher", "status")
+KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher", "report")
 
 fast = settings(deadline=None)
 
