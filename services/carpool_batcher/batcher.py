@@ -37,7 +37,7 @@ from carpool.store.results import Address, Answer
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings, Policies
-from carpool_batcher.entries import EntryTable, forget_vanished_batches, forget_vanished_entries
+from carpool_batcher.entries import EntryTable, forget_missing_batches, forget_missing_entries
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder, issue_ticket
 
@@ -177,7 +177,7 @@ class ModelBatcher:
                     self._meter.settled(batch, now_us)
                 scheduler.settle(event.batch_id, event.compute_us, now_us)
             else:
-                self._snapshot_at_us = 0  # look now which model processes there are
+                self._snapshot_at_us = 0  # take a snapshot now, which counts model processes
 
     def _admit(
         self, session: LeaseSession, arrived: Sequence[RawEntry], now_us: int
@@ -233,8 +233,8 @@ class ModelBatcher:
         scheduler = session.scheduler
         changes = self._store.refuse(refusals, emptied, scheduler.settings.result_ttl_ms)
         scheduler.forget(session.entries.update_from(changes))
-        gone = set(changes.gone)
-        answered = [refusal for refusal in refusals if refusal.entry not in gone]
+        missing = set(changes.missing)
+        answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
             self._meter.refused(answered)
             self._log.info("refused", **Counter(refusal.status for refusal in answered))
@@ -271,7 +271,7 @@ class ModelBatcher:
     # --- a few times a second ------------------------------------------------------------------------------
 
     def _take_snapshot(self, session: LeaseSession) -> None:
-        """Compare with Redis: the clock, the workers, the settings, and what vanished without notice."""
+        """Compare with Redis: the clock, the workers, the settings, and what is missing there."""
         scheduler, _, entries, order = session
         snapshot = self._store.snapshot()
         if self._snapshot_at_us:
@@ -280,8 +280,8 @@ class ModelBatcher:
         self._update_settings(scheduler, snapshot)
         now_us = self._clock.now_us()
         self._snapshot_at_us = now_us + SNAPSHOT_INTERVAL_US
-        forget_vanished_batches(self._store, scheduler, snapshot.batches_in_flight, now_us)
-        forget_vanished_entries(self._store, scheduler, entries, snapshot.waiting_entries)
+        forget_missing_batches(self._store, scheduler, snapshot.batches_in_flight, now_us)
+        forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         order.refresh(snapshot, entries)
         self._meter.looked(scheduler, now_us)
         if now_us >= self._report_at_us:

@@ -1,4 +1,4 @@
-"""The batcher's copy of the request stream: the entries it has read. And what vanished from Redis since."""
+"""The batcher's copy of the request stream: the entries it has read. And finding what is missing in Redis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from carpool.messages import Entry, Request
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool_batcher.core.scheduler import Scheduler
 
-SETTLED_UNREAD_US: Final = 1_000_000  # for as long the entry in `settled` may not have been read yet
+SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be settled, and its `settled` entry still unread
 LOOKUP_ENTRIES: Final = 1000  # in one script
 
 
@@ -19,17 +19,17 @@ class EntryTable(dict[str, Entry]):
     """
 
     def update_from(self, changes: EntryChanges) -> list[Request]:
-        """Follow what a script did in Redis. Returns the requests of entries that had vanished from there."""
-        vanished: list[Request] = []
+        """Follow what a script did in Redis. Returns the requests of entries missing there."""
+        missing: list[Request] = []
         for entry in changes.removed:
             self._remove(entry)
-        for entry in changes.gone:
-            vanished += self._remove(entry)
+        for entry in changes.missing:
+            missing += self._remove(entry)
         for entry, new_id, waiting in changes.put_back:
             self._remove(entry)
             entry.id, entry.requests = new_id, waiting
             self[new_id] = entry
-        return vanished
+        return missing
 
     def _remove(self, entry: Entry) -> list[Request]:
         self.pop(entry.id, None)
@@ -37,10 +37,10 @@ class EntryTable(dict[str, Entry]):
         return requests
 
 
-def forget_vanished_entries(
+def forget_missing_entries(
     store: BatcherStore, scheduler: Scheduler, entries: EntryTable, waiting_entries: int
 ) -> None:
-    """Find entries that were withdrawn by XDEL, or taken by another batcher: their requests wait no longer.
+    """Find entries that were withdrawn by XDEL, or taken by another batcher, and forget their requests.
 
     `waiting_entries` is how many there are in Redis. Only if that is too few, the entries are looked up.
     """
@@ -52,10 +52,10 @@ def forget_vanished_entries(
             scheduler.forget(entries.pop(entry_id).requests)
 
 
-def forget_vanished_batches(
+def forget_missing_batches(
     store: BatcherStore, scheduler: Scheduler, batches_in_flight: int, now_us: int
 ) -> None:
-    """Find batches that were deleted by hand, or settled without notice, so that no capacity is lost to them.
+    """Find batches that were deleted by hand, or settled without notice, and return their capacity.
 
     `batches_in_flight` is how many there are in Redis. Only if that is too few, the batches are looked up.
     """

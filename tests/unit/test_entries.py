@@ -32,12 +32,12 @@ def test_entry_that_was_put_back_is_known_by_its_new_id() -> None:
     assert all(request.entry is table["c"] for request in waiting)
 
 
-def test_requests_of_a_vanished_entry_are_returned() -> None:
+def test_requests_of_a_missing_entry_are_returned() -> None:
     table = table_of(a=2, b=1)
-    gone = table["a"]
-    requests = gone.requests
-    assert table.update_from(EntryChanges([], [], [gone])) == requests
-    assert gone.requests == []
+    missing = table["a"]
+    requests = missing.requests
+    assert table.update_from(EntryChanges([], [], [missing])) == requests
+    assert missing.requests == []
     assert list(table) == ["b"]
 
 

@@ -49,7 +49,7 @@ class EntryChanges(NamedTuple):
 
     removed: list[Entry]  # with all of their requests
     put_back: list[PutBack]
-    gone: list[Entry]  # were no longer in the stream: none of their requests was dispatched or answered
+    missing: list[Entry]  # no longer in the stream: none of their requests was dispatched or answered
 
 
 class Dispatched(NamedTuple):
@@ -146,23 +146,23 @@ class BatcherStore:
         args += group_list_args(
             [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
         )
-        gone, new_ids, batch_ids = self._link.run(
+        missing, new_ids, batch_ids = self._link.run(
             _DISPATCH, [self.keys.requests, self.keys.batches, self.keys.held], args
         )
 
-        gone_ids = {entry_id.decode() for entry_id in gone}
+        missing_ids = {entry_id.decode() for entry_id in missing}
         batches = [
-            Dispatched(batch_id.decode(), _without(dispatch, gone_ids)) if batch_id else None
+            Dispatched(batch_id.decode(), _without(dispatch, missing_ids)) if batch_id else None
             for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
         changes = EntryChanges(
-            removed=[entry for entry in indexes if entry not in remaining and entry.id not in gone_ids],
+            removed=[entry for entry in indexes if entry not in remaining and entry.id not in missing_ids],
             put_back=[
                 PutBack(entry, new_id.decode(), waiting)
                 for (entry, waiting), new_id in zip(remaining.items(), new_ids, strict=True)
                 if new_id
             ],
-            gone=[entry for entry in indexes if entry.id in gone_ids],
+            missing=[entry for entry in indexes if entry.id in missing_ids],
         )
         return DispatchOutcome(batches, changes)
 
@@ -223,7 +223,7 @@ class BatcherStore:
             if outcome == b"PUT_BACK":
                 changes.put_back.append(PutBack(entry, new_id[0].decode(), waiting))
             else:
-                (changes.removed if outcome == b"REMOVED" else changes.gone).append(entry)
+                (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
         return changes
 
     def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
@@ -283,10 +283,10 @@ class StreamReader:
         self._link.close()
 
 
-def _without(dispatch: Dispatch, gone_ids: Container[str]) -> Dispatch:
-    if not gone_ids:
+def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
+    if not missing_ids:
         return dispatch
-    requests = [request for request in dispatch.requests if request.entry.id not in gone_ids]
+    requests = [request for request in dispatch.requests if request.entry.id not in missing_ids]
     return dispatch._replace(requests=requests)
 
 

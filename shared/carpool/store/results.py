@@ -96,7 +96,7 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
     """Deliver the withheld results that have no unfinished ticket before them.
 
     With `free_lost` also free the tickets of requests that were withdrawn by XDEL, or whose batch was deleted
-    by hand. Returns the ticket that is first in the order then, None if there is none.
+    by hand. Returns the ticket that is first in the order afterwards, None if none is left.
     """
     streams = [keys.requests, keys.batches] if free_lost else []
     while True:

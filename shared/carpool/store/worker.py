@@ -101,13 +101,15 @@ class WorkerStore:
                 started[int(position)] = int(value)
         return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
 
-    def renew(self, consumer: str, lease_ms: int, held: Iterable[tuple[str, int]]) -> tuple[bool, set[str]]:
+    def renew(
+        self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
+    ) -> tuple[bool, set[str]]:
         """Extend the lease of a model process and of the batches (ID, epoch) that it executes.
 
         Returns whether the model is still registered, and the IDs of batches that were lost.
         """
         args: list[Argument] = [consumer, lease_ms]
-        for batch_id, epoch in held:
+        for batch_id, epoch in batches:
             args += [batch_id, epoch]
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]
         registered, *lost = self._link.run(_RENEW, keys, args)

@@ -1,9 +1,9 @@
 -- dispatch: waiting requests are removed from the request stream and become batches in flight, all or nothing.
 --
--- An entry that is no longer in the stream was withdrawn, or dispatched by another batcher. Its requests are not
--- dispatched, and each batch formed with some of them names the entry in a field `gone`. So a request is dispatched
--- at most once, also when several batchers dispatch, and a withdrawal does not undo the rest of a batch.
--- Existence is what XDEL returns: to check first would copy every body into Lua.
+-- An entry is missing if it is no longer in the stream: it was withdrawn, or dispatched by another batcher. Its
+-- requests are not dispatched, and each batch formed with some of them names the entry in a field `gone`. So a request
+-- is dispatched at most once, also when several batchers dispatch, and a withdrawal does not undo the rest of a batch.
+-- XDEL returns whether the entry was there: to check first would copy every body into Lua.
 --
 -- KEYS  1 requests   2 batches   3 held
 -- ARGV  list of entry IDs
@@ -11,46 +11,46 @@
 --          tickets of the requests to put back
 --       list of batches: list of the indexes of its entries; list of its fields; list of its requests that have a
 --          ticket: index of the request's entry, ticket
--- Returns { IDs of entries that were gone },
---         { for each partly dispatched entry the ID of its new entry, '' if it was gone },
---         { for each batch its ID, '' if all of its entries were gone }
+-- Returns { IDs of missing entries },
+--         { for each partly dispatched entry the ID of its new entry, '' if the entry is missing },
+--         { for each batch its ID, '' if all of its entries are missing }
 -- O(entries), and O(bytes) for the payloads.
 local take = argument_reader(1)
 
-local ids, is_gone, gone = take_list(take), {}, {}
+local ids, is_missing, missing = take_list(take), {}, {}
 for i = 1, #ids do
   if redis.call('XDEL', KEYS[1], ids[i]) == 0 then
-    is_gone[i] = true
-    gone[#gone + 1] = ids[i]
+    is_missing[i] = true
+    missing[#missing + 1] = ids[i]
   end
 end
 
 local new_ids = {}
 for p = 1, tonumber(take()) do
   local index, payload, arrival_ms, tickets = tonumber(take()), take(), take(), take()
-  new_ids[p] = is_gone[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
+  new_ids[p] = is_missing[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
 end
 
 local batch_ids = {}
 for b = 1, tonumber(take()) do
-  local gone_here, entries = {}, tonumber(take())
+  local missing_here, entries = {}, tonumber(take())
   for _ = 1, entries do
     local index = tonumber(take())
-    if is_gone[index] then gone_here[#gone_here + 1] = ids[index] end
+    if is_missing[index] then missing_here[#missing_here + 1] = ids[index] end
   end
   local fields = take_list(take)
   batch_ids[b] = ''
-  if #gone_here < entries then
-    if #gone_here > 0 then
+  if #missing_here < entries then
+    if #missing_here > 0 then
       fields[#fields + 1] = 'gone'
-      fields[#fields + 1] = table.concat(gone_here, ' ')
+      fields[#fields + 1] = table.concat(missing_here, ' ')
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
   end
   for _ = 1, tonumber(take()) do
     local index, ticket = tonumber(take()), take()
-    if not is_gone[index] then update_ticket(KEYS[3], ticket, in_flight_in(batch_ids[b])) end
+    if not is_missing[index] then update_ticket(KEYS[3], ticket, in_flight_in(batch_ids[b])) end
   end
 end
 
-return { gone, new_ids, batch_ids }
+return { missing, new_ids, batch_ids }

@@ -5,7 +5,7 @@
 -- ARGV  1 result TTL (ms)
 --       2.. list of entries: ID; the payload, the arrival (ms) and the tickets of the requests to put back, payload
 --           '' if there are none; list of results: index in KEYS, kind, ticket or '', payload
--- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', ID of the new entry } | { 'GONE' }
+-- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', ID of the new entry } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
 local ttl_ms = ARGV[1]
 local take = argument_reader(2)
@@ -13,14 +13,14 @@ local has_tickets = false
 local replies = {}
 for e = 1, tonumber(take()) do
   local id, payload, arrival_ms, tickets = take(), take(), take(), take()
-  local is_gone = redis.call('XDEL', KEYS[1], id) == 0
+  local is_missing = redis.call('XDEL', KEYS[1], id) == 0
   for _ = 1, tonumber(take()) do
     local key, kind, ticket, result = KEYS[tonumber(take())], take(), take(), take()
     has_tickets = has_tickets or ticket ~= ''
-    if not is_gone then deliver_in_order(KEYS[3], ticket, key, kind, result, ttl_ms) end
+    if not is_missing then deliver_in_order(KEYS[3], ticket, key, kind, result, ttl_ms) end
   end
-  if is_gone then
-    replies[e] = { 'GONE' }
+  if is_missing then
+    replies[e] = { 'MISSING' }
   elseif payload == '' then
     replies[e] = { 'REMOVED' }
   else
