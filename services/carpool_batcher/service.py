@@ -13,7 +13,8 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
-from carpool_batcher.batcher import ModelBatcher, Policies
+from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher.effective_settings import Policies
 from carpool_batcher.meter import BatcherMetrics, Meter
 
 DISCOVER_EVERY_S: Final = 0.5

@@ -135,7 +135,7 @@ def _before(registered: Mapping[str, str], said: Mapping[str, str], name: str) -
 
 def _status(directory: Directory, model: str) -> BatcherReport | None:
     """What the active batcher says of itself, if there is one."""
-    said = directory.overview(model).status
+    said = directory.overview(model).report
     return None if said is None else BatcherReport.decode(said)
 
 

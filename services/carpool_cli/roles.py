@@ -36,7 +36,7 @@ _DELIVER: Final = (
     Grant("deliver.lua: a result, where its producer looks for it", "rpush pexpire", "result"),
     Grant("deliver.lua: many of them on a reply stream", "xadd pexpire", "replies"),
     Grant("order.lua: whose turn it is", "lindex lpop", "order"),
-    Grant("order.lua, move.lua: what is held until then", "hget hdel hsetnx", "held"),
+    Grant("order.lua, tickets.lua: what is held until then", "hget hdel hsetnx", "held"),
 )
 # What is counted tells nothing of what is in it. XINFO STREAM would: it shows the first entry and the last.
 _COUNTS: Final = (
@@ -47,7 +47,7 @@ _COUNTS: Final = (
     Grant("how many results come in order, and have not yet", "llen", "order"),
     Grant("which model processes live", "zrange", "workers"),
     Grant("whether a batcher is active", "exists", "batcher"),
-    Grant("what it says of itself: counts, and no request's", "get", "status"),
+    Grant("what it says of itself: counts, and no request's", "get", "report"),
     Grant("how long batches have been in whose hands", "xpending xinfo|groups xinfo|consumers", "batches"),
 )
 
@@ -70,14 +70,14 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("what is new: requests, and batches that are done", "xread", "requests settled"),
         Grant("where to read on", "xrevrange", "settled"),
         Grant("what is there, when it takes over or misses something", "xlen xrange", "requests batches"),
-        Grant("admit.lua: slots in the order of results", "rpush llen", "order"),
+        Grant("admit.lua: tickets in the order of results", "rpush llen", "order"),
         Grant(
-            "the scripts lease, status, admit, dispatch, refuse, answer, release, missing",
+            "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
-            "batcher status requests batches progress order held result replies",
+            "batcher report requests batches progress order held result replies",
         ),
         Grant("lease.lua", "get set del", "batcher"),
-        Grant("status.lua", "set del", "status"),
+        Grant("report.lua", "set del", "report"),
         Grant("dispatch.lua, refuse.lua: entries leave; what stays is put back", "xdel xadd", "requests"),
         Grant("dispatch.lua: batches", "xadd", "batches"),
         Grant("answer.lua: who was answered before the batch was done", "hdel hsetnx pexpire", "progress"),
@@ -147,7 +147,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "config": keys.config,
         "workers": keys.workers,
         "batcher": keys.batcher,
-        "status": keys.status,
+        "report": keys.report,
         "result": keys.result("*"),
         "replies": keys.replies("*"),
         "progress": keys.progress("*"),

@@ -120,7 +120,7 @@ def look(directory: Directory, only: str) -> Look:
 
 def _look_at(directory: Directory, model: str) -> ModelLook:
     overview = directory.overview(model)
-    status = None if overview.status is None else BatcherReport.decode(overview.status)
+    status = None if overview.report is None else BatcherReport.decode(overview.report)
     oldest_s = None
     if overview.waiting_entries and not (overview.batcher and status):
         oldest_s = _oldest_s(directory, model, overview.at_us)

@@ -382,8 +382,8 @@ def planted(home: Path, find: str, replace: str) -> Path:
     return home
 
 
-DELIVER: Final = "  deliver_in_order(KEYS[6], slot, key, kind, payload, ARGV[4])"
-FENCE: Final = "then return 'FENCED' end"
+DELIVER: Final = "  deliver_in_order(KEYS[6], ticket, key, kind, payload, ARGV[4])"
+FENCE: Final = "then return { 'FENCED' } end"
 
 
 def test_acknowledging_without_results_doubling_them_and_shuffling_rows_turn_the_checker_red(
@@ -417,7 +417,7 @@ def test_acknowledging_without_results_doubling_them_and_shuffling_rows_turn_the
 
 def test_a_commit_without_its_fence_turns_the_checker_red(stack: Stack, tmp_path: Path) -> None:
     """As where a worker stood still past its lease, but it does not look whose the batch is."""
-    unfenced = planted(tmp_path / "unfenced", FENCE, "then owner = nil end")
+    unfenced = planted(tmp_path / "unfenced", FENCE, "then end")
     stack.batcher()
     sleeper = stack.worker("hashing.py:Busy", *LEASE, planted=unfenced)
     stack.wait_for_model(BUSY)

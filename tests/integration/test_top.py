@@ -73,7 +73,7 @@ def top(stack: Stack, *flags: str) -> str:
 
 def said(stack: Stack) -> BatcherReport | None:
     """The batcher's status, as it is in Redis."""
-    data = stack.redis.get(KEYS.status)
+    data = stack.redis.get(KEYS.report)
     return None if data is None else BatcherReport.decode(data)
 
 
@@ -180,7 +180,7 @@ def test_a_status_is_said_once_a_second_and_expires(shared: Stack) -> None:
     for _ in range(3):
         moments_us.append(wait_for_news(shared, after_us=moments_us[-1]))
     assert min(later - one for one, later in itertools.pairwise(moments_us)) >= 1_000_000
-    assert 0 < shared.redis.pttl(KEYS.status) <= 5000
+    assert 0 < shared.redis.pttl(KEYS.report) <= 5000
 
 
 def test_it_is_said_when_redis_is_full(shared: Stack) -> None:
@@ -190,21 +190,21 @@ def test_it_is_said_when_redis_is_full(shared: Stack) -> None:
         wait_for_news(shared, after_us=wait_for_news(shared, after_us=before_us))
     finally:
         shared.redis.config_set("maxmemory", 0)
-    assert shared.events("status not published") == shared.events("batcher starts over") == []
+    assert shared.events("report not published") == shared.events("batcher starts over") == []
 
 
 def test_a_batcher_that_may_not_say_it_batches_all_the_same(served: Stack) -> None:
     """Given an ACL file of before there was a status, expect a warning, and that the model is served."""
-    served.redis.delete(KEYS.status)
+    served.redis.delete(KEYS.report)
     others = f"carpool:{{{MODEL}}}:"
     served.redis.execute_command(
         "ACL", "SETUSER", "default", "resetkeys", "~carpool:models", f"~{others}[^s]*", f"~{others}settled"
     )
-    wait_until(lambda: served.events("status not published"), description="the batcher warns")
+    wait_until(lambda: served.events("report not published"), description="the batcher warns")
     sent = served.send(MODEL, body="1")
     assert served.result(MODEL, sent)["status"] == "OK"
     assert len(served.events("batcher active")) == 1
-    assert len(served.events("status not published")) == 1
+    assert len(served.events("report not published")) == 1
 
 
 # --- the terminal ------------------------------------------------------------------------------------------
