@@ -287,9 +287,9 @@ class Transport:
         """Ask Redis for the next results of every channel; it replies as soon as there are any."""
         if self._channels and self._connected:
             self._channels_by_stream = {channel.replies: channel for channel in self._channels}
-            streams = [*self._channels_by_stream, *(channel.last_id for channel in self._channels)]
-            command: Command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS, "STREAMS", *streams)
-            self._reader.write([command])
+            streams, last_ids = self._channels_by_stream, [channel.last_id for channel in self._channels]
+            block = ("COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS)
+            self._reader.write([("XREAD", *block, "STREAMS", *streams, *last_ids)])
 
     def _on_results(self, reply: Any) -> None:
         """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
