@@ -327,7 +327,7 @@ def test_integer_out_of_range_is_rejected(datatype: str) -> None:
 
 
 def test_large_integer_next_to_a_small_one_is_exact() -> None:
-    # Given: numbers for which numpy by itself would choose a float
+    # Given: numbers for which numpy, left to itself, would choose float64
     assert array_of([2**64 - 1, 1], "UINT64").tolist() == [2**64 - 1, 1]
 
 
