@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +12,7 @@ from carpool.health import serve_health
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.plugins import find_object
+from carpool.process_names import new_process_name
 from carpool.settings import BatcherSettings, read_settings
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.service import BatcherService
@@ -26,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logs(settings.log_level, "batcher")
     stop = stop_on_signals()
     log = structlog.get_logger()
-    name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+    name = new_process_name()
     metrics = BatcherMetrics()
     try:
         policies = {path: find_object(path) for path in settings.policies}

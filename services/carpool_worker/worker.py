@@ -12,9 +12,6 @@ unload, the heartbeat stops last.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +23,7 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
+from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
@@ -57,10 +55,9 @@ class Worker:
         self._keys = keys
         self._lease_ms = lease_ms
         self._clock = RedisClock()
-        name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._name = name
+        self._name = new_process_name()
         self._slots = [
-            Slot(f"{name}/{replica}", ModelProcess(where, device), self._clock, metrics)
+            Slot(replica_name(self._name, replica), ModelProcess(where, device), self._clock, metrics)
             for replica, device in enumerate(devices)
         ]
         self._registration: dict[str, str] = {}

@@ -389,7 +389,7 @@ def test_a_setting_that_makes_no_sense_ends_it_with_a_sentence(tmp_path: Path) -
     (tmp_path / "unsettled.py").write_text(UNSETTLED)
     with Up(tmp_path, "unsettled.py:Unsettled", "--redis-port", str(embedded._free_port())) as started:
         assert started.process.wait(START_S) == 1
-        assert "max_queue_sise is none of max_queue_size, " in started.said()
+        assert "max_queue_sise is not one of max_queue_size, " in started.said()
         assert "Traceback" not in started.said()
 
 

@@ -166,7 +166,7 @@ def test_a_delay_holds_a_lone_request_back_from_now_on(stack: Stack) -> None:
     [
         (
             ["Echo", "max_batch_size=0"],
-            "max_batch_size: '0' must be a number, 1 or more; nothing was changed",
+            "max_batch_size: '0' must be a whole number, 1 or more; nothing was changed",
         ),
         (["Echo", "max_queue_size=5", "policy=lazy"], "policy: 'lazy' must be eager or deferred"),
         (["Echo", "tenant_weights=gold"], "tenant_weights: 'gold' must be weights of tenants"),

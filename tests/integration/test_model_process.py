@@ -287,7 +287,7 @@ def test_a_model_whose_code_raises_says_why_and_where(
     ("name", "said"),
     [
         ("Misdeclared", "the model's 'inputs' must be a list of TensorSpec, not ['x']"),
-        ("Unsettled", "max_batch_size: 'many' must be a number, 1 or more"),
+        ("Unsettled", "max_batch_size: 'many' must be a whole number, 1 or more"),
         ("Missing", "has no 'Missing'"),
     ],
 )

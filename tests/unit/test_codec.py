@@ -214,7 +214,7 @@ def test_nan_in_a_row_of_a_stacked_result_fails_that_request_alone() -> None:
         (object(), "the model's result cannot be sent: a object cannot be sent"),
         (2**64, "the model's result cannot be sent: a number in it is beyond 64 bits"),
         ("\ud800", "surrogates not allowed"),
-        (b"bytes", "bytes have no place in JSON"),
+        (b"bytes", "JSON cannot hold bytes"),
         ({(1, 2): 3}, "the model's result cannot be passed on: unhashable"),
         (np.array([1j]), "dtype complex128 cannot be sent"),
     ],

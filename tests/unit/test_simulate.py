@@ -121,7 +121,7 @@ def test_a_recorded_trace_is_replayed_once_at_its_own_rate(
     ("words", "says"),
     [
         (["--arrivals", "nowhere"], "poisson, bursty, or a file"),
-        (["max_batch_size=0"], "must be a number, 1 or more"),
+        (["max_batch_size=0"], "must be a whole number, 1 or more"),
         (["preferred_batch_sizes=8,64"], "64 can never be filled, because max_batch_size is 32"),
         (["policy=mine:Mine"], "is not simulated"),
         (["polcy=eager"], "did you mean policy?"),
