@@ -15,7 +15,7 @@ from redis import Redis
 
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_cli.roles import rules
-from clients.languages import LANGUAGES, Language, MissingError, environment, lack
+from clients.languages import LANGUAGES, CommandFailedError, Language, environment, missing
 from support.stack import Stack
 
 PASSWORD: Final = secrets.token_urlsafe(32)
@@ -27,20 +27,19 @@ Build = Callable[[Language, Path], list[str]]
 
 @pytest.fixture(params=list(LANGUAGES.values()), ids=list(LANGUAGES))
 def language(request: pytest.FixtureRequest) -> Language:
-    """Each language whose toolchain is there."""
-    one: Language = request.param
-    missing = lack(one)
-    if missing is not None:
-        absent(one, missing)
-    return one
+    """Each language in turn. The test is skipped where part of the toolchain does not work."""
+    language: Language = request.param
+    reason = missing(language)
+    if reason is not None:
+        skip_or_fail(language, reason)
+    return language
 
 
-def absent(language: Language, missing: str) -> NoReturn:
-    """Skip, or fail where this language must be tried."""
-    sentence = f"{language.name}: {missing}. On Debian and Ubuntu: apt-get install {language.packages}"
+def skip_or_fail(language: Language, reason: str) -> NoReturn:
+    """Skip the test, or fail it where CARPOOL_CLIENTS_REQUIRED names the language."""
     if language.name in os.environ.get(REQUIRED, "").split():
-        pytest.fail(f"{sentence} ({REQUIRED} names it)")
-    pytest.skip(sentence)
+        pytest.fail(f"{reason} ({REQUIRED} names this language)")
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +49,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     @cache
     def built(language: Language, source: Path) -> list[str]:
         try:
-            return language.program(source, tmp_path_factory.mktemp(language.name))
-        except MissingError as error:
+            return language.build(source, tmp_path_factory.mktemp(language.name))
+        except CommandFailedError as error:
             return pytest.fail(str(error))
 
     return built

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 
 from carpool.keys import Keys
-from clients.conftest import REQUIRED, Build, absent, output
-from clients.languages import HERE, LANGUAGES, Language, lack
+from clients.conftest import REQUIRED, Build, output, skip_or_fail
+from clients.languages import HERE, LANGUAGES, CommandFailedError, Language, Part, c_links, missing, runs
 from contract.test_vectors import as_bytes, lists_of
 from support.stack import Stack
 
@@ -101,24 +102,63 @@ def nothing_is_left(live: Stack) -> None:
 # --- the harness itself
 
 
-def test_a_language_that_is_required_is_known() -> None:
+def test_every_required_language_is_known() -> None:
     assert set(os.environ.get(REQUIRED, "").split()) <= set(LANGUAGES)
 
 
 @pytest.mark.parametrize(
     ("required", "outcome"), [("c ruby", pytest.fail.Exception), ("c", pytest.skip.Exception)]
 )
-def test_a_toolchain_that_is_missed_is_named(
+def test_language_without_toolchain_is_skipped_unless_it_is_required(
     required: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(REQUIRED, required)
-    with pytest.raises(outcome, match=r"ruby: no gem is here.*apt-get install ruby ruby-redis ruby-msgpack"):
-        absent(LANGUAGES["ruby"], "no gem is here")
+    with pytest.raises(outcome, match=r"ruby: no gem redis"):
+        skip_or_fail(LANGUAGES["ruby"], "ruby: no gem redis")
 
 
-def test_a_command_that_is_not_there_is_missed() -> None:
-    nobody = Language("none", "none", "none", (("carpool-no-such-command",),), LANGUAGES["c"].program)
-    assert lack(nobody) == "carpool-no-such-command is not on PATH"
+def toolchain(*parts: Part) -> Language:
+    return Language("new", "producer.new", parts, LANGUAGES["ruby"].build)
+
+
+def fails(reason: str) -> Callable[[], None]:
+    def check() -> None:
+        raise CommandFailedError(reason)
+
+    return check
+
+
+def test_working_toolchain_misses_nothing() -> None:
+    assert missing(toolchain(Part("shell", "dash", runs("sh", "-c", "exit 0")))) is None
+
+
+def test_missing_interpreter_is_reported_with_all_packages() -> None:
+    new = Part("new 1.0", "newlang", runs("carpool-no-such-command"))
+    library = Part("redis for new", "new-redis newlang", fails("cannot be checked without the interpreter"))
+    assert missing(toolchain(new, library)) == (
+        "new: not usable here: new 1.0 (carpool-no-such-command is not on PATH). "
+        "On Debian and Ubuntu: apt-get install newlang new-redis"
+    )
+
+
+def test_every_missing_library_is_reported_and_nothing_else() -> None:
+    new = Part("new 1.0", "newlang", runs("sh", "-c", "exit 0"))
+    redis = Part(
+        "redis for new", "new-redis", runs("sh", "-c", "echo note; echo 'Error: no redis' >&2; exit 1")
+    )
+    json = Part("json for new", "new-json", runs("sh", "-c", "exit 0"))
+    msgpack = Part("msgpack for new", "new-msgpack", runs("sh", "-c", "exit 1"))
+    assert missing(toolchain(new, redis, json, msgpack)) == (
+        "new: not usable here: redis for new (sh failed: Error: no redis); "
+        "msgpack for new (sh failed: it printed nothing). "
+        "On Debian and Ubuntu: apt-get install new-redis new-msgpack"
+    )
+
+
+def test_c_library_that_is_not_installed_is_reported() -> None:
+    """The compiler may be missing too: then this check fails as well."""
+    with pytest.raises(CommandFailedError):
+        c_links(lambda: "carpool-no-such-library", "carpool/none.h", "carpool_none()")()
 
 
 def test_the_lock_file_pins_every_package_and_names_no_registry() -> None:
