@@ -241,7 +241,7 @@ def latency_table(results: Sequence[MeanLatency]) -> Iterator[str]:
     yield "|---|---:|---:|" + "---:|" * (len(results[0].mean_ms) + 1)
     for (intercept_us, slope_us), workers, load, mean_ms in results:
         over = mean_ms["eager"] / min(mean_ms.values()) - 1
-        cells = " | ".join(f"{one:,.2f} ms" for one in mean_ms.values())
+        cells = " | ".join(f"{latency_ms:,.2f} ms" for latency_ms in mean_ms.values())
         execution = f"{intercept_us / 1000:g} + {slope_us / 1000:g} b"
         yield f"| {execution} | {workers} | {load:g} | {cells} | {over:.1%} |"
 
@@ -274,9 +274,9 @@ def plot(results: Sequence[Figures], to: Path) -> None:
     for axes, (model, workers, deadline_ms) in zip(grid.flat, panels, strict=True):
         for policy in POLICIES:
             of_policy = [
-                (one.point.load, one.good[policy] / one.bound)
-                for one in results
-                if one.point[:4] == (model, workers, deadline_ms, "Poisson")
+                (figures.point.load, figures.good[policy] / figures.bound)
+                for figures in results
+                if figures.point[:4] == (model, workers, deadline_ms, "Poisson")
             ]
             axes.plot(*zip(*of_policy, strict=True), "o-", ms=3, label=policy)
         bound = "U3" if workers == 1 else "U1"
@@ -290,7 +290,9 @@ def plot(results: Sequence[Figures], to: Path) -> None:
 
 def summary(results: Sequence[Figures]) -> Iterator[str]:
     """The worst cases of `deferred`."""
-    shortfall = [(max(one.good.values()) - one.good["deferred"]) / one.bound for one in results]
+    shortfall = [
+        (max(figures.good.values()) - figures.good["deferred"]) / figures.bound for figures in results
+    ]
     worst = results[int(np.argmax(shortfall))].point
     yield (
         f"At all {len(results)} points `deferred` is the best policy, or below the best by at most "
@@ -298,7 +300,9 @@ def summary(results: Sequence[Figures]) -> Iterator[str]:
     )
     for workers, bound in ((1, "U3"), (16, "U1")):
         shares = {
-            one.point: one.good["deferred"] / one.bound for one in results if one.point.workers == workers
+            figures.point: figures.good["deferred"] / figures.bound
+            for figures in results
+            if figures.point.workers == workers
         }
         loaded = [share for point, share in shares.items() if point.load == 0.9]
         name = f"{workers} worker{'s' * (workers > 1)}"
@@ -314,13 +318,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6000, help="number of requests at each point")
     parser.add_argument("--write", action="store_true", help="write GOODPUT.md and goodput.svg")
     options = parser.parse_args()
-    points = [Point(*one) for one in product(MODELS, WORKERS, DEADLINES_MS, ARRIVALS, LOADS)]
+    points = [Point(*values) for values in product(MODELS, WORKERS, DEADLINES_MS, ARRIVALS, LOADS)]
     started_s = time.monotonic()
     results: list[Figures] = []
     tasks = [(point, options.requests) for point in points]
     with multiprocessing.Pool() as pool:
-        for one in pool.imap(_measure, tasks):
-            results.append(one)
+        for figures in pool.imap(_measure, tasks):
+            results.append(figures)
             print(
                 f"\r{len(results)} of {len(points)} points, {time.monotonic() - started_s:.0f} s",
                 end="",

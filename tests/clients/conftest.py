@@ -1,4 +1,4 @@
-"""What the tests of producers share: one stack, its two doors, and programs that are built once."""
+"""Fixtures for tests of producers in other languages: a stack, two ways to connect, and compiled programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def skip_or_fail(language: Language, reason: str) -> NoReturn:
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The command that runs a source, which is compiled once."""
+    """Returns the command that runs a source; each source is compiled once."""
 
     @cache
     def built(language: Language, source: Path) -> list[str]:
@@ -58,11 +58,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Models `square`, `transpose` and `away`; nobody executes what is sent to `away`."""
+    """A stack with the models `square`, `transpose` and `away`; `away` has no worker."""
     server = EmbeddedRedis(append_only=False)
     url = f"redis://services:{PASSWORD}@127.0.0.1:{server.port}/0"
-    signed_in = {"CARPOOL_REDIS_URL": url}
-    environment = {"batcher": signed_in, "worker": signed_in}
+    variables = {"CARPOOL_REDIS_URL": url}
+    environment = {"batcher": variables, "worker": variables}
     with Stack(tmp_path_factory.mktemp("stack"), server=server, environment=environment) as stack:
         with stack.redis as default:
             default.acl_setuser(
@@ -81,13 +81,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def open_url(live: Stack) -> str:
-    """The stack's address for anybody."""
+    """A URL without a user."""
     return live.url
 
 
 @pytest.fixture
 def locked_url(live: Stack) -> Iterator[str]:
-    """The stack's address for a producer, who may do what `carpool acl` grants; nobody else gets in."""
+    """A URL with a user that has the permissions of `carpool acl` for a producer. Others cannot connect."""
     selectors = int(live.server.version.split(".")[0]) >= 7
     granted = rules("producer", selectors=selectors).split()
     live.redis.execute_command("ACL", "SETUSER", "producer", "reset", "on", f">{PASSWORD}", *granted)
@@ -97,7 +97,7 @@ def locked_url(live: Stack) -> Iterator[str]:
 
 
 def output(command: list[str], **variables: str) -> str:
-    """What a program prints that succeeds and complains of nothing."""
+    """Run a program, and return its output. Fails if the program fails or prints errors."""
     done = subprocess.run(
         command,
         env=environment(**variables),

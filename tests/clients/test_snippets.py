@@ -1,4 +1,4 @@
-"""The programs in README.md and PROTOCOL.md, run as they stand there, but for the port."""
+"""The programs in README.md and PROTOCOL.md, run unchanged except for the port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.stack import Stack
 ROOT: Final = HERE.parents[1]
 README: Final = ("README.md", "From any language", 25)
 PROTOCOL: Final = ("shared/PROTOCOL.md", "In your language", 45)
-FENCES: Final = {"bash": "shell", "js": "node"}  # others are called in Markdown what we call them
+FENCES: Final = {"bash": "shell", "js": "node"}  # other languages have the same name in Markdown
 REQUESTS: Final = 100
 
 Section = tuple[str, str, int]
@@ -31,7 +31,7 @@ def snippets(section: Section) -> dict[str, str]:
 
 
 def run(section: Section, language: Language, build: Build, live: Stack, folder: Path) -> str:
-    """What the program prints, given the port of the live stack in place of Redis's usual one."""
+    """Run the program with the port of the live stack, and return its output."""
     code = snippets(section)[language.name]
     port = str(live.server.port)
     if language.name == "shell":
@@ -45,24 +45,24 @@ def run(section: Section, language: Language, build: Build, live: Stack, folder:
 
 
 @pytest.mark.parametrize("section", [README, PROTOCOL], ids=["README", "PROTOCOL"])
-def test_a_section_shows_every_language_and_briefly(section: Section) -> None:
+def test_section_has_a_short_program_in_each_language(section: Section) -> None:
     shown = snippets(section)
     assert list(shown) == list(LANGUAGES)
     assert max(len(code.splitlines()) for code in shown.values()) < section[2]
 
 
-def test_one_request_as_the_readme_has_it(
+def test_readme_program_gets_its_result(
     language: Language, build: Build, live: Stack, tmp_path: Path
 ) -> None:
-    """The number, which may come with the envelope around it."""
+    """It prints the number, or the envelope with it."""
     printed = json.loads(run(README, language, build, live, tmp_path))
     assert (printed["body"] if isinstance(printed, dict) else printed) == 49
 
 
-def test_many_requests_as_the_protocol_has_them(
+def test_protocol_program_gets_all_results(
     language: Language, build: Build, live: Stack, tmp_path: Path
 ) -> None:
-    """Each square beside its number, which ends the correlation ID: in columns, or as msgpack-c prints."""
+    """Each number, which ends the correlation ID, has its square beside it; msgpack-c prints another form."""
     printed = run(PROTOCOL, language, build, live, tmp_path)
     answers = re.findall(r':(\d+)(?:\t| OK |".*?"body"=>")(\d+)', printed)
     assert sorted((int(number), int(body)) for number, body in answers) == [
