@@ -338,7 +338,7 @@ def test_a_worker_that_is_asked_to_leave_finishes_and_nothing_is_delivered_again
             started_s = time.monotonic()
             assert leaver.terminate() == 0
             print(f"left after {time.monotonic() - started_s:.2f} s")
-            assert leaver.events("worker left")[0]["clean"] is True
+            assert leaver.events("worker stopped")[0]["clean"] is True
             assert successor.alive
 
     report = settled(stack, BUSY, checker)

@@ -144,7 +144,7 @@ def test_everybody_is_who_they_are(locked: Locked) -> None:
         assert client.infer("square", 2) == 4
         connections = locked.stack.redis.client_list()
     seen = {(one["name"].rpartition(":")[2], one["user"]) for one in connections}
-    of = {"moves": "batcher", "reads": "batcher", "intake": "worker", "commit": "worker", "w": "producer"}
+    of = {"moves": "batcher", "reads": "batcher", "fetch": "worker", "commit": "worker", "w": "producer"}
     assert {(name, user) for name, user in seen if name in of} == set(of.items())
 
 
@@ -550,7 +550,7 @@ def test_a_producer_can_fill_memory_where_no_batcher_looks(producer: Any, admin:
 
 def test_a_producer_can_wake_others_which_disturbs_and_loses_nothing(locked: Locked, producer: Any) -> None:
     names = {one["id"]: one["name"] for one in locked.stack.redis.client_list()}
-    blocked = [number for number, name in names.items() if name.endswith((":reads", ":intake"))]
+    blocked = [number for number, name in names.items() if name.endswith((":reads", ":fetch"))]
     with Client(locked.url("producer"), timeout=15) as client:
         woken = sum(producer.execute_command("CLIENT", "UNBLOCK", number, "ERROR") for number in blocked)
         assert woken > 0

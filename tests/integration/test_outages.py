@@ -99,7 +99,7 @@ def test_scripts_are_flushed_under_load(stack: Stack) -> None:
 
     assert report.faultless, report
     assert report.error == 0
-    assert not stack.events("trying again"), "an unknown script is sent again at once"
+    assert not stack.events("loop failed, retrying"), "an unknown script is sent again at once"
     assert_at_rest(stack)
 
 
@@ -174,6 +174,6 @@ async def test_a_full_redis_is_emptied(stack: Stack, tmp_path: Path) -> None:
 
         stack.redis.config_set("maxmemory", 0)
         assert await client.infer("Single", "again") == "again"
-    for sign in ("trying again", "batcher starts over", "batch reclaimed", "lease lost"):
+    for sign in ("loop failed, retrying", "batcher starts over", "batch reclaimed", "lease lost"):
         assert not stack.events(sign)
     stack.wait_until_idle("Single")

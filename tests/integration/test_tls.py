@@ -153,7 +153,7 @@ def test_the_services_sign_in_by_name_and_no_log_shows_the_password(stack: Stack
     with Client(stack.url, timeout=15) as client:
         client.infer("square", 1)
     users = {one["name"].rpartition(":")[2]: one["user"] for one in stack.redis.client_list()}
-    assert {users[name] for name in ("moves", "reads", "directory", "intake", "commit")} == {"server"}
+    assert {users[name] for name in ("moves", "reads", "directory", "fetch", "commit")} == {"server"}
     for service in stack.services:
         assert "odd:" not in service.log.read_text()
         assert b"odd:" not in Path(f"/proc/{service.pid}/cmdline").read_bytes()
