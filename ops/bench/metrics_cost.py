@@ -21,7 +21,7 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_worker.codec import Job
+from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 
 REQUEST_CPU_US: Final = 27.0  # CPU time of a request over all processes: `make bench`, 1,024 in flight
@@ -52,9 +52,10 @@ def committed(size: int) -> tuple[Callable[[], None], WorkerMetrics]:
     requests = [
         BatchedRequest("1-1", str(at), MSGPACK, None, 1000 + at, None, b"", None) for at in range(size)
     ]
-    job = Job(Batch("1-1", 1, requests, "full", 2_000, ""), input_us=30, compute_us=900, executions=1)
-    job.results = {at: Result(str(at), OK, MSGPACK, b"") for at in range(size)}
-    return lambda: metrics.committed(job, 70, 5_000), metrics
+    batch = Batch("1-1", 1, requests, "full", 2_000, "")
+    execution = Execution(batch, input_us=30, compute_us=900, frames_executed=1)
+    execution.results = {at: Result(str(at), OK, MSGPACK, b"") for at in range(size)}
+    return lambda: metrics.committed(execution, 70, 5_000), metrics
 
 
 def best_us(work: Callable[[], object], times: int) -> float:

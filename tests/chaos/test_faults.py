@@ -345,7 +345,7 @@ def test_terminated_worker_drains_and_nothing_is_redelivered(stack: Stack) -> No
             started_s = time.monotonic()
             assert old.terminate() == 0
             print(f"stopped after {time.monotonic() - started_s:.2f} s")
-            assert old.events("worker left")[0]["clean"] is True
+            assert old.events("worker stopped")[0]["clean"] is True
             assert new.alive
 
     report = final_report(stack, BUSY, checker)

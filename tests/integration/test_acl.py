@@ -150,7 +150,7 @@ def test_connections_sign_in_with_their_roles(secured: Secured) -> None:
     expected = {
         "moves": "batcher",
         "reads": "batcher",
-        "intake": "worker",
+        "fetch": "worker",
         "commit": "worker",
         "w": "producer",
     }
@@ -573,7 +573,7 @@ def test_producer_can_unblock_other_clients_which_do_not_lose_anything(
     secured: Secured, producer: Any
 ) -> None:
     names = {client["id"]: client["name"] for client in secured.stack.redis.client_list()}
-    blocked = [number for number, name in names.items() if name.endswith((":reads", ":intake"))]
+    blocked = [number for number, name in names.items() if name.endswith((":reads", ":fetch"))]
     with Client(secured.url("producer"), timeout=15) as client:
         woken = sum(producer.execute_command("CLIENT", "UNBLOCK", number, "ERROR") for number in blocked)
         assert woken > 0

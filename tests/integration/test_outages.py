@@ -99,7 +99,7 @@ def test_scripts_are_flushed_under_load(stack: Stack) -> None:
 
     assert report.faultless, report
     assert report.error == 0
-    assert not stack.events("trying again"), "an unknown script must be loaded again at once"
+    assert not stack.events("loop failed, retrying"), "an unknown script must be loaded again at once"
     assert_at_rest(stack)
 
 
@@ -174,6 +174,6 @@ async def test_full_redis_still_answers_accepted_requests(stack: Stack, tmp_path
 
         stack.redis.config_set("maxmemory", 0)
         assert await client.infer("Single", "again") == "again"
-    for event in ("trying again", "batcher starts over", "batch reclaimed", "lease lost"):
+    for event in ("loop failed, retrying", "batcher failed, starting over", "batch reclaimed", "lease lost"):
         assert not stack.events(event)
     stack.wait_until_idle("Single")

@@ -190,7 +190,7 @@ def test_it_is_said_when_redis_is_full(shared: Stack) -> None:
         wait_for_news(shared, after_us=wait_for_news(shared, after_us=before_us))
     finally:
         shared.redis.config_set("maxmemory", 0)
-    assert shared.events("report not published") == shared.events("batcher starts over") == []
+    assert shared.events("report not published") == shared.events("batcher failed, starting over") == []
 
 
 def test_a_batcher_that_may_not_say_it_batches_all_the_same(served: Stack) -> None:

@@ -26,7 +26,7 @@ from carpool.metrics import (
 )
 from carpool.store.connection import CommandError, LinkError
 from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_worker.codec import Job
+from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 
 DOCUMENT: Final = Path(__file__).parents[2] / "ops" / "prometheus" / "README.md"
@@ -130,12 +130,12 @@ def test_statuses_invented_by_a_model_share_one_label() -> None:
     }
 
 
-def job_of(*statuses: str) -> Job:
+def job_of(*statuses: str) -> Execution:
     """A job whose requests have these results."""
     requests = [
         BatchedRequest("1-1", str(at), RAW, None, 1_000, None, b"", None) for at in range(len(statuses))
     ]
-    job = Job(Batch("1-1", 1, requests, "full", 1_500, ""))
+    job = Execution(Batch("1-1", 1, requests, "full", 1_500, ""))
     job.results = {at: Result(str(at), status, RAW) for at, status in enumerate(statuses)}
     return job
 
