@@ -117,7 +117,7 @@ class Service:
     @property
     def status_url(self) -> str:
         """The URL of the status server of a service started with "--http-port", "0"."""
-        url: str = self.wait_for("status served")["url"]
+        url: str = self.wait_for("serving metrics and health")["url"]
         return url.removesuffix("/metrics")
 
     def end_of_log(self) -> str:
