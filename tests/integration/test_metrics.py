@@ -365,4 +365,4 @@ def test_port_in_use_ends_the_service(stack: Stack) -> None:
     worker = stack.worker(SPEC, "--http-port", port, ready=False)
     assert worker.process.wait(20) == 1
     (event,) = worker.events("worker cannot start")
-    assert event["reason"] == f"cannot serve http://127.0.0.1:{port}: Address already in use"
+    assert event["reason"] == f"cannot listen on http://127.0.0.1:{port}: Address already in use"
