@@ -2,8 +2,9 @@
 
 The reference records which requests wait, are in flight, or are answered. It checks the rules at the top of
 `core/scheduler.py` by looking at every request each time, and knows nothing of the data structures. It takes
-from the scheduler how long a batch takes and when a process becomes free (`tests/unit/test_latency.py`,
-`test_capacity.py`). For turns between tenants it checks fairness, and not one order.
+from the scheduler how long a batch takes, when a process becomes free, and how dispatches are spaced: these
+have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks fairness, and not
+one order.
 """
 
 from __future__ import annotations
@@ -396,7 +397,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self._is_full(lane) or self._preferred_size(lane):
             return 0
         if not self._is_deferred(lane):
-            return self._delay_ends_us(lane)
+            if settings.max_queue_delay_ms:
+                return self._delay_ends_us(lane)
+            return max(self._delay_ends_us(lane), self.scheduler.capacity.spacing_ends_us())
         if len(self._in_lane(lane)) >= self._efficient_size(lane):
             return 0
         ends_us = self._delay_ends_us(lane) if settings.max_queue_delay_ms else NEVER_US
@@ -580,7 +583,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert dispatch.reason == ("delay" if settings.max_queue_delay_ms else "idle")
             assert dispatch.reason == "delay" or not self._is_deferred(lane)
-            assert self.now_us >= self._delay_ends_us(lane)
+            assert self.now_us >= self._ready_at_us(lane)
         # A process is idle or about to become free; a full batch may be one ahead of any process.
         assert self._has_capacity(lane, taken)
         # No other lane that could be dispatched now comes first.
