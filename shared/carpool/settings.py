@@ -174,7 +174,7 @@ class CommonSettings(ProducerSettings):
         None,
         ge=0,
         le=65535,
-        description="port of /metrics, /healthz and /readyz; 0 picks a free one and logs it (default: not served)",
+        description="port of these paths; 0 picks a free one and logs it (default: not served)",
     )
     log_level: LogLevel = Field("info", description="minimum log level")
 
