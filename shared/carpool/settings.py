@@ -169,14 +169,12 @@ class ProducerSettings(RedisSettings):
 class CommonSettings(ProducerSettings):
     """What every service needs."""
 
-    http_host: str = Field(
-        "127.0.0.1", description="address on which to serve /metrics, /healthz and /readyz"
-    )
+    http_host: str = Field("127.0.0.1", description="address of /metrics, /healthz and /readyz")
     http_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="port for them; 0 picks a free one and logs it (default: do not serve them)",
+        description="port of these paths; 0 picks a free one and logs it (default: not served)",
     )
     log_level: LogLevel = Field("info", description="minimum log level")
 
