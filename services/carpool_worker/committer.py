@@ -23,7 +23,7 @@ COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Re
 
 
 class Committer:
-    """`run_once` finishes and commits at most one execution. What could not be committed is tried again."""
+    """`run_once` finishes and commits at most one execution. A failed commit is repeated by the next call."""
 
     def __init__(self, replica: Replica, store: WorkerStore, metrics: WorkerMetrics) -> None:
         self._replica = replica
@@ -73,7 +73,7 @@ class Committer:
         except CommandError as error:
             if error.code != "NOGROUP":
                 raise
-            raise FencedError(execution.batch.id) from error  # Redis was emptied: nothing is left to commit
+            raise FencedError(execution.batch.id) from error  # Redis was emptied: there is nothing to commit
 
     def _answer_large_results(self, execution: Execution) -> None:
         """Answer ahead, in several commands, if the results are too large for one commit."""
@@ -110,7 +110,7 @@ class Committer:
         execution.answered_ahead |= written
 
     def _log_batch(self, execution: Execution) -> None:
-        """Log one line with all about a batch except its payloads."""
+        """Log the batch in one line, without its payloads."""
         batch = execution.batch
         statuses = Counter(result.status for result in execution.results.values())
         oldest_us = min((request.arrival_us for request in batch.requests), default=batch.dispatched_us)

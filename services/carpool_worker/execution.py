@@ -14,7 +14,7 @@ from carpool.errors import ABORTED, INTERNAL
 from carpool.messages import Batch, DeadLetter, Result
 from carpool_worker.model_process.frames import FrameHeader
 
-DEATHS_MAX: Final = 2  # a request during which so many processes died becomes a dead letter
+DEATHS_MAX: Final = 2  # deaths while a request is executed, after which it is dead-lettered
 
 
 class Frame(NamedTuple):

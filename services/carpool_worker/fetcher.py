@@ -1,6 +1,6 @@
 """The fetcher of one replica: fetch or reclaim a batch -> decode -> pass to the model process.
 
-It works while the model process executes the batch before.
+It works while the model process executes the previous batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The heartbeat: renews the leases of the replicas and of the batches in their hands.
 
 It starts first and stops last. It has a thread and a connection of its own, in a process that runs no model:
-a model may hold the GIL or block in C for an hour, and its batch is renewed. So no time limit on executions
-is needed.
+a model may hold the GIL or block in C for an hour, and its batch is still renewed. Therefore no limit on the
+execution time is needed.
 """
 
 from __future__ import annotations

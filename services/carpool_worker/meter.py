@@ -1,4 +1,4 @@
-"""The metrics of a worker: all of the one model that it serves."""
+"""The metrics of a worker, labelled with the one model that it serves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODEL_STATUSES: Final = frozenset((RESOURCE_EXHAUSTED, CANCELLED, UNAVAILABLE, 
 
 
 class WorkerMetrics(CommonMetrics):
-    """The metric families of a worker process, labelled with its model.
+    """The metric families of a worker process.
 
     Measured cost: 5 µs for a committed batch, and 0.3 µs for each request in it.
     """

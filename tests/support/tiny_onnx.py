@@ -21,7 +21,7 @@ INT_ATTRIBUTE: Final = 2
 class Value:
     """A graph's input or output. A size is a number, a name (a varying dimension) or None (varying, unnamed).
 
-    A `shape` of None is left out of the file. With `sequence` it is a sequence of such tensors.
+    A `shape` of None is omitted from the file. With `sequence` it is a sequence of such tensors.
     """
 
     name: str

@@ -31,8 +31,10 @@ def served(codec: Codec, predict: Callable[..., Any], *requests: BatchedRequest)
     for request, result in zip(requests, results, strict=True):
         assert (result.correlation_id, result.content_type) == (request.correlation_id, request.content_type)
     return [
-        f"{one.status}: {one.detail}" if one.body is None else decode_body(one.content_type, one.body)
-        for one in results
+        f"{result.status}: {result.detail}"
+        if result.body is None
+        else decode_body(result.content_type, result.body)
+        for result in results
     ]
 
 
@@ -44,7 +46,7 @@ def test_content_types_share_a_batch_and_each_result_has_its_requests_own() -> N
 
     def predict(batch: list[Any]) -> list[Any]:
         seen.extend(batch)
-        return [[one] for one in batch[:2]] + [b"raw result"]
+        return [[body] for body in batch[:2]] + [b"raw result"]
 
     requests = [request_of({"a": [1, "é"]}), request_of([1.5, b"\xff"], MSGPACK), request_of(b"\x00raw", RAW)]
     codec = codec_of()
@@ -59,7 +61,7 @@ def test_content_types_share_a_batch_and_each_result_has_its_requests_own() -> N
 
 def test_model_without_declared_tensors_gets_tensors_as_arrays() -> None:
     def predict(batch: list[Any]) -> list[Any]:
-        return [{"sum": float(one["x"].sum()), "same": one["x"]} for one in batch]
+        return [{"sum": float(body["x"].sum()), "same": body["x"]} for body in batch]
 
     array = np.arange(4, dtype=np.float32).reshape(2, 2)
     for got in served(
@@ -91,7 +93,7 @@ def test_compute_time_accumulates_over_the_frames_of_an_execution() -> None:
 
 def test_failed_request_gets_the_models_error_and_others_their_results() -> None:
     def predict(batch: list[int]) -> list[Any]:
-        return [ValueError("odd") if one % 2 else one * 10 for one in batch]
+        return [ValueError("odd") if number % 2 else number * 10 for number in batch]
 
     got = served(codec_of(), predict, *(request_of(number) for number in (2, 3, 4, 5)))
     odd = "INTERNAL: the model failed on this request: odd"
@@ -132,8 +134,8 @@ def test_nan_in_a_json_result_fails_its_request_alone() -> None:
     nan = float("nan")
     got = served(codec_of(), lambda _: [1.5, nan, nan, {"x": [nan]}], *_of_types(JSON, JSON, MSGPACK, JSON))
     assert got[0] == 1.5 and np.isnan(got[2])
-    for one in (got[1], got[3]):
-        assert one.startswith("INTERNAL: the value cannot be written as application/json")
+    for error in (got[1], got[3]):
+        assert error.startswith("INTERNAL: the value cannot be written as application/json")
 
 
 def test_nan_in_a_row_of_a_stacked_result_fails_its_request_alone() -> None:
@@ -170,7 +172,10 @@ def test_octet_stream_result_must_be_bytes_text_or_array() -> None:
 
 
 def _of_types(*content_types: str) -> list[BatchedRequest]:
-    return [request_of(b"1" if one != MSGPACK else b"\x01", one) for one in content_types]
+    return [
+        request_of(b"\x01" if content_type == MSGPACK else b"1", content_type)
+        for content_type in content_types
+    ]
 
 
 # --- declared tensors --------------------------------------------------------------------------------------
@@ -225,7 +230,7 @@ def test_several_declared_tensors_are_each_stacked_and_passed_by_name() -> None:
     np.testing.assert_array_equal(batch["a"], rows)
     assert batch["a"].dtype == np.int64 and batch["b"].dtype == np.float16
     assert batch["b"].tolist() == [0.5, 1.5, 2.5]
-    assert [one["sum"] for one in got] == [6.5, 47.5, 88.5]
+    assert [result["sum"] for result in got] == [6.5, 47.5, 88.5]
     np.testing.assert_array_equal(got[2]["a"], rows[2])
 
 
@@ -255,7 +260,7 @@ def test_failure_in_a_frame_is_mapped_to_its_position_in_the_batch() -> None:
 
 def test_empty_tensor_is_accepted() -> None:
     got = served(codec_of(ANY), echo, request_of([]), request_of(np.zeros(0, np.float32), MSGPACK))
-    assert [one.shape for one in got] == [(0,), (0,)]
+    assert [tensor.shape for tensor in got] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("datatype", ["FP64", "INT8", "BOOL", "UINT64", "BF16"])
@@ -263,7 +268,7 @@ def test_datatype_is_preserved_to_the_model_and_back(datatype: str) -> None:
     spec = TensorSpec("x", datatype, (2,))
     numbers = [True, False] if datatype == "BOOL" else [1, 0]
     got = served(codec_of(spec, outputs=[spec]), echo, request_of(numbers), request_of(numbers, MSGPACK))
-    assert [one.tolist() for one in got] == [numbers, numbers]
+    assert [tensor.tolist() for tensor in got] == [numbers, numbers]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +297,7 @@ def test_undeclared_tensor_is_rejected_alone_with_the_field_named(
     body: Any, content_type: str, detail: str
 ) -> None:
     got = served(codec_of(X), echo, request_of([1, 2]), request_of(body, content_type), request_of([3, 4]))
-    assert [one.tolist() for one in (got[0], got[2])] == [[1, 2], [3, 4]]
+    assert [tensor.tolist() for tensor in (got[0], got[2])] == [[1, 2], [3, 4]]
     assert got[1].startswith(f"INVALID_ARGUMENT: {detail}")
 
 
@@ -354,9 +359,9 @@ def test_result_has_the_same_form_whether_or_not_another_request_failed() -> Non
     good = [request_of(np.array([1, number], np.float32), MSGPACK) for number in range(4)]
     bad = request_of(np.array([-1, 0], np.float32), MSGPACK)
     alone = finish(codec, prepared(codec, *good), predict)
-    beside = finish(codec, prepared(codec, *good[:1], bad, *good[1:]), predict)
-    assert beside.pop(1).status == "INTERNAL"
-    assert [one.body for one in beside] == [one.body for one in alone]
+    mixed = finish(codec, prepared(codec, *good[:1], bad, *good[1:]), predict)
+    assert mixed.pop(1).status == "INTERNAL"
+    assert [result.body for result in mixed] == [result.body for result in alone]
 
 
 def test_several_stacked_outputs_in_every_content_type() -> None:
@@ -376,13 +381,13 @@ def test_failed_row_of_a_stacked_batch_and_results_of_the_others() -> None:
 
     got = served(codec_of(X), predict, *(request_of([number, 0]) for number in range(5)))
     assert got.pop(3) == "INTERNAL: the model failed on this request: three"
-    assert [one.tolist() for one in got] == [[0, 0], [2, 0], [4, 0], [8, 0]]
+    assert [tensor.tolist() for tensor in got] == [[0, 0], [2, 0], [4, 0], [8, 0]]
 
 
 # --- string tensors ----------------------------------------------------------------------------------------
 
 
-def seen_texts(spec: TensorSpec, *requests: BatchedRequest) -> list[Any]:
+def seen_strings(spec: TensorSpec, *requests: BatchedRequest) -> list[Any]:
     seen: list[Any] = []
 
     def predict(batch: Any) -> list[Any]:
@@ -396,22 +401,26 @@ def seen_texts(spec: TensorSpec, *requests: BatchedRequest) -> list[Any]:
 
 
 def test_declared_strings_are_stacked_as_objects() -> None:
-    words = ["a\0", "é" * 500]
-    as_map = {"datatype": "BYTES", "shape": [2], "data": words}
+    strings = ["a\0", "é" * 500]
+    as_map = {"datatype": "BYTES", "shape": [2], "data": strings}
     for content_type in (JSON, MSGPACK):
-        requests = [request_of(one, content_type) for one in (words, {"x": words}, as_map)]
-        assert seen_texts(TensorSpec("x", "BYTES", (2,)), *requests) == [words] * 3
+        requests = [request_of(body, content_type) for body in (strings, {"x": strings}, as_map)]
+        assert seen_strings(TensorSpec("x", "BYTES", (2,)), *requests) == [strings] * 3
 
 
 def test_declared_strings_of_any_shape() -> None:
-    assert seen_texts(TensorSpec("x", "BYTES", ()), request_of("cat"), request_of(["dog"])) == ["cat", "dog"]
+    assert seen_strings(TensorSpec("x", "BYTES", ()), request_of("cat"), request_of(["dog"])) == [
+        "cat",
+        "dog",
+    ]
     flat = {"datatype": "BYTES", "shape": [2, 2], "data": ["a", "b", "c", "d"]}
     nested = [["a", "b"], ["c", "d"]]
     for shape in ((2, 2), (-1, 2), (2, -1)):
         assert (
-            seen_texts(TensorSpec("x", "BYTES", shape), request_of(flat), request_of(nested)) == [nested] * 2
+            seen_strings(TensorSpec("x", "BYTES", shape), request_of(flat), request_of(nested))
+            == [nested] * 2
         )
-    assert seen_texts(TensorSpec("x", "BYTES", (-1, -1)), request_of(nested)) == [nested]
+    assert seen_strings(TensorSpec("x", "BYTES", (-1, -1)), request_of(nested)) == [nested]
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (-1, 2), (-1, -1), (-1, 0), ()])
@@ -461,7 +470,9 @@ def test_strings_beside_numbers_in_frames_of_each_shape() -> None:
             for texts, weight in zip(batch["text"], batch["weight"], strict=True)
         ]
 
-    bodies = [decode_body(one.content_type, one.body or b"") for one in finish(codec, execution, predict)]
+    bodies = [
+        decode_body(result.content_type, result.body or b"") for result in finish(codec, execution, predict)
+    ]
     assert bodies == ["a b 1", "c 2", "d e 3"]
 
 
@@ -483,7 +494,10 @@ def test_strings_among_several_outputs() -> None:
         return {"label": np.array(["cat", "dog"]), "score": np.array([[0.5, 0], [1, 0]], np.float32)}
 
     got = served(codec_of(outputs=outputs), predict, *_of_types(JSON, MSGPACK))
-    assert [(one["label"], one["score"].tolist()) for one in got] == [("cat", [0.5, 0]), ("dog", [1, 0])]
+    assert [(result["label"], result["score"].tolist()) for result in got] == [
+        ("cat", [0.5, 0]),
+        ("dog", [1, 0]),
+    ]
 
 
 # --- models that ask for request fields --------------------------------------------------------------------
@@ -503,7 +517,7 @@ def test_model_that_asks_gets_the_fields_of_each_request() -> None:
         return batch
 
     finish(codec, prepared(codec, *requests), predict)
-    ids = [one.correlation_id for one in requests]
+    ids = [request.correlation_id for request in requests]
     assert seen == {
         11: RequestInfo(ids[0], "lane", {"trace": b"\x00t"}),
         12: RequestInfo(ids[1], "lane", {}),

@@ -325,6 +325,18 @@ def test_halves_of_stacked_items_are_stacked() -> None:
     assert stacked(outcome) == {"y": [10, 11, 13, 14]}
 
 
+def test_model_that_modifies_its_dict_of_inputs_does_not_affect_the_halves() -> None:
+    def predict(batch: dict[str, Any]) -> Any:
+        a = batch.pop("a")
+        if 2 in a:
+            raise ValueError("bad")
+        return a + batch["b"]
+
+    outcome = run(predict, {"a": np.arange(3), "b": np.full(3, 10)}, [TensorSpec("y", "INT64", ())])
+    assert outcome.failures == {2: failed("bad")}
+    assert stacked(outcome) == {"y": [10, 11]}
+
+
 def test_declared_output_is_stacked_under_its_name() -> None:
     outcome = run(lambda _: np.ones((2, 2)), [1, 2], [Y])
     assert stacked(outcome) == {"y": [[1, 1], [1, 1]]}
@@ -332,7 +344,7 @@ def test_declared_output_is_stacked_under_its_name() -> None:
 
 def test_undeclared_array_of_numbers_becomes_plain_numbers() -> None:
     results = run(lambda _: np.array([1, 2], np.int16), [1, 2]).results
-    assert results == [1, 2] and [type(one) for one in results] == [int, int]
+    assert results == [1, 2] and [type(result) for result in results] == [int, int]
 
 
 def test_undeclared_array_of_rows_is_stacked() -> None:

@@ -65,7 +65,7 @@ class StackedItems:
 
     def select(self, indexes: Sequence[int]) -> Any:
         if len(indexes) == len(self):  # without a copy
-            return self._arrays if self._only is None else self._only
+            return dict(self._arrays) if self._only is None else self._only
         if self._only is not None:
             return self._only[list(indexes)]
         return {name: array[list(indexes)] for name, array in self._arrays.items()}
@@ -119,13 +119,13 @@ def _attempt(
         outputs = _run(model, items, requests, indexes)
     except BaseException as error:
         failure = failure_of(error, INTERNAL)
-        alone = len(indexes) == 1 or isinstance(error, WrongOutputError)
+        is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
         parts.append(outputs if isinstance(outputs, dict) else _take_failures(indexes, outputs, failures))
         return
-    # Outside the except clause: the exception and the model's frames are freed, and the halves may need the
+    # Outside the except clause the exception is freed with all that the model held: the halves may need the
     # memory.
-    if alone:
+    if is_final:
         failures.update(dict.fromkeys(indexes, failure))
         return
     middle = len(indexes) // 2
