@@ -6,7 +6,7 @@ several, and a group may contain lists of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from carpool.store.connection import Argument
 
@@ -18,11 +18,14 @@ def list_args(elements: Collection[Argument]) -> list[Argument]:
     return [len(elements), *elements]
 
 
-def group_list_args(groups: Collection[Group]) -> list[Argument]:
+def group_list_args(groups: Iterable[Group]) -> list[Argument]:
     """A list whose elements are groups."""
-    args: list[Argument] = [len(groups)]
+    args: list[Argument] = [0]
+    number = 0
     for group in groups:
         args += group
+        number += 1
+    args[0] = number
     return args
 
 

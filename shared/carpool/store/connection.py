@@ -47,8 +47,8 @@ Command = Sequence[Argument]
 TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
 _TIMEVAL: Final = struct.Struct("@ll")
-_MORE: Final = object()
-_SELECTABLE: Final = 1024  # FD_SETSIZE
+_INCOMPLETE: Final = object()
+_SELECT_DESCRIPTORS: Final = 1024  # FD_SETSIZE: select() takes only lower ones
 
 
 class LinkError(UnavailableError):
@@ -239,7 +239,7 @@ class Link:
         ):  # bytes that TLS has read from the kernel already
             return True
         descriptor = sock.fileno()
-        if descriptor < _SELECTABLE:  # exact to the microsecond; poll rounds up to milliseconds
+        if descriptor < _SELECT_DESCRIPTORS:  # exact to the microsecond; poll rounds up to milliseconds
             return bool(select.select((descriptor,), (), (), max(0.0, timeout_s))[0])
         if self._poller is None or self._poller[0] != descriptor:
             poller = select.poll()
@@ -284,7 +284,7 @@ class AsyncLink(asyncio.Protocol):
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
-        self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self._transport: Any = None
         self.congested = False
         self.identity: int | None = None
@@ -322,7 +322,7 @@ class AsyncLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse the data, and pass on every complete reply; errors as CommandError."""
         self._reader.feed(data)
-        while (reply := self._reader.gets()) is not _MORE:
+        while (reply := self._reader.gets()) is not _INCOMPLETE:
             if isinstance(reply, hiredis.ReplyError):
                 reply = CommandError(str(reply).split(" ", 1)[0], str(reply))
             self._on_reply(reply)

@@ -6,7 +6,7 @@ Batchers and workers both write results: a worker by `commit` and `answer_ahead`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Self
 
 from carpool.keys import Keys
@@ -80,11 +80,9 @@ def answer_ahead(
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
     args += [result_ttl_ms, PROGRESS_TTL_MS, "" if starting is None else starting]
     args += group_list_args(
-        [
-            (position, *group)
-            for position, address, result in answers
-            for group in result_groups(keys, script_keys, [(address, result)])
-        ]
+        (position, *group)
+        for position, address, result in answers
+        for group in result_groups(keys, script_keys, [(address, result)])
     )
     outcome, *positions = link.run(_ANSWER, script_keys.keys, args)
     if outcome == b"FENCED":
@@ -109,21 +107,20 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
 
 def result_groups(
     keys: Keys, script_keys: ScriptKeys, results: Iterable[tuple[Address, Result]]
-) -> list[Group]:
-    """For the list of results of a script: key index, kind, ticket and payload of each.
+) -> Iterator[Group]:
+    """The elements of a script's list of results: key index, kind, ticket and payload of each.
 
     Results for one reply stream share a group. One with a ticket has a group of its own, with an envelope as
     its payload: `order.lua` packs those that it delivers together.
     """
-    groups: list[Group] = []
     by_stream: dict[str, list[Result]] = {}
     for (reply_to, ticket), result in results:
         if reply_to is None:
             key = script_keys.index(keys.result(result.correlation_id))
-            groups.append((key, "list", ticket or "", encode_result(result)))
+            yield key, "list", ticket or "", encode_result(result)
         elif ticket is not None:
             key = script_keys.index(keys.replies(reply_to))
-            groups.append((key, "stream", ticket, encode_envelope(result)))
+            yield key, "stream", ticket, encode_envelope(result)
         else:
             of_stream = by_stream.get(reply_to)
             if of_stream is None:
@@ -132,8 +129,8 @@ def result_groups(
                 of_stream.append(result)
     for reply_to, of_stream in by_stream.items():
         key = script_keys.index(keys.replies(reply_to))
-        groups += [(key, "stream", "", encode_results(chunk)) for chunk in _limited_chunks(of_stream)]
-    return groups
+        for chunk in _limited_chunks(of_stream):
+            yield key, "stream", "", encode_results(chunk)
 
 
 def _limited_chunks(results: list[Result]) -> Iterable[list[Result]]:

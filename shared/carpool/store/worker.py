@@ -24,8 +24,8 @@ from carpool.store.results import (
 )
 from carpool.wire.batches import decode_batch, encode_dead_letter
 
-SETTLED_LENGTH: Final = 10_000
-DEAD_LENGTH: Final = 10_000
+SETTLED_ENTRIES_MAX: Final = 10_000
+DEAD_ENTRIES_MAX: Final = 10_000
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER))
 _RENEW: Final = Script("renew")
@@ -43,7 +43,7 @@ class Reclaimed(NamedTuple):
 
 
 class WorkerStore:
-    """One connection to one model. Not for two threads: each loop has a store of its own."""
+    """A worker's connection to one model. Not for two threads: each loop has a store of its own."""
 
     def __init__(self, link: Link, keys: Keys, clock: RedisClock | None = None) -> None:
         self._link = link
@@ -63,12 +63,12 @@ class WorkerStore:
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
-        self._link.run(_JOIN, keys, [consumer, lease_ms, SETTLED_LENGTH])
+        self._link.run(_JOIN, keys, [consumer, lease_ms, SETTLED_ENTRIES_MAX])
 
     def leave(self, consumer: str) -> None:
         """A model process takes no more batches."""
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
-        self._link.run(_LEAVE, keys, [consumer, SETTLED_LENGTH])
+        self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
     def fetch(self, consumer: str, block_ms: int | None) -> Batch | None:
         """The next batch; waits for it up to `block_ms`, not at all if None.
@@ -92,7 +92,8 @@ class WorkerStore:
         if reply is None:
             return None
         entry_id, flat, epoch, progress = reply
-        answered, started = set(), {}
+        answered: set[int] = set()
+        started: dict[int, int] = {}
         for field, value in zip(progress[::2], progress[1::2], strict=True):
             kind, _, position = field.decode().partition(":")
             if kind == "answered":
@@ -173,7 +174,7 @@ class WorkerStore:
         settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
         settled += ["compute_us", compute_us]
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
-        args += [SETTLED_LENGTH, DEAD_LENGTH]
+        args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
         args += list_args(left_out)
         args += list_args(settled)
         args += group_list_args(result_groups(keys, script_keys, results.values()))
