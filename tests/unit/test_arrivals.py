@@ -22,7 +22,7 @@ from carpool_cli.tuning.arrivals import (
 
 
 def gaps_us(arrivals: Traffic, per_s: float, number: int = 40_000) -> list[int]:
-    times = [one.at_us for one in arrivals(per_s, number, 1)]
+    times = [arrival.at_us for arrival in arrivals(per_s, number, 1)]
     return [later - earlier for earlier, later in pairwise(times)]
 
 
@@ -37,7 +37,7 @@ def test_gaps_have_the_expected_mean_and_variation(arrivals: Traffic, variation:
 
 
 def test_busy_phase_has_the_requested_ratio_to_the_quiet_phase() -> None:
-    times_us = [one.at_us for one in bursty(1000, 60_000, 3, ratio=9.0, phase_s=1.0)]
+    times_us = [arrival.at_us for arrival in bursty(1000, 60_000, 3, ratio=9.0, phase_s=1.0)]
     per_tenth = [0] * (times_us[-1] // 100_000 + 1)
     for at_us in times_us:
         per_tenth[at_us // 100_000] += 1
@@ -49,7 +49,7 @@ def test_busy_phase_has_the_requested_ratio_to_the_quiet_phase() -> None:
 @pytest.mark.parametrize("arrivals", [poisson, bursty])
 def test_same_seed_gives_same_trace(arrivals: Traffic) -> None:
     assert list(arrivals(100, 50, 7)) == list(arrivals(100, 50, 7)) != list(arrivals(100, 50, 8))
-    assert all(one.expiration_us == 9 for one in arrivals(100, 5, 7, 9))
+    assert all(arrival.expiration_us == 9 for arrival in arrivals(100, 5, 7, 9))
 
 
 def test_written_trace_is_read_back(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_traffic_is_a_name_or_a_file(tmp_path: Path) -> None:
 def test_recorded_traffic_is_stretched_to_another_rate() -> None:
     traffic_of = Recorded([1000, 2000, 5000, 7000])
     assert traffic_of.per_s == pytest.approx(500)  # 4 in 6 ms, and the gap that would follow
-    at_recorded_rate = [one.at_us for one in traffic_of(500, 6)]
+    at_recorded_rate = [arrival.at_us for arrival in traffic_of(500, 6)]
     assert at_recorded_rate == [0, 1000, 4000, 6000, 8000, 9000]
-    assert [one.at_us for one in traffic_of(1000, 6)] == [at // 2 for at in at_recorded_rate]
+    assert [arrival.at_us for arrival in traffic_of(1000, 6)] == [at // 2 for at in at_recorded_rate]
     assert list(recorded([3, 4], 5)) == [Arrival(3, 5), Arrival(4, 5)]
     assert len(list(Recorded([7])(10, 3))) == 3

@@ -74,7 +74,7 @@ def test_policies_and_bound_count_the_same_requests(goodput: ModuleType) -> None
     point = goodput.Point((5000.0, 50.0), 1, 50, "Poisson", 0.9)
     trace = goodput.trace_of(point, 1000.0, 500)
     assert len(trace.counted_us) == 500
-    assert [one.at_us for one in trace.arrivals[-500:]] == list(trace.counted_us)
+    assert [arrival.at_us for arrival in trace.arrivals[-500:]] == list(trace.counted_us)
     figures = goodput.measure(point, 300)
     assert all(good <= figures.bound for good in figures.good.values())
     assert figures.good["deferred"] > 0.9 * figures.bound

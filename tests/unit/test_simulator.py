@@ -70,12 +70,12 @@ def test_request_is_refused_when_the_queue_is_full() -> None:
 def test_each_request_ends_exactly_once(seed: int) -> None:
     chance = random.Random(seed)
     arrivals = [
-        one._replace(
+        arrival._replace(
             expiration_us=chance.choice([None, 2000, 5000, 20_000]),
             lane=chance.choice(["", "a", "b"]),
             priority=chance.randrange(10),
         )
-        for one in bursty(chance.choice([500, 2000, 8000]), 3000, seed)
+        for arrival in bursty(chance.choice([500, 2000, 8000]), 3000, seed)
     ]
     result = run(
         arrivals,
@@ -103,9 +103,11 @@ def test_same_seed_gives_same_run() -> None:
 
 def test_noise_varies_execution_but_not_its_mean() -> None:
     apart = recorded(range(0, 5_000_000, 5000))  # so that each request has a batch of its own
-    took_us = [one - 500 for one in run(apart, WORLD._replace(spread=normal(0.2))).latencies_us]
-    assert sum(took_us) / len(took_us) == pytest.approx(1100, rel=0.05)
-    spread = (sum((one - 1100) ** 2 for one in took_us) / len(took_us)) ** 0.5
+    execution_us = [
+        latency_us - 500 for latency_us in run(apart, WORLD._replace(spread=normal(0.2))).latencies_us
+    ]
+    assert sum(execution_us) / len(execution_us) == pytest.approx(1100, rel=0.05)
+    spread = (sum((each_us - 1100) ** 2 for each_us in execution_us) / len(execution_us)) ** 0.5
     assert spread == pytest.approx(220, rel=0.15)
 
 
@@ -141,8 +143,8 @@ def test_no_result_is_withheld_for_an_expired_request() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_results_are_delivered_in_order_of_arrival(seed: int) -> None:
     apart = [
-        one._replace(lane=random.Random(one.at_us).choice(["a", "b"]), priority=one.at_us % 10)
-        for one in bursty(4000, 2000, seed)
+        arrival._replace(lane=random.Random(arrival.at_us).choice(["a", "b"]), priority=arrival.at_us % 10)
+        for arrival in bursty(4000, 2000, seed)
     ]
     world = WORLD._replace(processes=3, spread=normal(0.3))
     unordered, ordered = (
@@ -186,7 +188,7 @@ def test_spreads_are_sampled_evenly(world: World, slow_us: int) -> None:
 def test_normal_spread_keeps_the_mean_and_has_a_minimum() -> None:
     factors = normal(0.2)
     assert sum(factors) / len(factors) == pytest.approx(1.0)
-    assert sum((one - 1) ** 2 for one in factors) / len(factors) == pytest.approx(0.04, rel=0.1)
+    assert sum((factor - 1) ** 2 for factor in factors) / len(factors) == pytest.approx(0.04, rel=0.1)
     assert min(normal(1.0)) == 0.1
     assert normal(0.0) == (1.0,)
 
@@ -206,8 +208,8 @@ def in_lanes(per_s: float, number: int, expirations_us: dict[str, int]) -> list[
     lanes = list(expirations_us)
     trace = enumerate(poisson(per_s, number, 1))
     return [
-        one._replace(lane=lane, expiration_us=expirations_us[lane])
-        for at, one in trace
+        arrival._replace(lane=lane, expiration_us=expirations_us[lane])
+        for at, arrival in trace
         for lane in (lanes[at % len(lanes)],)
     ]
 
@@ -218,7 +220,7 @@ def test_deferred_meets_deadlines_of_lanes_with_different_execution_times(first:
     lanes = {"fast": 30_000, "slow": 150_000}
     alone = in_lanes(100, 60, {first: lanes[first]})
     begins_us = alone[-1].at_us + 1_000_000
-    both = [one._replace(at_us=begins_us + one.at_us) for one in in_lanes(400, 4000, lanes)]
+    both = [arrival._replace(at_us=begins_us + arrival.at_us) for arrival in in_lanes(400, 4000, lanes)]
     result = run(alone + both, world, policy="deferred", max_batch_size=64)
     assert result.good > 0.97 * result.requests
 
@@ -235,7 +237,7 @@ def test_deferred_recovers_from_a_cold_start() -> None:
     result = simulation.run(arrivals)
     last_us = arrivals[-1].at_us
     late_half = [at_us for at_us in result.good_arrivals_us if at_us > last_us / 2]
-    assert len(late_half) > 0.97 * sum(one.at_us > last_us / 2 for one in arrivals)
+    assert len(late_half) > 0.97 * sum(arrival.at_us > last_us / 2 for arrival in arrivals)
 
 
 def test_progress_is_reported_regularly() -> None:

@@ -60,7 +60,7 @@ def test_search_finds_the_rate_that_exhaustive_search_finds(world: World, latenc
     found = rank_by_rate(goal, tried, 32)[0]
     ceiling = goal.ceiling_per_s(32)
     rates = [ceiling * (step + 1) / 12 for step in range(12)]
-    highest = max(rate for rate in rates for one in tried if goal.is_met(one, rate))
+    highest = max(rate for rate in rates for candidate in tried if goal.is_met(candidate, rate))
     assert found.rate >= highest * (1 - RATE_TOLERANCE - RATE_PRECISION)
     assert goal.is_met(found.candidate, found.rate)
 
@@ -69,11 +69,11 @@ def test_best_at_a_rate_is_the_best_of_all_candidates() -> None:
     goal = Goal(FLAT, 20.0)
     tried = list(candidates(PRESENT, 32, 20.0))
     found = rank_by_latency(goal, tried, 2000.0)
-    every = [goal.simulate(one, 2000.0) for one in tried]
-    assert round(found[0].within, 3) == max(round(one.within, 3) for one in every)
-    equals = [one.p99_ms for one in every if round(one.within, 3) == round(found[0].within, 3)]
+    every = [goal.simulate(candidate, 2000.0) for candidate in tried]
+    assert round(found[0].within, 3) == max(round(figures.within, 3) for figures in every)
+    equals = [figures.p99_ms for figures in every if round(figures.within, 3) == round(found[0].within, 3)]
     assert found[0].p99_ms == min(equals)
-    assert {one.candidate.kind for one in found} == {one.kind for one in tried}
+    assert {figures.candidate.kind for figures in found} == {candidate.kind for candidate in tried}
 
 
 def test_delay_that_exceeds_the_latency_is_removed() -> None:
@@ -82,7 +82,7 @@ def test_delay_that_exceeds_the_latency_is_removed() -> None:
     best = recommend(found, present, at_one_rate=True)
     assert best.within > 0.99
     assert "max_queue_delay_ms" in changed_settings(best.candidate.settings, present)
-    present_figures = next(one for one in found if one.candidate.kind == "present")
+    present_figures = next(figures for figures in found if figures.candidate.kind == "present")
     assert present_figures.within < best.within
 
 
@@ -166,8 +166,8 @@ def test_changed_settings_are_valid_for_config() -> None:
 def test_candidates_respect_the_largest_batch_size() -> None:
     for max_size in (1, 2, 32):
         tried = list(candidates(ModelSettings(max_batch_size=max_size), max_size, 10.0))
-        assert {one.settings.max_batch_size for one in tried} <= set(range(1, max_size + 1))
-        assert max(one.settings.max_batch_size for one in tried) == max_size
+        assert {candidate.settings.max_batch_size for candidate in tried} <= set(range(1, max_size + 1))
+        assert max(candidate.settings.max_batch_size for candidate in tried) == max_size
 
 
 def test_bursts_have_every_power_of_two_and_start_with_one() -> None:
