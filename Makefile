@@ -16,15 +16,15 @@ help: ## List these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) \
 	  | while IFS='|' read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
 
-install: $(STAMP) ## Build .venv, in which .venv/bin/carpool is the command
+install: $(STAMP) ## Build .venv, which has the command .venv/bin/carpool
 
-demo: install ## Start Redis, a batcher and workers on this machine and send them requests
+demo: install ## Start Redis, a batcher and workers on this machine, and send requests to them
 	@$(BIN)/carpool demo
 
-test: install ## Run every test, JOBS=3 files at a time: most of them wait
+test: install ## Run all tests, JOBS=3 files at a time
 	@$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests
 
-check: install ## Lint, check the format, the types and which layer imports which
+check: install ## Check style, format, types, and imports between layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -36,24 +36,24 @@ bench: install ## Measure throughput and latency
 $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Carpool needs Python 3.11 or newer; this is $$($(PYTHON) --version 2>&1 | head -1) ($(PYTHON))." >&2; \
-	  echo 'Name another: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
-	@echo "[1/3] Making $(VENV) with $$($(PYTHON) --version)"
+	  echo 'Choose another: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	@echo "[1/3] Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo '$(PYTHON) -m venv failed. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
-	@echo "[2/3] Installing $$(grep -c == $(LOCK)) pinned packages, half a minute or so"
+	@echo "[2/3] Installing $$(grep -c == $(LOCK)) pinned packages, which takes about half a minute"
 	@$(PIP) --require-hashes --requirement $(LOCK)
 	@echo '[3/3] Installing Carpool itself'
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo 'Ready: $(BIN)/carpool'
 
-# Beside the project's own dependencies, what building it needs: the install runs without build isolation.
-# Images have locks of their own, with the same versions: what runs in them, and what builds the wheel.
-# Sources that only this machine knows are left out, so that the hashes are those of the public files.
+# The lock also has what building the project needs, because the install runs without build isolation. Images have
+# locks of their own with the same versions: one for what runs in them, one for building the wheel. Package sources
+# that are configured on this machine are ignored, so that the hashes are those of the public files.
 COMPILE = env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS build/lock/bin/uv pip compile --no-config --quiet \
   --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras --no-annotate \
   --custom-compile-command 'make lock'
-lock: ## Resolve the dependencies anew and pin them by hash
+lock: ## Resolve the dependencies again and pin them by hash
 	@echo '[1/2] Installing the resolver into build/lock'
 	@$(PYTHON) -m venv build/lock
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
@@ -63,12 +63,12 @@ lock: ## Resolve the dependencies anew and pin them by hash
 	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
 
-audit: ## Look for known vulnerabilities in what is pinned
+audit: ## Check the pinned packages for known vulnerabilities
 	@$(PYTHON) -m venv build/audit
 	@build/audit/bin/pip install --quiet --quiet --disable-pip-version-check pip-audit
 	@for lock in $(LOCK) ops/docker/*.lock; do \
 	  echo "$$lock"; build/audit/bin/pip-audit --disable-pip --require-hashes --requirement $$lock || exit 1; done
 
-clean: ## Remove .venv and what the tools left behind
+clean: ## Remove .venv and all caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What tests with real parts share: a Redis server for each one found, and the logs of a test that failed."""
+"""Fixtures for tests with real services: Redis servers and stacks. Failed tests show the services' logs."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ def name_of(server: Path) -> str:
 
 @pytest.fixture(params=SERVERS, ids=name_of)
 def server(request: pytest.FixtureRequest) -> Path:
-    """Every Redis server of this machine in turn."""
+    """Each Redis server on this machine in turn."""
     binary: Path = request.param
     return binary
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    """An empty stack of the test's own, on the preferred server."""
+    """An empty stack for this test, on the preferred server."""
     with Stack(tmp_path) as started:
         yield started
 
 
 @pytest.fixture
 def stack_on(server: Path, tmp_path: Path) -> Iterator[Stack]:
-    """An empty stack of the test's own, on every server in turn."""
+    """An empty stack for this test, on each server in turn."""
     with Stack(tmp_path, binary=server) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Stack]]:
-    """Stacks that the tests of a module share, one for each server, started when first asked for."""
+    """Returns the stack on a server, which is started on first use and shared by the tests of a module."""
     started: dict[Path, Stack] = {}
 
-    def on(binary: Path) -> Stack:
+    def stack_on_server(binary: Path) -> Stack:
         if binary not in started:
             started[binary] = Stack(tmp_path_factory.mktemp("stack"), binary=binary)
         return started[binary]
 
-    yield on
-    for one in started.values():
-        one.stop()
+    yield stack_on_server
+    for stack in started.values():
+        stack.stop()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """A test that fails shows the end of the logs of what runs."""
+    """Add the end of the logs of all running stacks to the report of a failed test."""
     report = yield
     if report.failed:
-        for number, one in enumerate(Stack.running):
-            report.sections.append((f"logs of stack {number}", one.end_of_logs()))
+        for number, stack in enumerate(Stack.running):
+            report.sections.append((f"logs of stack {number}", stack.end_of_logs()))
     return report

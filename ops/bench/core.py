@@ -1,10 +1,10 @@
-"""What a request costs in the scheduler, by how many wait: it should not matter how many.
+"""The scheduler's CPU time per request, by queue depth: it should not depend on the depth.
 
     .venv/bin/python ops/bench/core.py [--requests 50000]
 
-At each depth requests are offered and batches of 64 leave and settle, so that as many wait all the time.
-Printed are microseconds for each request, and the ratio to the shallowest. What is paid once for all who
-wait, when l(n) is first known, is paid before.
+At each depth, requests are offered and batches of 64 are dispatched and settled, so that the depth stays the
+same. Prints microseconds per request, and the ratio to the smallest depth. The one-time cost of when l(n)
+becomes known, in proportion to the depth, is paid before the measurement.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 
 DEPTHS: Final = (10, 1_000, 100_000)
-BATCH: Final = 64
-COMPUTE_US: Final = 5_000
-WARM_UP: Final = 4  # batches
-_IDS: Final = count(1)
+BATCH_SIZE: Final = 64
+EXECUTION_US: Final = 5_000
+WARM_UP_BATCHES: Final = 4
+BATCH_IDS: Final = count(1)
 KINDS: Final = {
     "eager": {"policy": "eager"},
     "eager, expiring": {"policy": "eager"},
@@ -34,33 +34,33 @@ KINDS: Final = {
 
 
 def cost_us(kind: str, depth: int, requests: int) -> float:
-    """Microseconds of a request's offer, and of its share of poll and settle."""
+    """Microseconds to offer a request, and for its share of polling and settling."""
     settings = ModelSettings(
-        max_batch_size=BATCH, max_queue_size=2 * depth + requests, policy=KINDS[kind]["policy"]
+        max_batch_size=BATCH_SIZE, max_queue_size=2 * depth + requests, policy=KINDS[kind]["policy"]
     )
     scheduler = Scheduler(settings, model_processes=0)
-    before = depth + WARM_UP * BATCH
-    made = [_request(kind, number) for number in range(before + requests)]
-    for request in made[:depth]:
+    before = depth + WARM_UP_BATCHES * BATCH_SIZE
+    offered = [_request(kind, number) for number in range(before + requests)]
+    for request in offered[:depth]:
         scheduler.offer(request, 0)
     scheduler.model_processes = 1
-    now_us = _serve(scheduler, made[depth:before], 0)
-    began_s = time.perf_counter()
-    _serve(scheduler, made[before:], now_us)
-    return (time.perf_counter() - began_s) / requests * 1e6
+    now_us = _serve(scheduler, offered[depth:before], 0)
+    started_s = time.perf_counter()
+    _serve(scheduler, offered[before:], now_us)
+    return (time.perf_counter() - started_s) / requests * 1e6
 
 
-def _serve(scheduler: Scheduler, made: Sequence[Request], now_us: int) -> int:
-    """Offer a batch of these, let one leave and settle it, and again; until when."""
-    for at in range(0, len(made), BATCH):
-        for request in made[at : at + BATCH]:
+def _serve(scheduler: Scheduler, offered: Sequence[Request], now_us: int) -> int:
+    """Offer these requests in batches, and dispatch and settle one after each. Returns the end time."""
+    for at in range(0, len(offered), BATCH_SIZE):
+        for request in offered[at : at + BATCH_SIZE]:
             scheduler.offer(request, now_us)
-        for one in scheduler.poll(now_us):
-            if type(one) is Dispatch:
-                scheduler.launch(str(next(_IDS)), one, now_us)
-        now_us += COMPUTE_US
+        for decision in scheduler.poll(now_us):
+            if type(decision) is Dispatch:
+                scheduler.launch(str(next(BATCH_IDS)), decision, now_us)
+        now_us += EXECUTION_US
         for batch_id in list(scheduler.in_flight()):
-            scheduler.settle(batch_id, COMPUTE_US, now_us)
+            scheduler.settle(batch_id, EXECUTION_US, now_us)
     return now_us
 
 
@@ -74,7 +74,7 @@ def _request(kind: str, number: int) -> Request:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

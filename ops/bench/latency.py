@@ -1,10 +1,10 @@
-"""How long requests take that arrive by chance (Poisson): on the real system, and simulated beside it.
+"""Latency of requests that arrive at random (Poisson): of the real system, and of the simulator beside it.
 
     .venv/bin/python ops/bench/latency.py [--rates 500,2000,4000,7000] [--seconds 5] [--rounds 3]
 
-The model sleeps 5 ms + 0.05 ms for each request of a batch. Both get the same arrivals: the moments of
-sending. Before each run the real system is measured as `carpool tune` does it, with bursts of every size, and
-that is the simulator's world: nothing of the run itself is. Everything is on this machine.
+The model sleeps 5 ms + 0.05 ms for each request of a batch. Simulated requests arrive at the times at which
+the real ones were sent. Before each run the real system is measured with bursts, as `carpool tune` does, and
+the simulator uses that measurement; it uses nothing of the run itself. Everything runs on one machine.
 """
 
 from __future__ import annotations
@@ -33,80 +33,80 @@ from carpool_cli.tuning.calibrate import bursts, calibrate
 from carpool_cli.tuning.simulator import Simulation, World
 
 WITHIN_MS: Final = 50.0
-PATIENCE_S: Final = 20.0
-CALIBRATION_ROUNDS: Final = 5  # as `carpool tune` has it
-FORGOTTEN: Final = 20  # lone requests, after which the batcher does not remember what a burst's trip took
+START_S_MAX: Final = 20.0
+CALIBRATION_ROUNDS: Final = 5  # the default of `carpool tune`
+LONE_REQUESTS: Final = 20  # after which the batcher no longer uses the round trips of the bursts
 
 
 class Row(NamedTuple):
-    """What a rate of arrivals came to."""
+    """Latencies at one rate."""
 
     p50_ms: float
     p99_ms: float
-    within: float  # the share that took WITHIN_MS at most
+    within: float  # the share of requests with a latency of at most WITHIN_MS
     mean_batch: float
 
 
 def row(latencies_ms: Sequence[float], mean_batch: float) -> Row:
-    """Latencies in short."""
+    """Summarise latencies."""
     ordered = sorted(latencies_ms)
-    within = sum(one <= WITHIN_MS for one in ordered) / len(ordered)
+    within = sum(latency_ms <= WITHIN_MS for latency_ms in ordered) / len(ordered)
     return Row(ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], within, mean_batch)
 
 
 class Sent(NamedTuple):
-    """A run of the real system: what came of it, and when its requests were sent in truth."""
+    """A run of the real system: its latencies, and when its requests were actually sent."""
 
     row: Row
     times_us: list[int]
-    late_ms: float  # the load generator, one request in a hundred: after they were due
+    late_ms: float  # p99 of how late the load generator sent requests
 
 
 async def send(client: AsyncClient, due_us: Sequence[int]) -> Sent:
-    """Requests at these times, whatever became of those before.
+    """Send requests at these times, without waiting for results of earlier ones (open loop).
 
-    An event loop wakes up to a millisecond late, and then sends all that is due. So times are those of
-    sending, and the simulator gets the same.
+    An event loop wakes up to a millisecond late, and then sends all requests that are due. So the times of
+    sending are recorded, for the simulator to use.
     """
     sent_us: list[int] = []
     latencies_ms: list[float] = []
     sizes: list[int] = []
-    waiting: set[asyncio.Task[None]] = set()
-    began_s = time.perf_counter()
+    unanswered: set[asyncio.Task[None]] = set()
+    started_s = time.perf_counter()
 
     async def ask() -> None:
         sent_s = time.perf_counter()
-        sent_us.append(int((sent_s - began_s) * 1e6))
+        sent_us.append(int((sent_s - started_s) * 1e6))
         reply = await client.request(Linear.name, 1)
         latencies_ms.append((time.perf_counter() - sent_s) * 1e3)
         sizes.append(reply.batch_size)
 
     for at_us in due_us:
-        due_s = began_s + at_us / 1e6
+        due_s = started_s + at_us / 1e6
         while (wait_s := due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
         task = asyncio.create_task(ask())
-        waiting.add(task)
-        task.add_done_callback(waiting.discard)
-    await asyncio.gather(*waiting)
+        unanswered.add(task)
+        task.add_done_callback(unanswered.discard)
+    await asyncio.gather(*unanswered)
     late_us = sorted(sent - due for sent, due in zip(sent_us, due_us, strict=True))
     mean_batch = len(sizes) / sum(1 / size for size in sizes)
     return Sent(row(latencies_ms, mean_batch), sent_us, late_us[len(late_us) * 99 // 100] / 1000)
 
 
 async def measure(url: str, options: argparse.Namespace) -> None:
-    """All rates in turn, as often as told, each time with the world measured anew: the machine has others."""
+    """Run all rates in each round, each with a new measurement: the load of the machine may change."""
     sizes = bursts(Linear.max_batch_size, CALIBRATION_ROUNDS)
     rounds: dict[int, list[Pair]] = {rate: [] for rate in options.rates}
     async with AsyncClient(url) as client:
         await until_served(client)
         gc.collect()
-        gc.freeze()  # a collection halts the load generator for 20 ms, which is nobody's latency but its own
+        gc.freeze()  # a collection would pause the load generator for 20 ms
         gc.disable()
         for seed in range(options.rounds):
             for rate in options.rates:
                 world = await world_of(client, sizes)
-                due_us = [one.at_us for one in poisson(rate, int(rate * options.seconds), seed)]
+                due_us = [arrival.at_us for arrival in poisson(rate, int(rate * options.seconds), seed)]
                 sent = await send(client, due_us)
                 rounds[rate].append(Pair(sent.row, simulate(sent.times_us, world), sent.late_ms, world))
     report(rounds)
@@ -114,20 +114,20 @@ async def measure(url: str, options: argparse.Namespace) -> None:
 
 async def world_of(client: AsyncClient, sizes: Sequence[int]) -> World:
     """The world that `carpool tune` would measure now."""
-    found_out = await calibrate(client, Linear.name, 1, sizes, holds_back=False, step=lambda: None)
-    for _ in range(FORGOTTEN):
+    measurement = await calibrate(client, Linear.name, 1, sizes, delays=False, on_progress=lambda: None)
+    for _ in range(LONE_REQUESTS):
         await client.infer(Linear.name, 1)
-    return found_out.world(processes=1)
+    return measurement.world(processes=1)
 
 
 def simulate(times_us: Sequence[int], world: World) -> Row:
-    """The same arrivals in virtual time."""
+    """Simulate these arrivals."""
     settings = ModelSettings(max_batch_size=Linear.max_batch_size)
-    outcome = Simulation(Scheduler(settings, world.processes), world).run(recorded(times_us))
-    return row([one / 1000 for one in outcome.latencies_us], outcome.mean_batch)
+    result = Simulation(Scheduler(settings, world.processes), world).run(recorded(times_us))
+    return row([latency_us / 1000 for latency_us in result.latencies_us], result.mean_batch)
 
 
-# --- what came of it ---------------------------------------------------------------------------------------
+# --- printing ----------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -140,35 +140,35 @@ class Pair(NamedTuple):
 
 
 def report(rounds: Mapping[int, Sequence[Pair]]) -> None:
-    """What was measured; then the real row, the simulated one, and how far off that is."""
+    """Print the measured times, then for each rate real and simulated latencies, and their difference."""
     worlds = [pair.world for pairs in rounds.values() for pair in pairs]
     intercept = spread([world.intercept_us / 1000 for world in worlds], ".2f")
     slope = spread([world.slope_us / 1000 for world in worlds], ".3f")
-    trip = spread([(world.out_us + world.back_us) / 1000 for world in worlds], ".2f")
-    trip_slope = spread([world.trip_slope_us / 1000 for world in worlds], ".3f")
-    print(f"measured: l(n) = {intercept} + {slope} n ms; trip(n) = {trip} + {trip_slope} n ms")
+    round_trip = spread([(world.out_us + world.back_us) / 1000 for world in worlds], ".2f")
+    round_trip_slope = spread([world.round_trip_slope_us / 1000 for world in worlds], ".3f")
+    print(f"measured: l(n) = {intercept} + {slope} n ms; round trip = {round_trip} + {round_trip_slope} n ms")
     late_ms = max(pair.late_ms for pairs in rounds.values() for pair in pairs)
-    print(f"the load generator: 99 of 100 requests sent {late_ms:.1f} ms late at most")
+    print(f"load generator: 99% of the requests were sent at most {late_ms:.1f} ms late")
     print("requests/s            p50 ms           p99 ms    within 50 ms       mean batch")
     for rate, pairs in rounds.items():
         print(f"{rate:8,} real   {columns([pair.real for pair in pairs])}")
         print(f"      simulated   {columns([pair.simulated for pair in pairs])}")
-        print(f"      off by      {off(pairs)}")
+        print(f"      difference  {differences(pairs)}")
 
 
-def off(pairs: Sequence[Pair]) -> str:
-    """How much more the simulator says: in the middle of the rounds, each with its own world."""
+def differences(pairs: Sequence[Pair]) -> str:
+    """The relative difference of simulated and real figures: the median of the rounds."""
 
-    def more(figure: str) -> str:
+    def difference(figure: str) -> str:
         each = [getattr(pair.simulated, figure) / getattr(pair.real, figure) - 1 for pair in pairs]
         return f"{statistics.median(each):+6.0%}"
 
-    p50, p99, batch = more("p50_ms"), more("p99_ms"), more("mean_batch")
+    p50, p99, batch = difference("p50_ms"), difference("p99_ms"), difference("mean_batch")
     return f"{p50:21}{p99:29}{batch}"
 
 
 def columns(rows: Sequence[Row]) -> str:
-    """The median of the rounds, and their range."""
+    """The median and the range of the rounds."""
     p50, p99, within, batch = zip(*rows, strict=True)
     share = f"{statistics.median(within):8.2%}"
     return f"{spread(p50, '.1f')}  {spread(p99, '.1f')}  {share}  {spread(batch, '.1f')}"
@@ -180,13 +180,13 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 async def until_served(client: AsyncClient) -> None:
-    """The worker may still be loading."""
-    for _ in range(int(PATIENCE_S / 0.05)):
+    """Wait until a worker serves the model."""
+    for _ in range(int(START_S_MAX / 0.05)):
         if Linear.name in await client.models():
             await client.infer(Linear.name, 1)
             return
         await asyncio.sleep(0.05)
-    raise SystemExit("no worker came up")
+    raise SystemExit("no worker became ready")
 
 
 def main() -> None:
@@ -195,8 +195,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     rates = [500, 2000, 4000, 7000]
-    parser.add_argument("--rates", type=lambda text: [int(one) for one in text.split(",")], default=rates)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each rate and round")
+    parser.add_argument("--rates", type=lambda text: [int(rate) for rate in text.split(",")], default=rates)
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of a run")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     model = f"{Linear.name}={Path(__file__).with_name('sleeper.py')}:Linear"

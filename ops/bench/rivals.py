@@ -1,6 +1,6 @@
-"""How others decide when a batch leaves, for the simulator: what Carpool's policies are compared with.
+"""Scheduling policies of other systems, for the simulator: Carpool's policies are compared with these.
 
-Triton's policy (preferred sizes, a fixed delay, a free instance) is Carpool's `eager` with those settings.
+Triton's policy (preferred sizes, a fixed delay, an idle instance) is Carpool's `eager` with those settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from carpool_batcher.core.scheduler import Decision, Dispatch, DispatchReason
 
 
 class CountOrTimeout:
-    """A batch leaves when it is full, or so long after its first request, whether a worker is free or not."""
+    """Dispatches a batch when it is full, or a fixed time after its first request, even to a busy worker."""
 
     def __init__(self, max_size: int, timeout_us: int) -> None:
         self._max_size = max_size
@@ -20,12 +20,12 @@ class CountOrTimeout:
         self._waiting: deque[Request] = deque()
 
     def offer(self, request: Request, _now_us: int) -> Refusal | None:
-        """It waits, and there is no limit."""
+        """Append to the queue, which has no limit."""
         self._waiting.append(request)
         return None
 
     def poll(self, now_us: int) -> list[Decision]:
-        """What is full, or due."""
+        """Dispatch full batches, and those that are due."""
         decisions: list[Decision] = []
         while self._waiting and (len(self._waiting) >= self._max_size or self._due_us() <= now_us):
             size = min(self._max_size, len(self._waiting))
@@ -34,54 +34,57 @@ class CountOrTimeout:
         return decisions
 
     def wake_at_us(self) -> int | None:
-        """When the first has waited long enough."""
+        """When the first request is due."""
         return self._due_us() if self._waiting else None
 
     def _due_us(self) -> int:
         return self._waiting[0].arrival_us + self._timeout_us
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
-        """Nothing depends on it."""
+        """Nothing to do: this policy does not track batches in flight."""
 
     def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
-        """Nor on this."""
+        """Nothing to do."""
 
 
 class Aimd:
-    """Clipper (NSDI 2017): a free worker takes what waits, up to a size that grows by one for each batch that
-    kept the objective, and shrinks by a tenth when one did not."""
+    """The policy of Clipper (NSDI 2017): an idle worker gets all waiting requests, up to a size.
+
+    The size grows by one after each batch that met the objective, and shrinks by a tenth after one that did
+    not.
+    """
 
     def __init__(self, max_size: int, objective_us: int, workers: int) -> None:
         self._max_size = max_size
         self._objective_us = objective_us
-        self._free = workers
-        self._size = float(max_size)  # from above it is learned sooner
+        self._idle_workers = workers
+        self._size = float(max_size)  # starting at the largest size, it converges sooner
         self._waiting: deque[Request] = deque()
 
     def offer(self, request: Request, _now_us: int) -> Refusal | None:
-        """It waits, and there is no limit."""
+        """Append to the queue, which has no limit."""
         self._waiting.append(request)
         return None
 
     def poll(self, _now_us: int) -> list[Decision]:
-        """A batch for each free worker."""
+        """Dispatch a batch to each idle worker."""
         decisions: list[Decision] = []
-        while self._waiting and self._free:
+        while self._waiting and self._idle_workers:
             size = min(int(self._size), len(self._waiting))
             decisions.append(Dispatch([self._waiting.popleft() for _ in range(size)], "idle", ""))
-            self._free -= 1
+            self._idle_workers -= 1
         return decisions
 
     def wake_at_us(self) -> int | None:
-        """Never by time alone."""
+        """Never: only events of requests and batches matter."""
         return None
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
-        """Nothing depends on it."""
+        """Nothing to do: `poll` has counted the batch."""
 
     def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
-        """Learn from it."""
-        self._free += 1
+        """Adapt the size."""
+        self._idle_workers += 1
         if compute_us <= self._objective_us:
             self._size = min(self._max_size, self._size + 1)
         else:

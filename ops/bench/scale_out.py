@@ -1,11 +1,11 @@
-"""What more workers bring: requests/s with 1, 2, 4, 8 and 16, and how soon one more, or one less, is felt.
+"""Scaling with workers: requests/s with 1, 2, 4, 8 and 16, and how soon an added or removed worker matters.
 
     .venv/bin/python ops/bench/scale_out.py [--seconds 5] [--workers 1,2,4,8,16] [--write]
 
-The model sleeps 50 ms for a batch of up to 16, so a worker can do 320 requests/s and takes no CPU: what is
-missing to a straight line is what Carpool loses. One Redis, two batchers, one AsyncClient that keeps every
-worker's next batch waiting, all on this machine. --write puts the table and the plot into SCALE_OUT.md and
-scale_out.svg beside this file.
+The model sleeps 50 ms for a batch of up to 16, so a worker can serve 320 requests/s and uses no CPU: the
+difference to a straight line is the loss in Carpool. One Redis, two batchers, and one AsyncClient that always
+has the next batch of each worker waiting, all on one machine. --write puts the table and the plot into
+SCALE_OUT.md and scale_out.svg beside this file.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from carpool_cli.local.embedded import EmbeddedRedis
 HERE: Final = Path(__file__).parent
 KEYS: Final = Keys(Sleeper.name)
 IDEAL_PER_S: Final = Sleeper.max_batch_size / Sleeper.seconds
-BATCHES_WAITING: Final = 3  # for each worker: one executed, one ahead, one that fills up
+BATCHES_PER_WORKER: Final = 3  # of requests in flight: one executes, one is dispatched ahead, one fills
 WARM_UP_S: Final = 1.0
-PATIENCE_S: Final = 30.0
+WAIT_S_MAX: Final = 30.0
 
 
 class Row(NamedTuple):
-    """One number of workers."""
+    """The figures for one number of workers."""
 
     workers: int
     per_s: float
     mean_batch: float
 
 
-class Felt(NamedTuple):
-    """Seconds from a change to its effect."""
+class Reaction(NamedTuple):
+    """Seconds from a change in the number of workers to its effect."""
 
-    added: float  # from starting a process to its first committed batch
-    removed: float  # from SIGTERM to the process's exit, everything in hand committed
-    lost: float  # from SIGTERM to the moment from which the batcher counts on the others only
+    first_commit_s: float  # from the start of a worker to its first committed batch
+    exit_s: float  # from SIGTERM to the exit of the worker, which has then committed all its executions
+    unregistered_s: float  # from SIGTERM until the batcher no longer counts on the worker
 
 
 class Workers:
-    """As many worker processes as wanted; each serves one model process."""
+    """A growing number of worker processes, each with one model process."""
 
     def __init__(self, url: str, log: IO[bytes]) -> None:
         self._environment = {**os.environ, "CARPOOL_REDIS_URL": url, "CARPOOL_LOG_LEVEL": "warning"}
@@ -72,29 +72,29 @@ class Workers:
         return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
 
     def add(self) -> subprocess.Popen[bytes]:
-        """One worker more."""
+        """Start one more worker."""
         process = self.start("carpool_worker", f"{Sleeper.name}={HERE / 'sleeper.py'}:Sleeper")
         self.processes.append(process)
         return process
 
     def registered(self) -> int:
-        """How many model processes have a lease."""
+        """The number of model processes that have a lease."""
         count: int = self._link.call("ZCARD", KEYS.workers)
         return count
 
     def settled_by(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether this worker has committed a batch lately."""
+        """Whether this worker committed one of the latest batches."""
         mark = f"-{process.pid}-"
         latest = self._link.call("XREVRANGE", KEYS.settled, "+", "-", "COUNT", 200)
         return any(mark in batch.worker for batch in _settled(latest))
 
     def settled(self) -> tuple[int, int]:
-        """Batches and requests committed so far, of what `settled` still holds."""
-        sizes = [one.size for one in _settled(self._link.call("XRANGE", KEYS.settled, "-", "+"))]
+        """The number of batches and of requests in the stream `settled`."""
+        sizes = [batch.size for batch in _settled(self._link.call("XRANGE", KEYS.settled, "-", "+"))]
         return len(sizes), sum(sizes)
 
     def stop(self) -> None:
-        """End them all."""
+        """Stop all workers."""
         for process in self.processes:
             process.terminate()
         for process in self.processes:
@@ -103,23 +103,23 @@ class Workers:
 
 
 def _settled(entries: Sequence[tuple[bytes, list[bytes]]]) -> list[BatchSettled]:
-    """The committed batches among these entries of the `settled` stream."""
+    """The committed batches among these entries of the stream `settled`."""
     settled = [decode_settled(flat) for _, flat in entries]
-    return [one for one in settled if isinstance(one, BatchSettled)]
+    return [message for message in settled if isinstance(message, BatchSettled)]
 
 
-async def until(happens: Callable[[], bool], what: str) -> float:
-    """Wait until something happens; how long that took."""
-    began_s = time.monotonic()
-    while not happens():
-        if time.monotonic() > began_s + PATIENCE_S:
-            raise SystemExit(f"waited {PATIENCE_S:.0f} s in vain for {what}; see the log")
+async def wait_for(condition: Callable[[], bool], description: str) -> float:
+    """Wait until a condition holds, and return the seconds that took."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() > started_s + WAIT_S_MAX:
+            raise SystemExit(f"timed out after {WAIT_S_MAX:.0f} s while waiting for {description}")
         await asyncio.sleep(0.005)
-    return time.monotonic() - began_s
+    return time.monotonic() - started_s
 
 
 class Load:
-    """Requests without end, so many in flight; `done` counts answers."""
+    """An endless load with a fixed number of requests in flight. `done` counts results."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -127,17 +127,17 @@ class Load:
         self.done = 0
 
     def at_least(self, in_flight: int) -> None:
-        """From now on at least so many are in flight."""
+        """Keep at least this number of requests in flight from now on."""
         while len(self._tasks) < in_flight:
-            self._tasks.append(asyncio.create_task(self._ask()))
+            self._tasks.append(asyncio.create_task(self._request_repeatedly()))
 
-    async def _ask(self) -> None:
+    async def _request_repeatedly(self) -> None:
         while True:
             await self._client.infer(Sleeper.name, 1)
             self.done += 1
 
     async def stop(self) -> None:
-        """Let go."""
+        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -145,7 +145,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def load_on(url: str) -> AsyncIterator[Load]:
-    """A producer that never tires."""
+    """A load on the Redis at `url`, stopped at the end of the block."""
     async with AsyncClient(url) as client:
         load = Load(client)
         try:
@@ -155,53 +155,54 @@ async def load_on(url: str) -> AsyncIterator[Load]:
 
 
 async def measure(workers: Workers, load: Load, counts: Sequence[int], seconds: float) -> AsyncIterator[Row]:
-    """Requests/s at each number of workers, which only grows."""
+    """Measure requests/s at each number of workers; `counts` is ascending."""
     for count in counts:
         while len(workers.processes) < count:
             workers.add()
-        await until(lambda count=count: workers.registered() == count, f"{count} workers")  # type: ignore[misc]
-        load.at_least(count * BATCHES_WAITING * Sleeper.max_batch_size)
+        await wait_for(lambda count=count: workers.registered() == count, f"{count} workers")  # type: ignore[misc]
+        load.at_least(count * BATCHES_PER_WORKER * Sleeper.max_batch_size)
         await asyncio.sleep(WARM_UP_S)
-        done, began_s = load.done, time.perf_counter()
+        done, started_s = load.done, time.perf_counter()
         batches, requests = workers.settled()
         await asyncio.sleep(seconds)
-        per_s = (load.done - done) / (time.perf_counter() - began_s)
+        per_s = (load.done - done) / (time.perf_counter() - started_s)
         more_batches, more_requests = workers.settled()
         mean = (more_requests - requests) / max(1, more_batches - batches)
         yield Row(count, per_s, mean)
 
 
-async def feel(workers: Workers) -> Felt:
-    """How soon a worker that is started, and one that is told to leave, makes a difference under load."""
+async def measure_reaction(workers: Workers) -> Reaction:
+    """Add a worker under load and remove it again; how soon each takes effect."""
     before = workers.registered()
     process = workers.add()
-    added = await until(lambda: workers.settled_by(process), "a batch from the new worker")
+    first_commit_s = await wait_for(lambda: workers.settled_by(process), "a batch from the new worker")
     process.send_signal(signal.SIGTERM)
-    began_s = time.monotonic()
-    lost = await until(lambda: workers.registered() == before, "the lease of the worker that left")
-    await until(lambda: process.poll() is not None, "the end of the worker that left")
+    started_s = time.monotonic()
+    unregistered_s = await wait_for(lambda: workers.registered() == before, "the lease of a stopped worker")
+    await wait_for(lambda: process.poll() is not None, "the exit of a stopped worker")
     if process.returncode != 0:
-        raise SystemExit(f"the worker that left ended with {process.returncode}")
+        raise SystemExit(f"the stopped worker exited with {process.returncode}")
     workers.processes.remove(process)
-    return Felt(added, time.monotonic() - began_s, lost)
+    return Reaction(first_commit_s, time.monotonic() - started_s, unregistered_s)
 
 
-def table(rows: Sequence[Row], felt: Felt) -> Iterator[str]:
-    """The figures, in Markdown."""
-    one = rows[0].per_s / rows[0].workers
+def table(rows: Sequence[Row], reaction: Reaction) -> Iterator[str]:
+    """The figures in Markdown."""
+    per_worker = rows[0].per_s / rows[0].workers
     yield "| workers | requests/s | of linear | of the ideal | mean batch |"
     yield "|---:|---:|---:|---:|---:|"
     for row in rows:
-        linear, ideal = row.per_s / (one * row.workers), row.per_s / (IDEAL_PER_S * row.workers)
+        linear, ideal = row.per_s / (per_worker * row.workers), row.per_s / (IDEAL_PER_S * row.workers)
         yield f"| {row.workers} | {row.per_s:,.0f} | {linear:.1%} | {ideal:.1%} | {row.mean_batch:.1f} |"
     yield ""
-    yield f"A worker that is added commits its first batch {felt.added:.2f} s after its process was started."
-    yield f"One that is told to leave (SIGTERM) counts no more after {felt.lost:.2f} s, and has ended after"
-    yield f"{felt.removed:.2f} s with all that it had in hand committed."
+    first_commit_s, exit_s, unregistered_s = reaction
+    yield f"An added worker commits its first batch {first_commit_s:.2f} s after the start of its process."
+    yield f"A stopped worker (SIGTERM) gets no further batches after {unregistered_s:.2f} s, and has exited"
+    yield f"after {exit_s:.2f} s, with all its executions committed."
 
 
 def plot(rows: Sequence[Row], to: Path) -> None:
-    """Requests/s over workers, beside the straight line."""
+    """Plot requests/s over workers, and the ideal line."""
     import matplotlib as mpl  # noqa: PLC0415 (only --write needs it)
 
     mpl.use("svg")
@@ -215,7 +216,7 @@ def plot(rows: Sequence[Row], to: Path) -> None:
         [count * IDEAL_PER_S for count in counts],
         ":",
         color="0.6",
-        label="16 requests in 50 ms, each",
+        label="ideal: 16 requests in 50 ms per worker",
     )
     axes.plot(counts, [row.per_s for row in rows], "o-", color="tab:blue", label="measured")
     axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="requests/s")
@@ -228,15 +229,16 @@ def plot(rows: Sequence[Row], to: Path) -> None:
 
 
 def document(lines: Sequence[str], seconds: float) -> str:
-    """The page that --write writes."""
+    """The text of SCALE_OUT.md."""
+    python = f"Python {platform.python_version()}"
     return "\n".join(
         (
             "# Scaling out",
             "",
             "Written by `.venv/bin/python ops/bench/scale_out.py --write`. The model sleeps 50 ms for a",
-            "batch of up to 16. One Redis, two batchers, the producer and the workers, each a process, share",
-            f"{os.cpu_count()} cores of one machine ({platform.machine()}, Python",
-            f"{platform.python_version()}); {seconds:g} s at each number of workers.",
+            "batch of up to 16. Redis, two batchers, the producer and the workers, each a process, share",
+            f"{os.cpu_count()} cores of one machine ({platform.machine()}, {python}).",
+            f"Each number of workers was measured for {seconds:g} s.",
             "",
             "![requests/s over workers](scale_out.svg)",
             "",
@@ -246,45 +248,47 @@ def document(lines: Sequence[str], seconds: float) -> str:
     )
 
 
-async def run(options: argparse.Namespace, url: str, log: IO[bytes]) -> tuple[list[Row], Felt]:
-    """All of it."""
+async def run(options: argparse.Namespace, url: str, log: IO[bytes]) -> tuple[list[Row], Reaction]:
+    """Start the services, measure, and stop them."""
     workers = Workers(url, log)
     batchers = [workers.start("carpool_batcher") for _ in range(2)]
     try:
         async with load_on(url) as load:
             rows = []
             workers.add()
-            await until(lambda: workers.registered() == 1, "a worker")
+            await wait_for(lambda: workers.registered() == 1, "a worker")
             async for row in measure(workers, load, options.workers, options.seconds):
                 print(f"{row.workers:3} workers: {row.per_s:8,.0f} requests/s", file=sys.stderr)
                 rows.append(row)
-            felt = await feel(workers)
+            reaction = await measure_reaction(workers)
     finally:
         for batcher in batchers:
             batcher.terminate()
         workers.stop()
         for batcher in batchers:
             batcher.wait()
-    return rows, felt
+    return rows, reaction
 
 
 def main() -> None:
-    """Start the stack, measure, stop it, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each number of workers")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="duration of the measurement at each number of workers"
+    )
     parser.add_argument(
         "--workers",
-        type=lambda text: sorted(int(one) for one in text.split(",")),
+        type=lambda text: sorted(int(number) for number in text.split(",")),
         default=[1, 2, 4, 8, 16],
-        help="how many, as in 1,2,4",
+        help="numbers of workers, as in 1,2,4",
     )
     parser.add_argument("--write", action="store_true", help="write SCALE_OUT.md and scale_out.svg")
     options = parser.parse_args()
     with EmbeddedRedis() as server, tempfile.NamedTemporaryFile(prefix="scale-out-", suffix=".log") as log:
-        rows, felt = asyncio.run(run(options, server.url, log.file))
-    lines = list(table(rows, felt))
+        rows, reaction = asyncio.run(run(options, server.url, log.file))
+    lines = list(table(rows, reaction))
     print("\n".join(lines))
     if options.write:
         (HERE / "SCALE_OUT.md").write_text(document(lines, options.seconds))

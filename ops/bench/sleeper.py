@@ -1,4 +1,4 @@
-"""Models that take time and no CPU, as one on an accelerator does: what is left to see is the batching."""
+"""Models that take time but no CPU, as on an accelerator: measurements show only the batching."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import time
 
 
 class Sleeper:
-    """50 ms for a batch of up to 16."""
+    """Sleeps 50 ms for a batch of up to 16."""
 
     name = "sleeper"
     max_batch_size = 16
     seconds = 0.05
 
     def predict(self, batch: list[int]) -> list[int]:
-        """The batch is its own result."""
+        """Return the batch unchanged."""
         time.sleep(self.seconds)
         return batch
 
 
 class Linear:
-    """5 ms and 0.05 ms for each request: fuller batches pay."""
+    """Sleeps 5 ms + 0.05 ms for each request, so that larger batches are more efficient."""
 
     name = "linear"
     max_batch_size = 256
 
     def predict(self, batch: list[int]) -> list[int]:
-        """The batch is its own result."""
+        """Return the batch unchanged."""
         time.sleep(0.005 + 0.00005 * len(batch))
         return batch

@@ -1,10 +1,11 @@
-"""What a request costs: latency of a lone one, requests/s at 64 and 1,024 in flight, CPU time by process.
+"""Cost of a request: latency of a lone one, requests/s with 64 and 1,024 in flight, CPU time by process.
 
     .venv/bin/python ops/bench/throughput.py [--requests N] [--rounds N] [--append-only]
 
-A no-op model on float32[128], one AsyncClient, everything on this machine. The rounds alternate, and the
-median is printed with the range: on a shared machine a single figure means little. `PING` is one bare call to
-the same server, and `loop` a fixed piece of Python: the yardsticks to compare two machines by.
+A no-op model on float32[128] and one AsyncClient, all on one machine. Rounds alternate between the numbers in
+flight; the median is printed with the range, because a single figure means little on a shared machine. To
+compare machines, two yardsticks are printed: `PING`, a single call to the same Redis server, and `loop`, a
+fixed piece of Python.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class Round(NamedTuple):
-    """One measurement at a number in flight."""
+    """One measurement with a fixed number of requests in flight."""
 
     per_second: float
     cpu_us: dict[str, float]  # per request, by process
@@ -52,20 +53,20 @@ def child_of(pid: int) -> int:
 
 
 async def lone(client: AsyncClient, body: np.ndarray) -> tuple[float, float]:
-    """p50 and p99 (ms) of one request at a time."""
-    took = []
+    """p50 and p99 (ms) of requests that are sent one at a time."""
+    latencies_s = []
     for _ in range(LONE_REQUESTS):
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         await client.infer("noop", body)
-        took.append(time.perf_counter() - started)
-    took.sort()
-    return took[len(took) // 2] * 1e3, took[len(took) * 99 // 100] * 1e3
+        latencies_s.append(time.perf_counter() - started_s)
+    latencies_s.sort()
+    return latencies_s[len(latencies_s) // 2] * 1e3, latencies_s[len(latencies_s) * 99 // 100] * 1e3
 
 
 async def many(
     client: AsyncClient, body: np.ndarray, in_flight: int, requests: int, pids: dict[str, int]
 ) -> Round:
-    """Requests/s with so many in flight at all times, and who spent how much CPU on each."""
+    """Requests/s with `in_flight` requests at all times, and the CPU time of each process."""
     numbers = iter(range(requests))
 
     async def one_after_another() -> None:
@@ -73,22 +74,23 @@ async def many(
             await client.infer("noop", body)
 
     before = {name: cpu_time_us(pid) for name, pid in pids.items()}
-    started = time.perf_counter()
+    started_s = time.perf_counter()
     await asyncio.gather(*[one_after_another() for _ in range(in_flight)])
-    took = time.perf_counter() - started
+    duration_s = time.perf_counter() - started_s
     return Round(
-        requests / took, {name: (cpu_time_us(pid) - before[name]) / requests for name, pid in pids.items()}
+        requests / duration_s,
+        {name: (cpu_time_us(pid) - before[name]) / requests for name, pid in pids.items()},
     )
 
 
 def yardsticks(url: str) -> tuple[float, float]:
-    """A bare PING (us, p50) and a fixed loop of Python (ms, best of 5)."""
+    """PING (us, median) and a fixed loop of Python (ms, best of 5)."""
     link = Link(url, name="yardstick")
 
     def timed(work: Callable[[], object]) -> float:
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         work()
-        return time.perf_counter() - started
+        return time.perf_counter() - started_s
 
     pings = [timed(lambda: link.call("PING")) for _ in range(1000)]
     loops = [timed(lambda: sum(number * number for number in range(100_000))) for _ in range(5)]
@@ -97,7 +99,7 @@ def yardsticks(url: str) -> tuple[float, float]:
 
 
 async def measure(url: str, pids: dict[str, int], requests: int, rounds: int) -> None:
-    """All rounds, and the table."""
+    """Run all rounds, and print the figures."""
     body = np.random.default_rng(0).random(128, dtype=np.float32)
     async with AsyncClient(url) as client:
         await until_served(client, body)
@@ -114,16 +116,18 @@ async def measure(url: str, pids: dict[str, int], requests: int, rounds: int) ->
     p50s, p99s = zip(*latencies, strict=True)
     print(f"lone request: p50 {spread(p50s, '.3f')} ms, p99 {statistics.median(p99s):.3f} ms")
     for in_flight, of_rounds in results.items():
-        print(f"{in_flight:5} in flight: {spread([one.per_second for one in of_rounds], ',.0f')} requests/s")
-        shares = {
-            name: statistics.median(one.cpu_us[name] for one in of_rounds) for name in of_rounds[0].cpu_us
+        per_second = spread([result.per_second for result in of_rounds], ",.0f")
+        print(f"{in_flight:5} in flight: {per_second} requests/s")
+        cpu_us = {
+            name: statistics.median(result.cpu_us[name] for result in of_rounds)
+            for name in of_rounds[0].cpu_us
         }
-        listed = ", ".join(f"{name} {share:.1f}" for name, share in shares.items())
-        print(f"       CPU us a request: {listed}; together {sum(shares.values()):.1f}")
+        listed = ", ".join(f"{name} {us:.1f}" for name, us in cpu_us.items())
+        print(f"       CPU us per request: {listed}; total {sum(cpu_us.values()):.1f}")
 
 
 async def until_served(client: AsyncClient, body: np.ndarray) -> None:
-    """The worker may still be loading."""
+    """Wait until a worker serves the model."""
     for _ in range(200):
         try:
             await client.infer("noop", body)
@@ -131,7 +135,7 @@ async def until_served(client: AsyncClient, body: np.ndarray) -> None:
             await asyncio.sleep(0.05)
         else:
             return
-    raise SystemExit("no worker came up; see the log above")
+    raise SystemExit("no worker became ready")
 
 
 def spread(values: tuple[float, ...] | list[float], form: str) -> str:
@@ -144,9 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=100_000, help="in each round")
+    parser.add_argument("--requests", type=int, default=100_000, help="number of requests in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--append-only", action="store_true", help="with Redis's AOF, as `carpool up` has it")
+    parser.add_argument(
+        "--append-only", action="store_true", help="with Redis's append-only file, as in `carpool up`"
+    )
     options = parser.parse_args()
     noop = Path(__file__).with_name("noop.py")
     with EmbeddedRedis(append_only=options.append_only) as server, tempfile.TemporaryFile() as log:

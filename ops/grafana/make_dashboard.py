@@ -1,8 +1,8 @@
-"""Writes dashboards/carpool.json, Grafana's dashboard of Carpool, from the table of panels below.
+"""Write dashboards/carpool.json, Carpool's Grafana dashboard, from the table of panels below.
 
     .venv/bin/python ops/grafana/make_dashboard.py
 
-A test holds the file to what this makes, and asks a real Prometheus every query in it.
+A test checks that the file is up to date, and runs every query in it against a real Prometheus.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Json = dict[str, Any]
 
 
 class Panel(NamedTuple):
-    """One panel. `advice` says what a person should do when it looks bad; `queries` are legend: expression.
+    """One panel. `advice` says what to do when it looks bad; `queries` maps legends to expressions.
 
-    In an expression {M} stands for the chosen models, [T] for how far to look back, as Grafana finds fit.
+    In an expression, {M} stands for the selected models and [T] for the interval that Grafana chooses.
     """
 
     title: str
@@ -29,8 +29,8 @@ class Panel(NamedTuple):
     advice: str
     queries: dict[str, str]
     width: int = 8
-    bad: float | None = None  # from here on a value is shown in red
-    bad_below: bool = False  # or up to there
+    bad: float | None = None  # values from here on are shown in red
+    bad_below: bool = False  # values up to `bad` are, instead
     stacked: bool = False
     bars: bool = False
 
@@ -48,8 +48,8 @@ def quantiles(metric: str) -> dict[str, str]:
     return {f"p{share * 100:.0f} {{{{model}}}}": quantile(share, metric) for share in (0.5, 0.95, 0.99)}
 
 
-def happened(metric: str) -> dict[str, str]:
-    """How often something that should be rare has happened."""
+def occurrences(metric: str) -> dict[str, str]:
+    """How many times an event that should be rare occurred."""
     return {"{{model}}": f"sum by (model) (increase({metric}{{M}}[T]))"}
 
 
@@ -58,9 +58,9 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Batchers active",
             "short",
-            "One for each model. 0: nothing is batched; look at the batchers' /readyz and logs, and start "
-            "one if there is none. 2 for a moment is a handover; for longer, a batcher was paused and is "
-            "about to step back.",
+            "1 for each model. 0: nothing is batched; look at the batchers' /readyz and logs, and start one "
+            "if there is none. 2 for a moment is a handover; for longer, a batcher was paused and is about "
+            "to step back.",
             {"{{model}}": "sum by (model) (carpool_batcher_active{M})"},
             width=6,
             bad=0,
@@ -69,8 +69,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Model processes",
             "short",
-            "As many as were started (replicas of all workers). Fewer: a worker is gone, or its lease ran "
-            "out; look at the workers' /readyz and logs. 0: requests wait until a worker comes.",
+            "The replicas of all workers. Fewer: a worker stopped, or its lease ran out; look at the "
+            "workers' /readyz and logs. 0: requests wait until a worker starts.",
             {"{{model}}": "sum by (model) (carpool_model_processes{M})"},
             width=6,
             bad=0,
@@ -79,9 +79,9 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Oldest waiting request",
             "s",
-            "Below the expiration that producers ask for. Growing: more comes than the workers can do; "
-            "start workers, or let batches be larger (max_batch_size). Growing with idle workers: look at "
-            "the batcher's log.",
+            "Should be below the expiration that producers set. Growing: more requests arrive than the "
+            "workers can serve; start workers, or allow larger batches (max_batch_size). Growing while "
+            "workers are idle: look at the batcher's log.",
             {"{{model}}": "max by (model) (carpool_oldest_request_seconds{M})"},
             width=12,
             bad=10,
@@ -89,7 +89,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Error ratio",
             "percentunit",
-            "Answers that are neither OK nor withdrawn, of all answers. The last row says which and why.",
+            "Share of results that are neither OK nor withdrawn. The last row shows which, and why.",
             {
                 "{{model}}": 'sum by (model) (rate(carpool_requests_total{M,status!~"OK|CANCELLED"}[T])) '
                 "/ sum by (model) (rate(carpool_requests_total{M}[T]))"
@@ -99,29 +99,29 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Redis errors",
             "ops",
-            "link: Redis is away, or the network is; nothing is lost, all goes on when it is back. OOM: "
-            "give Redis memory, or let fewer wait (max_queue_size, result_ttl_ms). NOPERM, NOAUTH: fix the "
-            "ACL. Of all models.",
+            "link: Redis or the network is down; nothing is lost, and work continues when it is back. OOM: "
+            "give Redis memory, or lower max_queue_size or result_ttl_ms. NOPERM, NOAUTH: fix the ACL. "
+            "Counted over all models.",
             {"{{kind}}": "sum by (kind) (rate(carpool_redis_errors_total[T]))"},
             bad=0.1,
         ),
         Panel(
             "Lease lateness, p99",
             "s",
-            "How late leases are renewed. Near the lease (2 s of a batcher; a worker's --lease-ms, 5 s) "
-            "others take over, and work is done twice: the machine is short of CPU, pauses, or Redis is "
-            "slow. Give it room, or raise --lease-ms.",
+            "How late leases are renewed. Near the lease (2 s for a batcher; a worker's --lease-ms, 5 s) "
+            "others take over, and work is done twice: the machine is short of CPU or pauses, or Redis is "
+            "slow. Add resources, or raise --lease-ms.",
             {"{{model}}": quantile(0.99, "carpool_lease_lateness_seconds")},
             bad=1,
         ),
     ],
-    "Where does time go?": [
+    "Where is time spent?": [
         Panel(
             "Mean time of a request",
             "s",
-            "Mostly infer: the model is the limit. Mostly queue: requests wait for room (start workers) or "
-            "for company (lower max_queue_delay_ms). Input or output: bodies are large, or not declared as "
-            "tensors.",
+            "Mostly infer: the model is the limit. Mostly queue: requests wait for a worker (start workers) "
+            "or for a fuller batch (lower max_queue_delay_ms). Input or output: bodies are large, or not "
+            "declared as tensors.",
             {
                 part: mean(f"carpool_{metric}_seconds", by="")
                 for part, metric in {
@@ -137,30 +137,30 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Time of a request",
             "s",
-            "From arrival to result. If p99 is far from p50, some wait for a whole batch more than others: "
-            "compare with the queue beside it, and with how full batches are.",
+            "From arrival to result. If p99 is far above p50, some requests wait for a whole batch more than "
+            "others: compare with the queue time and with how full batches are.",
             quantiles("carpool_request_seconds"),
             width=12,
         ),
         Panel(
             "Queue",
             "s",
-            "From arrival to dispatch. Above max_queue_delay_ms the workers are busy: start more, or let "
-            "batches be larger.",
+            "From arrival to dispatch. Above max_queue_delay_ms the workers are busy: start more, or allow "
+            "larger batches.",
             quantiles("carpool_queue_seconds"),
         ),
         Panel(
             "Compute infer",
             "s",
-            "The model's work on a batch. If it grows with the batch size in proportion, larger batches "
-            "gain nothing. If it has grown by itself, look at the device: other work, heat, memory.",
+            "The model's work on a batch. If it is proportional to the batch size, larger batches gain "
+            "nothing. If it grew without a change of load, look at the device: other work, heat, memory.",
             quantiles("carpool_compute_infer_seconds"),
         ),
         Panel(
             "Compute input and output, p95",
             "s",
-            "Decoding bodies, and encoding and committing results. Input is large: declare the inputs as "
-            "tensors, send them as tensors and not as JSON. Output is large: results are, or Redis is slow.",
+            "Decoding bodies, and encoding and committing results. High input: declare the inputs as "
+            "tensors, and send tensors instead of JSON. High output: results are large, or Redis is slow.",
             {
                 "input {{model}}": quantile(0.95, "carpool_compute_input_seconds"),
                 "output {{model}}": quantile(0.95, "carpool_compute_output_seconds"),
@@ -171,9 +171,9 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Fill ratio",
             "percentunit",
-            "How full batches are of what the model allows. Low is well while requests do not wait: there "
-            "is room. Low while they wait: lanes are too many, or max_queue_delay_ms is too short to find "
-            "company.",
+            "Share of max_batch_size or max_batch_cost that batches use. Low is fine while requests do not "
+            "wait: there is spare capacity. Low while they wait: there are too many lanes, or "
+            "max_queue_delay_ms is too short to fill a batch.",
             {"{{model}}": mean("carpool_batch_fill_ratio")},
         ),
         Panel(
@@ -186,19 +186,19 @@ ROWS: Final[dict[str, list[Panel]]] = {
             },
         ),
         Panel(
-            "Why batches leave",
+            "Dispatch reasons",
             "ops",
-            "full: as good as it gets. idle: a worker was free. delay: max_queue_delay_ms was over. "
-            "deadline: waiting longer would have missed one; if that is most of them, producers give too "
-            "little time, or workers are too few.",
+            "Why batches were dispatched. full: waiting could not improve it. idle: a worker was free. "
+            "delay: max_queue_delay_ms had passed. deadline: waiting longer would have missed one; if most "
+            "are, producers set too short expirations, or there are too few workers.",
             {"{{reason}}": "sum by (reason) (rate(carpool_batches_total{M}[T]))"},
             stacked=True,
         ),
         Panel(
             "Requests and executions",
             "reqps",
-            "The gap between the two is what batching gains. Executions near requests: batches of one, "
-            "because little comes, shapes or lanes differ, or batches are executed again, one by one, after "
+            "The gap between the two is what batching gains. As many executions as requests means batches of "
+            "one: there is little load, shapes or lanes differ, or requests are executed one at a time after "
             "a process died.",
             {
                 "requests {{model}}": "sum by (model) (rate(carpool_request_seconds_count{M}[T]))",
@@ -209,18 +209,19 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Waiting and in flight",
             "short",
-            "Waiting near max_queue_size: the next ones are refused; start workers.",
+            "Waiting near max_queue_size: further requests are refused; start workers. Withheld: results "
+            "that wait for earlier ones (preserve_ordering).",
             {
                 "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
-                "held {{model}}": "sum by (model) (carpool_held_results{M})",
+                "withheld {{model}}": "sum by (model) (carpool_held_results{M})",
             },
             width=6,
         ),
         Panel(
-            "Bytes that wait",
+            "Waiting bytes",
             "bytes",
-            "The batcher's memory holds a copy of them. Near max_queue_bytes the next ones are refused: "
+            "The batcher's memory holds a copy of them. Near max_queue_bytes further requests are refused: "
             "start workers, or keep large bodies elsewhere and send their names.",
             {"{{model}}": "sum by (model) (carpool_waiting_bytes{M})"},
             width=6,
@@ -228,21 +229,20 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Batches in flight",
             "short",
-            "One or two for each model process. Always the same ones and in hand: a model hangs; look at "
-            "what its process does. In flight but in nobody's hand: no worker takes them; look at their "
-            "/readyz.",
+            "One or two for each model process. Unchanging and fetched: a model hangs; look at its process. "
+            "In flight but not fetched: no worker fetches them; look at the workers' /readyz.",
             {
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_batches{M})",
-                "in hand {{model}}": "sum by (model) (carpool_batches_in_hand{M})",
+                "fetched {{model}}": "sum by (model) (carpool_batches_in_hand{M})",
             },
             width=6,
         ),
     ],
-    "Who is refused, and why?": [
+    "Which requests fail, and why?": [
         Panel(
-            "Answers by status",
+            "Results by status",
             "reqps",
-            "Mostly OK. Beside it stands why the others are not.",
+            "Should be mostly OK. The next panel shows the reasons of the others.",
             {"{{status}}": "sum by (status) (rate(carpool_requests_total{M}[T]))"},
             width=12,
             stacked=True,
@@ -250,10 +250,10 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Errors by reason",
             "reqps",
-            "input, cost: a producer sends what the model does not take; its result says which field. "
+            "input, cost: a producer sends what the model does not accept; the result names the field. "
             "queue_size, queue_bytes: start workers. waiting, in_flight, at_worker: expired there; start "
-            "workers, or give more time. model: it raised; look at the result's detail. withdrawn: a "
-            "producer left.",
+            "workers, or allow more time. model: it raised; look at the result's detail. withdrawn: the "
+            "producer withdrew it.",
             {
                 "{{status}} {{reason}}": "sum by (status, reason) "
                 '(rate(carpool_requests_total{M,status!="OK"}[T]))'
@@ -263,37 +263,36 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Dead letters",
             "short",
-            "Requests that end the model's process each time. They are kept in the stream "
+            "Requests that repeatedly ended the model process. They are kept in the stream "
             "carpool:{MODEL}:dead, with the reason: try one on the model by hand.",
-            happened("carpool_dead_letters_total"),
+            occurrences("carpool_dead_letters_total"),
             width=6,
             bars=True,
         ),
         Panel(
             "Model process deaths",
             "short",
-            "Processes that ended unasked: a fault in native code, or out of memory. The worker's log says "
-            "how. Its batch was executed again, one request at a time.",
-            happened("carpool_model_process_deaths_total"),
+            "Processes that ended unexpectedly: a fault in native code, or out of memory. The worker's log "
+            "says how. The batch was executed again, one request at a time.",
+            occurrences("carpool_model_process_deaths_total"),
             width=6,
             bars=True,
         ),
         Panel(
             "Redeliveries",
             "short",
-            "Batches taken over from a worker that died or was paused. Expected when a machine goes; else "
-            "look at why workers end, and at the lateness of leases.",
-            happened("carpool_redeliveries_total"),
+            "Batches reclaimed from a worker that died or was paused. Expected when a machine stops; "
+            "otherwise find out why workers end, and look at the lateness of leases.",
+            occurrences("carpool_redeliveries_total"),
             width=6,
             bars=True,
         ),
         Panel(
             "Fenced commits",
             "short",
-            "Work that was thrown away, because another worker had taken the batch over. Nobody got a wrong "
-            "or a second result. If it repeats, a worker pauses for longer than its lease: see the lateness "
-            "of leases.",
-            happened("carpool_fenced_commits_total"),
+            "Discarded work: another worker had reclaimed the batch. No producer got a wrong or a second "
+            "result. If it repeats, a worker pauses for longer than its lease: see the lateness of leases.",
+            occurrences("carpool_fenced_commits_total"),
             width=6,
             bars=True,
         ),
@@ -302,14 +301,14 @@ ROWS: Final[dict[str, list[Panel]]] = {
 
 
 def dashboard() -> Json:
-    """The whole of it, as Grafana 10 and later load it."""
+    """The dashboard in the format of Grafana 10 and later."""
     panels: list[Json] = []
     y = 0
-    for row, of_row in ROWS.items():
-        panels.append(_row(len(panels) + 1, row, y))
+    for title, row in ROWS.items():
+        panels.append(_row(len(panels) + 1, title, y))
         y += 1
         x = 0
-        for panel in of_row:
+        for panel in row:
             if x + panel.width > COLUMNS:
                 x, y = 0, y + PANEL_HEIGHT
             panels.append(_panel(len(panels) + 1, panel, x, y))
@@ -318,7 +317,7 @@ def dashboard() -> Json:
     return {
         "uid": "carpool",
         "title": "Carpool",
-        "description": "Is it healthy, where does time go, are batches full, who is refused?",
+        "description": "Is it healthy, where is time spent, are batches full, which requests fail?",
         "tags": ["carpool"],
         "schemaVersion": 39,
         "version": 1,
@@ -334,7 +333,7 @@ def dashboard() -> Json:
     }
 
 
-SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def _datasource() -> Json:
@@ -353,10 +352,10 @@ def _models() -> Json:
         "name": "model",
         "label": "Model",
         "type": "query",
-        "datasource": SOURCE,
+        "datasource": DATASOURCE,
         "definition": query,
         "query": {"qryType": 1, "query": query, "refId": "models"},  # 1: values of a label
-        "refresh": 2,  # whenever the time range changes: models come and go
+        "refresh": 2,  # when the time range changes, because models are added and removed
         "sort": 1,
         "multi": True,
         "includeAll": True,
@@ -389,7 +388,7 @@ def _panel(number: int, panel: Panel, x: int, y: int) -> Json:
         "type": "stat" if stat else "timeseries",
         "title": panel.title,
         "description": panel.advice,
-        "datasource": SOURCE,
+        "datasource": DATASOURCE,
         "gridPos": {"x": x, "y": y, "w": panel.width, "h": PANEL_HEIGHT},
         "fieldConfig": {
             "defaults": {
@@ -404,8 +403,8 @@ def _panel(number: int, panel: Panel, x: int, y: int) -> Json:
         "targets": [
             {
                 "refId": chr(ord("A") + at),
-                "datasource": SOURCE,
-                "expr": _filled_in(expression),
+                "datasource": DATASOURCE,
+                "expr": _with_variables(expression),
                 "legendFormat": legend,
                 "range": True,
             }
@@ -430,13 +429,13 @@ def _as_graph() -> Json:
     }
 
 
-def _filled_in(expression: str) -> str:
-    """With the dashboard's variables in the places of {M} and [T]."""
+def _with_variables(expression: str) -> str:
+    """Replace {M} and [T] by the dashboard's variables."""
     return expression.replace("{M", '{model=~"$model"').replace("[T]", "[$__rate_interval]")
 
 
 def text() -> str:
-    """The file's text."""
+    """The text of the file."""
     return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,47 +1,45 @@
-"""`carpool batcher`: wiring only."""
+"""`carpool batcher`: reads settings, builds the service, waits for a signal."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import sys
 from collections.abc import Sequence
 
 import structlog
 
 from carpool.address import without_password
+from carpool.health import serve_health
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
-from carpool.metrics import serve_status
 from carpool.plugins import find_object
+from carpool.process_names import new_process_name
 from carpool.settings import BatcherSettings, read_settings
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.service import BatcherService
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until SIGTERM or SIGINT. 1 if the port for its status is taken."""
+    """Run until SIGTERM or SIGINT. Returns 1 if the service cannot start."""
     settings = read_settings(BatcherSettings, argv, "carpool batcher")
     configure_logs(settings.log_level, "batcher")
     stop = stop_on_signals()
     log = structlog.get_logger()
-    name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+    name = new_process_name()
     metrics = BatcherMetrics()
     try:
-        policies = {where: find_object(where) for where in settings.policies}
+        policies = {path: find_object(path) for path in settings.policies}
         service = BatcherService(settings.redis_url, settings.prefix, name, metrics, policies)
-        serve_status(settings, metrics, service)
+        serve_health(settings, metrics, service)
     except (OSError, ValueError, ImportError) as error:
         log.error("batcher cannot start", reason=str(error))
         return 1
-    said = {"policies": ", ".join(policies)} if policies else {}
-    log.info("batcher started", batcher=name, redis=without_password(settings.redis_url), **said)
+    loaded = {"policies": ", ".join(policies)} if policies else {}
+    log.info("batcher started", batcher=name, redis=without_password(settings.redis_url), **loaded)
     service.start()
     collect_garbage_rarely()
     stop.wait()
     service.stop()
-    log.info("batcher left", batcher=name)
+    log.info("batcher stopped", batcher=name)
     return 0
 
 

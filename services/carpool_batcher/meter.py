@@ -1,10 +1,13 @@
-"""What a batcher measures: BatcherMetrics for the process, a Meter for each of its models."""
+"""What a batcher measures: BatcherMetrics for the process, a Meter for each of its models.
+
+Everything is counted once, in the metrics; the report for `carpool top` is read from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 from prometheus_client import Counter, Gauge
 
@@ -18,22 +21,23 @@ from carpool.errors import (
 )
 from carpool.messages import Dispatch, DispatchReason, Refusal
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
-from carpool.wire.report import BatcherReport
+from carpool.wire.report import BatcherReport, Gauges
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.tally import Tally, gauges
+from carpool_batcher.recent_latency import RecentLatency
 
-_GAUGES: Final = {  # of status.Gauges, in that order
+_GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_waiting_requests": "Requests that wait",
-    "carpool_waiting_bytes": "Bytes of what waits",
+    "carpool_waiting_bytes": "Bytes of the requests that wait",
     "carpool_oldest_request_seconds": "How long the oldest waiting request has waited",
     "carpool_in_flight_batches": "Batches dispatched and not settled",
     "carpool_in_flight_requests": "Requests in those batches",
-    "carpool_model_processes": "Model processes whose lease runs",
-    "carpool_held_results": "Results that are held until those before them are done",
+    "carpool_model_processes": "Model processes with a valid lease",
+    "carpool_held_results": "Results withheld until earlier ones are delivered",
 }
 _IN_FLIGHT: Final = "in_flight"
-# What a batcher says, and why a batch leaves. Shown from zero: Prometheus notices no first value.
+# Status and reason of every answer that a batcher gives. Exported from zero, because Prometheus's rate()
+# does not see the first increase of a series that did not exist before.
 _ANSWERS: Final = (
     (INVALID_ARGUMENT, "input"),
     (INVALID_ARGUMENT, "cost"),
@@ -46,11 +50,11 @@ _ANSWERS: Final = (
     (DEADLINE_EXCEEDED, _IN_FLIGHT),
     (INTERNAL, "policy"),
 )
-_DISPATCH_REASONS: Final = get_args(DispatchReason)
+_DISPATCH_REASONS: Final[tuple[DispatchReason, ...]] = get_args(DispatchReason)
 
 
 class BatcherMetrics(CommonMetrics):
-    """The families of a batcher process."""
+    """The metrics of a batcher process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,26 +65,35 @@ class BatcherMetrics(CommonMetrics):
         self.size = Histogram("carpool_batch_requests", "Requests in a batch", SIZES, 1, registry)
         self.fill = Histogram(
             "carpool_batch_fill_ratio",
-            "How full a batch was of what max_batch_size, or max_batch_cost, allows",
+            "Batch size divided by max_batch_size, or batch cost by max_batch_cost, whichever is larger",
             PERCENTS,
             0.01,
             registry,
         )
         self.batches = Counter(
             "carpool_batches",
-            "Batches dispatched, by the reason they left",
+            "Batches dispatched, by the reason of their dispatch",
             ("model", "reason"),
             registry=registry,
         )
         self.gauges = [Gauge(name, text, ("model",), registry=registry) for name, text in _GAUGES.items()]
         self.active = Gauge(
-            "carpool_batcher_active", "1 where this batcher forms a model's batches, 0 where it stands by",
+            "carpool_batcher_active", "1 if this batcher forms the model's batches, 0 if it is on standby",
             ("model",), registry=registry,
         )  # fmt: skip
 
 
+class _Totals(NamedTuple):
+    """Everything that was counted for a model since this process began."""
+
+    batches: Mapping[str, int]
+    requests: int
+    fill_percent: int
+    refused: Mapping[str, int]
+
+
 class Meter:
-    """One model's share of it. A batch costs some 4 µs here, and each request in it 0.2."""
+    """One model's share of the metrics. A batch costs about 4 µs, and each request in it 0.2."""
 
     def __init__(self, metrics: BatcherMetrics, model: str) -> None:
         self._metrics = metrics
@@ -89,61 +102,121 @@ class Meter:
         self._size = metrics.size.of(model)
         self._fill = metrics.fill.of(model)
         self._lateness = metrics.lease_lateness.of(model)
+        self._answered: dict[tuple[str, str], Counter] = {}
         for status, reason in _ANSWERS:
-            metrics.answered.labels(model, status, reason)
-        for why in _DISPATCH_REASONS:
-            metrics.batches.labels(model, why)
+            self._counter_of(status, reason)
+        self._batches = {reason: metrics.batches.labels(model, reason) for reason in _DISPATCH_REASONS}
         self.took_over(0)
         self.stood_by()
 
     def dispatched(self, batches: Sequence[Dispatch], scheduler: Scheduler, now_us: int) -> None:
-        """These batches are in flight."""
-        reasons = [batch.reason for batch in batches]
-        sizes = [len(batch.requests) for batch in batches]
-        fill_percents = [scheduler.fill_percent(batch.requests) for batch in batches]
-        for reason in reasons:
-            self._metrics.batches.labels(self._model, reason).inc()
-        self._size.observe(sizes)
-        self._fill.observe(fill_percents)
-        self._tally.dispatched(reasons, sizes, fill_percents)
+        """These batches are in flight now."""
+        for batch in batches:
+            self._batches[batch.reason].inc()
+        self._size.observe([len(batch.requests) for batch in batches])
+        self._fill.observe([scheduler.fill_percent(batch.requests) for batch in batches])
         requests = chain.from_iterable(batch.requests for batch in batches)
         self._queue.observe([max(0, now_us - request.arrival_us) for request in requests])
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
-        """Requests were answered without a ride."""
-        for one in refusals:
-            self._metrics.answered.labels(self._model, one.status, one.reason).inc()
-        self._tally.refused(refusals)
+        """These requests were answered without being dispatched."""
+        for refusal in refusals:
+            self._counter_of(refusal.status, refusal.reason).inc()
 
     def expired_in_flight(self, requests: int) -> None:
-        """Requests were answered by their deadline while their batch was under way."""
-        self._metrics.answered.labels(self._model, DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
-        self._tally.expired_in_flight(f"{DEADLINE_EXCEEDED}/{_IN_FLIGHT}", requests)
+        """So many requests were answered at their deadline while their batch was in flight."""
+        self._counter_of(DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
 
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
-        """A batch is heard of as settled."""
-        self._tally.settled(batch.arrivals_us, now_us)
+        """This batch is settled."""
+        self._recent.observe(batch.arrivals_us, now_us)
 
     def renewed(self, late_us: int) -> None:
-        """The lease was renewed, so much later than planned."""
+        """The lease was renewed, `late_us` later than planned."""
         self._lateness.observe([max(0, late_us)])
 
     def looked(self, scheduler: Scheduler, now_us: int) -> None:
-        """What an active batcher sees of its model, a few times a second."""
+        """Update the gauges; called a few times a second while this batcher is active."""
         for gauge, value in zip(self._metrics.gauges, gauges(scheduler, now_us), strict=True):
             gauge.labels(self._model).set(value)
         self._metrics.active.labels(self._model).set(1)
 
-    def status(self, batcher: str, scheduler: Scheduler, now_us: int) -> BatcherReport:
-        """What it did since it took over, and what it sees."""
-        return self._tally.status(batcher, scheduler, now_us)
+    def report(
+        self,
+        batcher: str,
+        scheduler: Scheduler,
+        now_us: int,
+        *,
+        rejected_settings: str = "",
+        policies: Sequence[str] = (),
+    ) -> BatcherReport:
+        """What this batcher did since it took over, and what it sees now."""
+        line = scheduler.capacity.latency.line
+        totals, before = self._totals(), self._totals_before
+        return BatcherReport(
+            batcher,
+            self._began_us,
+            now_us,
+            gauges(scheduler, now_us),
+            _increase(before.batches, totals.batches),
+            totals.requests - before.requests,
+            totals.fill_percent - before.fill_percent,
+            _increase(before.refused, totals.refused),
+            None if line is None else (line.intercept_us, line.slope_us, line.known_to),
+            self._recent.quantiles_us(now_us),
+            rejected_settings,
+            tuple(policies),
+        )
 
     def took_over(self, now_us: int) -> None:
-        """This batcher sees to the model from now on."""
-        self._tally = Tally(now_us)
+        """This batcher is active from now on; its report counts from here."""
+        self._began_us = now_us
+        self._totals_before = self._totals()
+        self._recent = RecentLatency(now_us)
 
     def stood_by(self) -> None:
-        """Another batcher sees to this model: what it sees is for it to say."""
+        """This batcher is on standby; the gauges are exported by the active one."""
         self._metrics.active.labels(self._model).set(0)
         for gauge in self._metrics.gauges:
             gauge.remove(self._model)
+
+    def _counter_of(self, status: str, reason: str) -> Counter:
+        counter = self._answered.get((status, reason))
+        if counter is None:
+            counter = self._answered[status, reason] = self._metrics.answered.labels(
+                self._model, status, reason
+            )
+        return counter
+
+    def _totals(self) -> _Totals:
+        return _Totals(
+            {reason: _value(counter) for reason, counter in self._batches.items()},
+            self._size.sum,
+            self._fill.sum,
+            {f"{status}/{reason}": _value(counter) for (status, reason), counter in self._answered.items()},
+        )
+
+
+def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
+    """The model as it is now. O(lanes + batches in flight)."""
+    oldest_us = scheduler.oldest_arrival_us()
+    in_flight = scheduler.in_flight()
+    return Gauges(
+        scheduler.waiting,
+        scheduler.waiting_bytes,
+        0.0 if oldest_us is None else max(0, now_us - oldest_us) / 1e6,
+        len(in_flight),
+        sum(batch.size for batch in in_flight.values()),
+        scheduler.model_processes,
+        scheduler.withheld,
+    )
+
+
+def _value(counter: Counter) -> int:
+    (family,) = counter.collect()
+    return int(family.samples[0].value)
+
+
+def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What was added to each total; those to which nothing was added are left out."""
+    return {name: added for name, total in now.items() if (added := total - before.get(name, 0))}

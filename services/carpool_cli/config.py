@@ -138,7 +138,7 @@ def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name:
 
 def _batcher_report(directory: Directory, model: str) -> BatcherReport | None:
     """The report of the active batcher, if there is one."""
-    report = directory.overview(model).status
+    report = directory.overview(model).report
     return None if report is None else BatcherReport.decode(report)
 
 

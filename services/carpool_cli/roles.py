@@ -35,7 +35,7 @@ _DELIVER: Final = (
     Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
     Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
     Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
-    Grant("order.lua, move.lua: withheld results", "hget hdel hsetnx", "held"),
+    Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "held"),
 )
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
@@ -48,7 +48,7 @@ _COUNTS: Final = (
     Grant("count results that are to be delivered in order", "llen", "order"),
     Grant("list the model processes that are alive", "zrange", "workers"),
     Grant("check whether a batcher is active", "exists", "batcher"),
-    Grant("read its report, which has counts and nothing of a request", "get", "status"),
+    Grant("read its report, which has counts and nothing of a request", "get", "report"),
     Grant(
         "see which worker has which batch, and how long", "xpending xinfo|groups xinfo|consumers", "batches"
     ),
@@ -75,12 +75,12 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read what exists when it takes over, or misses an entry", "xlen xrange", "requests batches"),
         Grant("admit.lua: tickets", "rpush llen", "order"),
         Grant(
-            "the scripts lease, status, admit, dispatch, refuse, answer, release, missing",
+            "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
-            "batcher status requests batches progress order held result replies",
+            "batcher report requests batches progress order held result replies",
         ),
         Grant("lease.lua", "get set del", "batcher"),
-        Grant("status.lua", "set del", "status"),
+        Grant("report.lua", "set del", "report"),
         Grant("dispatch.lua, refuse.lua: remove entries, put back the rest", "xdel xadd", "requests"),
         Grant("dispatch.lua: add batches", "xadd", "batches"),
         Grant("answer.lua: record the requests answered ahead", "hdel hsetnx pexpire", "progress"),
@@ -150,7 +150,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "config": keys.config,
         "workers": keys.workers,
         "batcher": keys.batcher,
-        "status": keys.status,
+        "report": keys.report,
         "result": keys.result("*"),
         "replies": keys.replies("*"),
         "progress": keys.progress("*"),

@@ -8,31 +8,35 @@ from collections.abc import Sequence
 
 import structlog
 
+from carpool.health import serve_health
 from carpool.keys import Keys
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
-from carpool.metrics import serve_status
 from carpool.settings import WorkerSettings, read_settings
+from carpool_worker.devices import devices
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.loader import model_name
-from carpool_worker.process_handle import ModelLoadError, devices
+from carpool_worker.process_handle import ModelLoadError
 from carpool_worker.worker import Worker
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until SIGTERM or SIGINT, then drain. 1 if the model cannot be loaded, or the drain was cut."""
+    """Run until SIGTERM or SIGINT, then drain.
+
+    Returns 1 if the model cannot be loaded, or if not everything was committed in time.
+    """
     settings = read_settings(WorkerSettings, argv, "carpool worker")
     configure_logs(settings.log_level, "worker")
-    os.environ["CARPOOL_LOG_LEVEL"] = settings.log_level  # its model processes' too, which have no flags
+    os.environ["CARPOOL_LOG_LEVEL"] = settings.log_level  # for the model processes, which have no flags
     stop = stop_on_signals()
     log = structlog.get_logger()
     try:
-        name, where = model_name(settings.model)
+        name, location = model_name(settings.model)
         keys = Keys(name, settings.prefix)
         metrics = WorkerMetrics(name)
-        wanted = devices(settings.device, settings.replicas)
-        worker = Worker(settings.redis_url, keys, where, wanted, settings.lease_ms, metrics)
-        serve_status(settings, metrics, worker)
+        replica_devices = devices(settings.device, settings.replicas)
+        worker = Worker(settings.redis_url, keys, location, replica_devices, settings.lease_ms, metrics)
+        serve_health(settings, metrics, worker)
         worker.start(stop)
     except ModelLoadError as error:
         if error.trace:
@@ -45,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     collect_garbage_rarely()
     while not stop.wait(0.5):
         if worker.failed.is_set():
-            return 1  # what is in hand is redelivered when its lease ends
+            return 1  # what is in hand is redelivered when the lease runs out
     return 0 if worker.drain(settings.drain_s) else 1
 
 

@@ -1,4 +1,7 @@
-"""The committer of one slot: outcome -> results -> one atomic commit, while the process computes on."""
+"""The committer of one replica: outcome -> results -> one atomic commit.
+
+It works while the model process executes the next batch.
+"""
 
 from __future__ import annotations
 
@@ -11,92 +14,105 @@ import structlog
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError
 from carpool.store.worker import WorkerStore
-from carpool_worker.codec import Job
+from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica import Slot
+from carpool_worker.replica import Replica
 
 WAIT_S: Final = 0.5
-COMMIT_BYTES: Final = 256 * 1024 * 1024
+COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Redis limits to 1 GB
 
 
 class Committer:
-    """`run_once` finishes and commits at most one batch. What it could not commit it tries again."""
+    """`run_once` finishes and commits at most one execution. A failed commit is repeated by the next call."""
 
-    def __init__(self, slot: Slot, store: WorkerStore, metrics: WorkerMetrics) -> None:
-        self._slot = slot
+    def __init__(self, replica: Replica, store: WorkerStore, metrics: WorkerMetrics) -> None:
+        self._replica = replica
         self._metrics = metrics
         self._store = store
         self._log = structlog.get_logger()
 
     def run_once(self) -> None:
-        """Wait for a finished job, half a second at the most while there is none in hand, and commit it."""
+        """Wait for a finished execution and commit it; return after half a second without any in hand."""
         try:
-            job = self._slot.finish_next(self._note, WAIT_S)
-            if job is None:
+            execution = self._replica.finish_next(self._record_start, WAIT_S)
+            if execution is None:
                 return
-            began_ns = time.monotonic_ns()
-            for position in self._commit(job):  # answered by a batcher, when their deadline passed
-                del job.results[position]
+            started_ns = time.monotonic_ns()
+            for position in self._commit(execution):  # answered by a batcher when its deadline passed
+                del execution.results[position]
         except FencedError as fenced:
             self._metrics.fenced()
-            lost = next(job for job in self._slot.jobs() if job.batch.id == str(fenced))
+            lost = next(held for held in self._replica.executions() if held.batch.id == str(fenced))
             self._log.warning(
                 "commit fenced", model=self._store.keys.model, batch=lost.batch.id, epoch=lost.batch.epoch
             )
-            self._slot.drop(lost)
+            self._replica.remove(lost)
             return
-        self._slot.drop(job)
-        output_us = (time.monotonic_ns() - began_ns) // 1000
-        self._metrics.committed(job, output_us, self._store.clock.now_us())
-        self._report(job)
+        self._replica.remove(execution)
+        output_us = (time.monotonic_ns() - started_ns) // 1000
+        self._metrics.committed(execution, output_us, self._store.clock.now_us())
+        self._log_batch(execution)
 
-    def _commit(self, job: Job) -> set[int]:
-        """Settle the job. Returns the positions that were answered by others meanwhile."""
-        self._write_ahead(job)
-        requests = job.batch.requests
+    def _commit(self, execution: Execution) -> set[int]:
+        """Commit an execution. Returns the positions that were answered elsewhere meanwhile."""
+        self._answer_large_results(execution)
+        requests = execution.batch.requests
         results = {
             position: (Address.of(requests[position]), result)
-            for position, result in job.results.items()
-            if position not in job.noted
+            for position, result in execution.results.items()
+            if position not in execution.answered_ahead
         }
         try:
-            return self._store.commit(self._slot.consumer, job.batch, results, job.dead, job.compute_us)
+            return self._store.commit(
+                self._replica.consumer,
+                execution.batch,
+                results,
+                execution.dead_letters,
+                execution.compute_us,
+            )
         except CommandError as error:
             if error.code != "NOGROUP":
                 raise
-            raise FencedError(job.batch.id) from error  # somebody emptied Redis: there is nothing to settle
+            raise FencedError(execution.batch.id) from error  # Redis was emptied: there is nothing to commit
 
-    def _write_ahead(self, job: Job) -> None:
-        """Results too large for one commit, which is one command of at most 1 GB, go before it."""
-        some: list[int] = []
-        size_bytes = 0
-        total_bytes = sum(len(result.body or b"") for result in job.results.values())
-        if total_bytes <= COMMIT_BYTES:
+    def _answer_large_results(self, execution: Execution) -> None:
+        """Answer ahead, in several commands, if the results are too large for one commit."""
+        total_bytes = sum(len(result.body or b"") for result in execution.results.values())
+        if total_bytes <= COMMIT_BYTES_MAX:
             return
-        for position in job.results.keys() - job.noted:
-            some.append(position)
-            size_bytes += len(job.results[position].body or b"")
-            if size_bytes > COMMIT_BYTES // 2:
-                self._answer(job, some, None)
-                some, size_bytes = [], 0
-        self._answer(job, some, None)
+        positions: list[int] = []
+        size_bytes = 0
+        for position in execution.results.keys() - execution.answered_ahead:
+            positions.append(position)
+            size_bytes += len(execution.results[position].body or b"")
+            if size_bytes > COMMIT_BYTES_MAX // 2:
+                self._answer(execution, positions, None)
+                positions, size_bytes = [], 0
+        self._answer(execution, positions, None)
 
-    def _note(self, job: Job, starting: int) -> None:
-        """A request is about to be executed alone: make durable what is done, and that this one starts."""
-        self._answer(job, list(job.results.keys() - job.noted), starting)
+    def _record_start(self, execution: Execution, position: int) -> None:
+        """Before a request is executed alone: store the results so far, and that this request is started.
 
-    def _answer(self, job: Job, positions: list[int], starting: int | None) -> None:
-        requests = job.batch.requests
-        answers = [Answer(at, Address.of(requests[at]), job.results[at]) for at in positions]
-        written = self._store.answer(self._slot.consumer, job.batch, answers, starting)
-        for position in set(positions) - written:  # answered by a batcher, when their deadline passed
-            del job.results[position]
-        job.noted |= written
+        Should this worker die, the next one executes only the rest, and knows which request was being
+        executed.
+        """
+        self._answer(execution, list(execution.results.keys() - execution.answered_ahead), position)
 
-    def _report(self, job: Job) -> None:
-        """The one line that tells a batch's story. Never its payloads."""
-        batch = job.batch
-        statuses = Counter(result.status for result in job.results.values())
+    def _answer(self, execution: Execution, positions: list[int], starting: int | None) -> None:
+        requests = execution.batch.requests
+        answers = [
+            Answer(position, Address.of(requests[position]), execution.results[position])
+            for position in positions
+        ]
+        written = self._store.answer(self._replica.consumer, execution.batch, answers, starting)
+        for position in set(positions) - written:  # answered by a batcher when its deadline passed
+            del execution.results[position]
+        execution.answered_ahead |= written
+
+    def _log_batch(self, execution: Execution) -> None:
+        """Log the batch in one line, without its payloads."""
+        batch = execution.batch
+        statuses = Counter(result.status for result in execution.results.values())
         oldest_us = min((request.arrival_us for request in batch.requests), default=batch.dispatched_us)
         self._log.info(
             "batch",
@@ -106,8 +122,8 @@ class Committer:
             size=len(batch.requests),
             **statuses,
             queue_ms=max(0, batch.dispatched_us - oldest_us) / 1000,
-            compute_ms=job.compute_us / 1000,
+            compute_ms=execution.compute_us / 1000,
             epoch=batch.epoch,
-            dead=len(job.dead),
-            worker=self._slot.consumer,
+            dead=len(execution.dead_letters),
+            worker=self._replica.consumer,
         )

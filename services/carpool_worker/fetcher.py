@@ -1,4 +1,7 @@
-"""The intake of one slot: fetch or reclaim -> decode -> hand to the model process, while that computes."""
+"""The fetcher of one replica: fetch or reclaim a batch -> decode -> pass to the model process.
+
+It works while the model process executes the previous batch.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,26 @@ import structlog
 
 from carpool.store.connection import CommandError
 from carpool.store.worker import WorkerStore
-from carpool_worker.codec import Job
+from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica import Slot
+from carpool_worker.replica import Replica
 
 BLOCK_MS: Final = 500
+RECLAIMS_PER_LEASE: Final = 4
 
 
-class Intake:
-    """`run_once` brings at most one batch into the slot."""
+class Fetcher:
+    """`run_once` adds at most one execution to the replica."""
 
     def __init__(
         self,
-        slot: Slot,
+        replica: Replica,
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
-        self._slot = slot
+        self._replica = replica
         self._metrics = metrics
         self._store = store
         self._lease_ms = lease_ms
@@ -37,35 +41,35 @@ class Intake:
         self._log = structlog.get_logger()
 
     def run_once(self) -> None:
-        """Wait for room, then for a batch, half a second at the most for each."""
-        if not self._slot.wait_for_room(BLOCK_MS / 1000):
+        """Wait for capacity, then for a batch, up to half a second each."""
+        if not self._replica.wait_for_capacity(BLOCK_MS / 1000):
             return
         try:
-            job = self._reclaimed() or self._fetched()
+            execution = self._reclaim() or self._fetch()
         except CommandError as error:
             if error.code != "NOGROUP":
                 raise
-            self._register(self._store)  # somebody emptied Redis
+            self._register(self._store)  # Redis was emptied
             return
-        if job is not None:
-            assert self._slot.codec is not None
-            began_ns = time.monotonic_ns()
-            self._slot.codec.prepare(job, self._store.clock.now_us())
-            job.input_us = (time.monotonic_ns() - began_ns) // 1000
-            self._slot.take(job)
+        if execution is not None:
+            assert self._replica.codec is not None
+            started_ns = time.monotonic_ns()
+            self._replica.codec.prepare(execution, self._store.clock.now_us())
+            execution.input_us = (time.monotonic_ns() - started_ns) // 1000
+            self._replica.add(execution)
 
-    def _fetched(self) -> Job | None:
-        batch = self._store.fetch(self._slot.consumer, BLOCK_MS)
-        return None if batch is None else Job(batch)
+    def _fetch(self) -> Execution | None:
+        batch = self._store.fetch(self._replica.consumer, BLOCK_MS)
+        return None if batch is None else Execution(batch)
 
-    def _reclaimed(self) -> Job | None:
-        """A batch of a worker that died, looked for a few times in each lease."""
+    def _reclaim(self) -> Execution | None:
+        """A batch whose worker's lease ran out, looked for a few times in each lease."""
         now_s = time.monotonic()
         if now_s < self._reclaim_at_s:
             return None
-        reclaimed = self._store.reclaim(self._slot.consumer, self._lease_ms)
+        reclaimed = self._store.reclaim(self._replica.consumer, self._lease_ms)
         if reclaimed is None:
-            self._reclaim_at_s = now_s + self._lease_ms / 4000
+            self._reclaim_at_s = now_s + self._lease_ms / 1000 / RECLAIMS_PER_LEASE
             return None
         batch, answered, started = reclaimed
         self._metrics.redelivered()
@@ -77,6 +81,7 @@ class Intake:
             size=len(batch.requests),
             answered=len(answered),
         )
-        # A worker may die for reasons of its own: the first time that it did so while a request was executed
-        # alone says nothing against that request.
-        return Job(batch, answered, {position: times - 1 for position, times in started.items() if times > 1})
+        # A start without a result is a death during that request. The first one does not count: a worker may
+        # die for reasons of its own.
+        deaths = {position: starts - 1 for position, starts in started.items() if starts > 1}
+        return Execution(batch, answered, deaths)

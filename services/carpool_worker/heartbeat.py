@@ -1,7 +1,8 @@
-"""The heartbeat: the slots live, and still own the batches in hand. It starts first and stops last.
+"""The heartbeat: renews the leases of the replicas and of the batches in their hands.
 
-It has a connection and a thread of its own, in a process that runs no model: a computation that holds the GIL
-or sleeps in C for an hour is renewed all the same, and nobody needs to guess how long it may take.
+It starts first and stops last. It has a thread and a connection of its own, in a process that runs no model:
+a model may hold the GIL or block in C for an hour, and its batch is still renewed. Therefore no limit on the
+execution time is needed.
 """
 
 from __future__ import annotations
@@ -9,72 +10,80 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica import Slot
+from carpool_worker.replica import Replica
+
+BEATS_PER_LEASE: Final = 3
 
 
 class Heartbeat:
-    """`run_once` renews every slot's lease, then waits for a third of it."""
+    """`run_once` renews everything once, then waits for a third of the lease."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        replicas: Sequence[Replica],
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
-        self._slots = slots
+        self._replicas = replicas
         self._metrics = metrics
-        self._beaten_us: int | None = None  # by this host's monotonic clock
+        self._last_beat_us: int | None = None  # by this host's monotonic clock
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
-        self._missing: set[str] = set()  # batches that were not ours any more at the last beat
+        self._missing: set[str] = set()  # batches that this worker did not own at the last beat
         self._draining = False
         self._stopping = threading.Event()
         self._log = structlog.get_logger()
 
     def run_once(self) -> None:
-        """One beat."""
+        """One beat, and the wait until the next."""
         self.beat()
-        self._stopping.wait(self._lease_ms / 3000)
+        self._stopping.wait(self._lease_ms / 1000 / BEATS_PER_LEASE)
 
     def beat(self) -> None:
         """Renew everything now."""
         self._store.look_at_clock()
         missing: set[str] = set()
-        for slot in self._slots:
-            if self._draining and not slot.held():
-                self._store.leave(slot.consumer)
+        for replica in self._replicas:
+            batches = replica.batches()
+            if self._draining and not batches:
+                self._store.leave(replica.consumer)
                 continue
-            registered, lost = self._store.renew(slot.consumer, self._lease_ms, slot.held())
+            registered, lost = self._store.renew(replica.consumer, self._lease_ms, batches)
             if not registered:
                 self._register(self._store)
             missing |= lost
-        # One that is missing may have been committed a moment ago. One that still is, a beat later, was lost.
+        # A missing batch may have been committed a moment ago. If it is still in hand at the next beat, it is
+        # lost.
         for batch_id in missing & self._missing:
             self._log.warning("batch lost", model=self._store.keys.model, batch=batch_id)
         self._missing = missing
         self._measure()
 
     def _measure(self) -> None:
-        """How late this beat was: what is left of the lease is the margin before others take our batches."""
+        """Measure how late this beat is. A lease that runs out lets other workers reclaim the batches."""
         now_us = time.monotonic_ns() // 1000
-        if self._beaten_us is not None:
-            self._metrics.beat(now_us - self._beaten_us - self._lease_ms * 1000 // 3)
-        self._beaten_us = now_us
-        self._metrics.in_hand.set(sum(len(slot.held()) for slot in self._slots))
+        if self._last_beat_us is not None:
+            self._metrics.beat(now_us - self._last_beat_us - self._lease_ms * 1000 // BEATS_PER_LEASE)
+        self._last_beat_us = now_us
+        self._metrics.in_hand.set(sum(len(replica.batches()) for replica in self._replicas))
 
     def drain(self) -> None:
-        """From now on a slot leaves once it holds nothing, and not before: a batch that is in flight takes up
-        the room of a process, and if its own were not counted, another's would stay empty."""
+        """From now on deregister each replica when it has no batch in hand, and not before.
+
+        A batch in flight occupies the capacity of one model process. If its own process were no longer
+        counted, it would occupy another's, which would stay idle.
+        """
         self._draining = True
 
     def stop(self) -> None:
-        """Wake up from the wait between two beats."""
+        """End the wait between two beats."""
         self._stopping.set()

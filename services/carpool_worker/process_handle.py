@@ -1,4 +1,4 @@
-"""The model process as its worker sees it: started, spoken to, replaced when it dies."""
+"""The worker's handle of a model process: start it, exchange frames and outcomes, restart it."""
 
 from __future__ import annotations
 
@@ -8,40 +8,46 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
-from carpool_worker.model_process import frames
+from carpool_worker.model_process.frames import (
+    FrameHeader,
+    LoadFailed,
+    MessageReader,
+    OutcomeHeader,
+    ProcessGoneError,
+    Ready,
+    receive_load_result,
+    send_message,
+)
 
-_SOCKET_BYTES: Final = 4 * 1024 * 1024
+_SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
 STOP_S: Final = 10.0
 
 
 class ModelLoadError(Exception):
-    """The model could not be loaded; the message says why, `trace` where, if code of its own raised."""
+    """The model cannot be loaded. `trace` is the traceback if the model's own code raised, else empty."""
 
     def __init__(self, message: str, trace: str) -> None:
         super().__init__(message)
         self.trace = trace
 
 
-class ModelProcess:
-    """One process with one model in it. `start` may be called again after it died."""
+class ProcessHandle:
+    """One model process. `start` may be called again after it died."""
 
-    def __init__(self, where: str, device: str) -> None:
-        self._where = where
+    def __init__(self, location: str, device: str) -> None:
+        self._location = location
         self.device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._reader: frames.FrameReader | None = None
+        self._reader: MessageReader | None = None
         self.ready = False  # the model is loaded
-        self._sent = self._heard = 0  # frames and outcomes: they are in order, and numbered to be sure of it
+        # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
+        self._sent = self._received = 0
 
-    def start(self) -> dict[str, Any]:
-        """Start the process and load the model, however long that takes.
-
-        Returns how the model describes itself. Raises ModelLoadError.
-        """
+    def start(self) -> Ready:
+        """Start the process and load the model, without a time limit. Raises ModelLoadError."""
         self.spawn()
         return self.wait_ready()
 
@@ -50,72 +56,75 @@ class ModelProcess:
         self.close(wait_s=0)
         self.ready = False
         ours, theirs = socket.socketpair()
-        for sock in (ours, theirs):  # room for two batches of tensors, so that sending seldom waits
+        for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        about = [str(os.getpid()), str(theirs.fileno()), self._where, self.device]
-        command = [sys.executable, "-m", "carpool_worker.model_process.main", *about]
+        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device]
+        command = [sys.executable, "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
-        self._sock, self._reader = ours, frames.FrameReader(ours)
-        self._sent = self._heard = 0
+        self._sock, self._reader = ours, MessageReader(ours)
+        self._sent = self._received = 0
 
-    def wait_ready(self) -> dict[str, Any]:
+    def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
         try:
-            header, _ = self._receive()
-        except frames.ProcessGoneError:
-            raise ModelLoadError(f"its process ended with {self.why_gone()} while loading", "") from None
-        if "failed" in header:
+            result = receive_load_result(self._connected_reader())
+        except ProcessGoneError:
+            reason = f"its process ended with {self.exit_cause()} while loading"
+            raise ModelLoadError(reason, trace="") from None
+        if isinstance(result, LoadFailed):
             self.close()
-            raise ModelLoadError(header["failed"], header["traceback"])
+            raise ModelLoadError(result.reason, result.trace)
         self.ready = True
-        return dict(header["ready"])
+        return result
 
     @property
     def pid(self) -> int | None:
-        """The process's ID."""
+        """The process's ID; None before it is started and after it is closed."""
         return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
-    def send(self, header: frames.Header, payload: bytes) -> None:
+    def send(self, header: FrameHeader, payload: bytes) -> None:
         """Send a frame. Raises ProcessGoneError."""
         if self._sock is None:
-            raise frames.ProcessGoneError("not started")
+            raise ProcessGoneError("not started")
         self._sent += 1
-        frames.send_frame(self._sock, {**header, "number": self._sent}, payload)
+        send_message(self._sock, header._replace(number=self._sent), payload)
 
-    def receive(self) -> tuple[frames.Header, bytearray]:
+    def receive(self) -> tuple[OutcomeHeader, bytearray]:
         """The outcome of the oldest frame that has none.
 
-        Raises ProcessGoneError, also if another's comes: nobody could know whose the next ones are.
+        Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
+        unknown.
         """
-        header, payload = self._receive()
-        self._heard += 1
-        if header.get("number") != self._heard:
+        fields, payload = self._connected_reader().receive()
+        header = OutcomeHeader(*fields)
+        self._received += 1
+        if header.number != self._received:
             self.close(wait_s=0)
-            raise frames.ProcessGoneError(f"outcome {header.get('number')} came for frame {self._heard}")
+            raise ProcessGoneError(f"outcome {header.number} received for frame {self._received}")
         return header, payload
 
-    def _receive(self) -> tuple[frames.Header, bytearray]:
+    def _connected_reader(self) -> MessageReader:
         if self._reader is None:
-            raise frames.ProcessGoneError("not started")
-        return self._reader.receive()
+            raise ProcessGoneError("not started")
+        return self._reader
 
-    def why_gone(self) -> str:
-        """How the process ended, for a log."""
+    def exit_cause(self) -> str:
+        """How the process ended, for logs and errors."""
         if self._process is None:
             return "not started"
         try:
-            return _how(self._process.wait(timeout=1.0))
+            return _exit_cause(self._process.wait(timeout=1.0))
         except subprocess.TimeoutExpired:
-            return "hung up"
+            return "connection closed"
 
     def close(self, wait_s: float = STOP_S) -> None:
-        """Hang up, which tells the process to unload and leave; kill it if it does not within `wait_s`."""
+        """Close the connection, so that the process unloads its model and ends; kill it after `wait_s`."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -130,24 +139,10 @@ class ModelProcess:
             self._process = None
 
 
-def _how(code: int) -> str:
+def _exit_cause(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-
-
-def devices(wanted: str, replicas: int | Literal["auto"]) -> list[str]:
-    """A device for each model process: `cpu`, `cuda:0,cuda:1` in turn, or `auto`: every GPU in turn.
-
-    As many as `replicas` says, or as there are devices.
-    """
-    if wanted == "auto":
-        gpus = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-        names = [f"cuda:{index}" for index in range(len(gpus))] or ["cpu"]
-    else:
-        names = [name.strip() for name in wanted.split(",") if name.strip()] or ["cpu"]
-    processes = len(names) if replicas == "auto" else replicas
-    return [names[replica % len(names)] for replica in range(processes)]

@@ -1,8 +1,9 @@
-"""One model process and the batches it has in hand: the one it executes, and the next, waiting in its pipe.
+"""A replica: one model process and the executions in its hands.
 
-Two loops meet here: the intake puts jobs in, the committer takes them out finished, in order. A process that
-dies is replaced at once, and what it had in hand is executed again: the frame it died on one request at a
-time, since one of them may have been the cause.
+There are two at most: the one that is executed, and the next, which waits in the pipe. Two loops meet here.
+The fetcher adds executions; the committer takes them finished, in order. A model process that dies is
+replaced at once and executes again what it had not finished. The frame it died on is split into one frame for
+each request, because one of them may be the cause.
 """
 
 from __future__ import annotations
@@ -18,168 +19,176 @@ from typing import Final
 import structlog
 
 from carpool.clock import RedisClock
-from carpool_worker.codec import Codec, Frame, Job, fail, split
+from carpool_worker.codec import Codec
+from carpool_worker.execution import Execution, Frame
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
-from carpool_worker.process_handle import ModelProcess
+from carpool_worker.process_handle import ProcessHandle
 
-JOBS_IN_HAND: Final = 2
-# A busy process asks for its next batch this long before it expects to be free: early enough to hide the
-# trip, too late to take a batch that an idle process would have started sooner.
-LEAD_S: Final = 0.002
+EXECUTIONS_MAX: Final = 2
+# A busy replica fetches its next batch this long before it expects to be idle: early enough to hide the round
+# trip to Redis, too late to take a batch that an idle replica would have started sooner.
+PREFETCH_LEAD_S: Final = 0.002
+EARLY_FINISH_RATIO: Final = 0.8  # of the usual execution time: a batch may finish that early
+SMOOTHING: Final = 0.2  # the weight of the latest batch in the usual execution time
 
-Note = Callable[[Job, int], None]
+RecordStart = Callable[[Execution, int], None]
 
 
-class Slot:
-    """See the module. `consumer` is the slot's name in the group of workers."""
+class Replica:
+    """See the module. `consumer` is this replica's name in the consumer group of workers."""
 
     def __init__(
-        self, consumer: str, process: ModelProcess, clock: RedisClock, metrics: WorkerMetrics
+        self, consumer: str, process: ProcessHandle, clock: RedisClock, metrics: WorkerMetrics
     ) -> None:
         self.consumer = consumer
         self._metrics = metrics
         self.process = process
         self.codec: Codec | None = None  # known once the model is loaded
         self._clock = clock
-        self._jobs: deque[Job] = deque()
-        self._changed = threading.Condition()  # a job left
-        self._handed: queue.SimpleQueue[Job] = queue.SimpleQueue()  # to the committer, who keeps the oldest
-        self._oldest: Job | None = None
-        self._pipe = threading.Lock()  # who sends, and what was sent; held while a full pipe makes us wait
+        self._executions: deque[Execution] = deque()
+        self._changed = threading.Condition()  # an execution was removed
+        self._added: queue.SimpleQueue[Execution] = queue.SimpleQueue()  # from the fetcher to the committer
+        self._oldest: Execution | None = None  # what the committer works on
+        self._pipe = threading.Lock()  # for sending, and for `sent`; held while a full pipe blocks the sender
         self._busy_since_s = 0.0
-        self._typical_s: float | None = None  # how long a batch takes; not known before the first
+        self._usual_s: float | None = None  # usual execution time of a batch; unknown before the first
         self._closing = False
         self._log = structlog.get_logger()
 
-    # --- the intake's side ---------------------------------------------------------------------------------
+    # --- for the fetcher -----------------------------------------------------------------------------------
 
-    def wait_for_room(self, timeout_s: float) -> bool:
-        """Whether a next batch is wanted, waiting up to `timeout_s` until it is."""
+    def wait_for_capacity(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` until the next batch should be fetched. Returns whether it should."""
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 now_s = time.monotonic()
-                wanted_at_s = self._wanted_at_s()
-                if wanted_at_s <= now_s:
+                fetch_at_s = self._fetch_at_s()
+                if fetch_at_s <= now_s:
                     return True
                 if now_s >= until_s:
                     return False
-                self._changed.wait(min(wanted_at_s, until_s) - now_s)
+                self._changed.wait(min(fetch_at_s, until_s) - now_s)
 
-    def _wanted_at_s(self) -> float:
-        if not self._jobs:
+    def _fetch_at_s(self) -> float:
+        if not self._executions:
             return 0.0
-        if len(self._jobs) >= JOBS_IN_HAND or self._typical_s is None:
+        if len(self._executions) >= EXECUTIONS_MAX or self._usual_s is None:
             return float("inf")
-        return self._busy_since_s + 0.8 * self._typical_s - LEAD_S
+        return self._busy_since_s + EARLY_FINISH_RATIO * self._usual_s - PREFETCH_LEAD_S
 
-    def take(self, job: Job) -> None:
-        """Take a job in hand, and send it ahead if everything before it was sent.
+    def add(self, execution: Execution) -> None:
+        """Take an execution, and send its frames ahead if everything before it was sent.
 
-        In hand first: sending waits where the pipe is full, and meanwhile the job is to be renewed, and its
-        outcomes to be taken, or the process would wait to be heard while we wait for it to listen.
+        It is added before it is sent. Sending blocks while the pipe is full; meanwhile the heartbeat must
+        renew the batch and the committer must receive outcomes, or both processes would wait to send.
         """
         with self._pipe:
-            job.sent = not job.singly and all(one.sent for one in self.jobs())
+            execution.sent = not execution.is_suspect and all(earlier.sent for earlier in self.executions())
             with self._changed:
-                if not self._jobs:
+                if not self._executions:
                     self._busy_since_s = time.monotonic()
-                self._jobs.append(job)
-            self._handed.put(job)
-            if job.sent:
-                self._send(job)
+                self._executions.append(execution)
+            self._added.put(execution)
+            if execution.sent:
+                self._send(execution)
 
-    def _send(self, job: Job) -> None:
-        """Send all frames of a job. The pipe must be held."""
-        with contextlib.suppress(ProcessGoneError):  # the committer, waiting for the outcome, sees to it
-            for frame in tuple(job.frames):  # the committer takes out those that are done
+    def _send(self, execution: Execution) -> None:
+        """Send all frames of an execution. The caller holds the pipe."""
+        with contextlib.suppress(ProcessGoneError):  # the committer handles it when it waits for the outcome
+            for frame in tuple(execution.frames):  # a copy: the committer removes executed frames
                 self.process.send(frame.header, frame.payload)
 
-    # --- the committer's side ------------------------------------------------------------------------------
+    # --- for the committer ---------------------------------------------------------------------------------
 
-    def finish_next(self, note: Note, timeout_s: float) -> Job | None:
-        """The oldest job once each of its requests has a result; None if there is none within `timeout_s`.
+    def finish_next(self, record_start: RecordStart, timeout_s: float) -> Execution | None:
+        """The oldest execution, once each of its requests has a result.
 
-        `note(job, position)` is called before a request is executed alone. Whatever it raises goes through,
-        and the job stays in hand: call `drop`.
+        None if there is none within `timeout_s`. `record_start(execution, position)` is called before a
+        request of a suspect execution is executed. What it raises is passed on, and the execution remains:
+        call `remove`.
         """
-        job = self._oldest
-        if job is None:
+        execution = self._oldest
+        if execution is None:
             try:
-                job = self._oldest = self._handed.get(timeout=timeout_s)
+                execution = self._oldest = self._added.get(timeout=timeout_s)
             except queue.Empty:
                 if not self.process.alive and not self._closing:
-                    self._replace("while idle")
+                    self._replace_process("while idle")
                 return None
-        while job.frames:
-            frame = job.frames[0]
-            if job.singly:
-                note(job, frame.positions[0])
-            self._execute(job, frame)
-        return job
+        while execution.frames:
+            frame = execution.frames[0]
+            if execution.is_suspect:
+                record_start(execution, frame.positions[0])
+            self._execute(execution, frame)
+        return execution
 
-    def _execute(self, job: Job, frame: Frame) -> None:
+    def _execute(self, execution: Execution, frame: Frame) -> None:
         assert self.codec is not None
         try:
-            if not job.sent:  # nothing of it is in the pipe, and the process waits: one frame at a time
+            if not execution.sent:  # none of its frames is in the pipe, and the process is idle: send one
                 with self._pipe:
                     self.process.send(frame.header, frame.payload)
-                    job.sent = not job.singly and frame is job.frames[-1]
+                    execution.sent = not execution.is_suspect and frame is execution.frames[-1]
             header, payload = self.process.receive()
         except ProcessGoneError:
             if self._closing:
-                raise  # we hung up, not the process: nobody died of this batch
-            self._replace(f"on a batch of {len(job.batch.requests)}", batch=job.batch.id)
-            split(frame, job, self.codec, self._clock.now_us())
+                raise  # this worker closed the connection: no request is the cause
+            batch = execution.batch
+            self._replace_process(f"on a batch of {len(batch.requests)}", batch=batch.id)
+            execution.split(frame, self.codec, self._clock.now_us())
             return
         try:
-            self.codec.take_outcome(job, frame, header, payload)
-        except Exception as error:  # a case nobody thought of: the outcome will not come twice
-            self._log.exception("outcome not understood", worker=self.consumer, batch=job.batch.id)
-            fail(job, frame, f"the model's results cannot be read: {error}")
-        del job.frames[0]
+            self.codec.take_outcome(execution, frame, header, payload)
+        except Exception as error:  # an unforeseen case: the outcome is not sent again
+            self._log.exception("outcome unreadable", worker=self.consumer, batch=execution.batch.id)
+            execution.fail_frame(frame, f"the model's results cannot be read: {error}")
+        del execution.frames[0]
 
-    def _replace(self, when: str, **about: str) -> None:
-        """The process died: start another. What was sent to the old one is to be sent again."""
-        how = self.process.why_gone()
+    def _replace_process(self, when: str, **context: str) -> None:
+        """The model process died: start another, to which everything is to be sent again."""
+        cause = self.process.exit_cause()
         self._metrics.process_died()
-        self._log.error("model process died", worker=self.consumer, how=how, when=when, **about)
+        self._log.error("model process died", worker=self.consumer, how=cause, when=when, **context)
         with self._pipe:
-            for job in self.jobs():
-                job.sent = False
+            for execution in self.executions():
+                execution.sent = False
             self.process.spawn()
         self.process.wait_ready()
         self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
 
-    def drop(self, job: Job) -> None:
-        """The job is committed, or lost to another worker."""
+    def remove(self, execution: Execution) -> None:
+        """The execution is committed, or lost to another worker."""
         self._oldest = None
         with self._changed:
-            self._jobs.remove(job)
+            self._executions.remove(execution)
             now_s = time.monotonic()
-            took_s = job.compute_us / 1e6
-            self._typical_s = took_s if self._typical_s is None else 0.8 * self._typical_s + 0.2 * took_s
+            latest_s = execution.compute_us / 1e6
+            if self._usual_s is None:
+                self._usual_s = latest_s
+            else:
+                self._usual_s += SMOOTHING * (latest_s - self._usual_s)
             self._busy_since_s = now_s
             self._changed.notify_all()
 
-    # --- others --------------------------------------------------------------------------------------------
+    # --- for all -------------------------------------------------------------------------------------------
 
-    def jobs(self) -> list[Job]:
-        """The jobs in hand, oldest first."""
+    def executions(self) -> list[Execution]:
+        """The executions in hand, oldest first."""
         with self._changed:
-            return list(self._jobs)
+            return list(self._executions)
 
-    def held(self) -> list[tuple[str, int]]:
-        """ID and epoch of each batch in hand, for whoever renews the leases."""
-        return [(job.batch.id, job.batch.epoch) for job in self.jobs()]
+    def batches(self) -> list[tuple[str, int]]:
+        """ID and epoch of each batch in hand: what the heartbeat renews."""
+        return [(execution.batch.id, execution.batch.epoch) for execution in self.executions()]
 
     def wait_until_empty(self, timeout_s: float) -> bool:
         """Whether everything in hand was committed within `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+            return self._changed.wait_for(lambda: not self._executions, timeout_s)
 
     def close(self, wait_s: float) -> None:
-        """The process is not replaced any more; it has `wait_s` to unload its model and leave."""
+        """Stop the model process for good; it has `wait_s` to unload its model."""
         self._closing = True
         self.process.close(wait_s)

@@ -1,20 +1,25 @@
-"""The worker service: model processes, each with an intake and a committer beside it, and one heartbeat.
+"""The worker service: a worker process, and a model process for each of its replicas.
 
-    Redis --fetch--> Intake --frame--> [model process] --outcome--> Committer --commit--> Redis
-                        '---------------- Slot ----------------------'
-                                     Heartbeat renews what is in hand
+    worker process, one thread for each loop          | model process: the package model_process
+                                                      |
+    Redis -> fetcher.py ---v                          |
+                  replica.py -> process_handle.py <---|---> main.py -> executor.py -> model.py
+    Redis <- committer.py -^                          |     loader.py finds the user's model
+    Redis <- heartbeat.py                             |
+                                                  frames.py: what crosses the boundary
+    execution.py  a batch in hand, fetch to commit
+    codec.py      bodies -> frames, outcomes -> results
 
-Order of starting: processes load, the model is registered, the heartbeat beats, then the slots take batches.
-Order of stopping (drain): the slots leave, the intakes end, what is in hand is committed, the processes
-unload, the heartbeat stops last.
+Fetcher, replica and committer exist once for each replica, the heartbeat once for all.
+
+Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
+Stop (drain): idle replicas are deregistered, the fetchers end, what is in hand is committed, the processes
+unload their model, the heartbeat ends last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,28 +31,29 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
+from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
-from carpool_worker.fetcher import Intake
-from carpool_worker.heartbeat import Heartbeat
+from carpool_worker.fetcher import Fetcher
+from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.process_handle import ModelLoadError, ModelProcess
-from carpool_worker.replica import Slot
+from carpool_worker.process_handle import ModelLoadError, ProcessHandle
+from carpool_worker.replica import Replica
 
-STUCK_S: Final = 30.0  # no beat takes so long: Redis's timeout is 5 s
+BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
 class Worker:
-    """Serves one model with a process on each of `devices`."""
+    """Serves one model, with a replica on each of `devices`."""
 
     def __init__(
         self,
         url: str,
         keys: Keys,
-        where: str,
+        location: str,
         devices: Sequence[str],
         lease_ms: int,
         metrics: WorkerMetrics,
@@ -57,64 +63,61 @@ class Worker:
         self._keys = keys
         self._lease_ms = lease_ms
         self._clock = RedisClock()
-        name = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._name = name
-        self._slots = [
-            Slot(f"{name}/{replica}", ModelProcess(where, device), self._clock, metrics)
-            for replica, device in enumerate(devices)
+        self._name = new_process_name()
+        self._replicas = [
+            Replica(replica_name(self._name, index), ProcessHandle(location, device), self._clock, metrics)
+            for index, device in enumerate(devices)
         ]
         self._registration: dict[str, str] = {}
-        self._intakes: list[Loop] = []
+        self._fetchers: list[Loop] = []
         self._committers: list[Loop] = []
-        self._hearts: list[Loop] = []
+        self._heartbeats: list[Loop] = []  # one, once it is started
         self._store = self._new_store("control")
-        self._waiting_for = "the model is loading"  # until all has started
+        self._waiting_for = "the model is loading"  # empty once everything is started
         self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
 
     def start(self, stop: threading.Event) -> None:
-        """Load the model in every process, register it once Redis is there, and begin.
+        """Load the model in every process, register it as soon as Redis answers, and take batches.
 
         Raises ModelLoadError. Returns early when `stop` is set.
         """
         started_s = time.monotonic()
-        for slot in self._slots:
-            slot.process.spawn()
-        ready = [slot.process.wait_ready() for slot in self._slots]
-        codecs = [Codec(ready[0]) for _ in self._slots]
-        for slot, codec in zip(self._slots, codecs, strict=True):
-            slot.codec = codec
-        for name, setting in ready[0]["misspelt"].items():
+        for replica in self._replicas:
+            replica.process.spawn()
+        descriptions = [replica.process.wait_ready() for replica in self._replicas]
+        ready = descriptions[0]  # all are of the same model
+        for replica in self._replicas:
+            replica.codec = Codec(ready)
+        for name, setting in ready.misspelt.items():
             self._log.warning("attribute ignored", reason=f"{name} is no setting; did you mean {setting}?")
-        self._registration = encode_registration(ready[0]["settings"], codecs[0].inputs, codecs[0].outputs)
+        self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs)
         self._heartbeat = Heartbeat(
-            self._slots, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
+            self._replicas, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
         )
-        if not self._registered(stop):
+        if not self._wait_for_redis(stop):
             return
-        heart = Loop("heartbeat", self._heartbeat.run_once, self._reporter("heartbeat"))
-        self._hearts.append(heart)
-        heart.start()
-        for slot in self._slots:
-            self._start_slot(slot)
+        self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
+        for replica in self._replicas:
+            self._start_replica(replica)
         self._waiting_for = ""
         self._log.info(
             "worker ready",
             worker=self._name,
-            processes=len(self._slots),
-            devices=",".join(slot.process.device for slot in self._slots),
+            processes=len(self._replicas),
+            devices=",".join(replica.process.device for replica in self._replicas),
             load_s=round(time.monotonic() - started_s, 2),
             **self._registration,
         )
 
-    def _registered(self, stop: threading.Event) -> bool:
-        """Register, and beat once, as soon as Redis answers; False when told to stop before."""
+    def _wait_for_redis(self, stop: threading.Event) -> bool:
+        """Register and beat once, as soon as Redis permits it. False if `stop` was set before."""
         while not stop.is_set():
             try:
                 self._store.register(self._registration)
                 self._heartbeat.beat()
-            except (UnavailableError, CommandError) as error:  # away, or full, or not for us yet
+            except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
                 self._metrics.error(error)
                 self._waiting_for = str(error)
                 self._log.warning("waiting for Redis", reason=str(error))
@@ -123,95 +126,106 @@ class Worker:
                 return True
         return False
 
-    def _start_slot(self, slot: Slot) -> None:
-        committer = Committer(slot, self._new_store("commit"), self._metrics)
-        intake = Intake(slot, self._new_store("intake"), self._lease_ms, self._register, self._metrics)
-        for loops, agent in ((self._committers, committer), (self._intakes, intake)):
-            name = f"{type(agent).__name__.lower()} {slot.consumer}"
-            loop = Loop(name, agent.run_once, self._reporter(name))
-            loops.append(loop)
-            loop.start()
-        self._store.join(slot.consumer, self._lease_ms)
+    def _start_replica(self, replica: Replica) -> None:
+        committer = Committer(replica, self._new_store("commit"), self._metrics)
+        fetcher = Fetcher(replica, self._new_store("fetch"), self._lease_ms, self._register, self._metrics)
+        self._start_loop(self._committers, f"committer {replica.consumer}", committer.run_once)
+        self._start_loop(self._fetchers, f"fetcher {replica.consumer}", fetcher.run_once)
+        self._store.join(replica.consumer, self._lease_ms)
+
+    def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:
+        loop = Loop(name, run_once, self._on_error(name))
+        loops.append(loop)
+        loop.start()
 
     def _new_store(self, role: str) -> WorkerStore:
         return WorkerStore(Link(self._url, name=f"{self._name}:{role}"), self._keys, self._clock)
 
     def _register(self, store: WorkerStore) -> None:
         store.register(self._registration)
-        for slot in self._slots:
-            store.join(slot.consumer, self._lease_ms)
+        for replica in self._replicas:
+            store.join(replica.consumer, self._lease_ms)
 
-    def _reporter(self, loop: str) -> Callable[[Exception], None]:
+    def _on_error(self, loop: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
             self._metrics.error(error)
             if isinstance(error, ModelLoadError):
                 self._log.error("model cannot be loaded again", reason=str(error), trace=error.trace)
                 self.failed.set()
             else:
-                self._log.warning("trying again", loop=loop, reason=str(error), kind=type(error).__name__)
+                self._log.warning(
+                    "loop failed, retrying", loop=loop, reason=str(error), kind=type(error).__name__
+                )
 
         return report
 
-    # --- how it is -----------------------------------------------------------------------------------------
+    # --- health --------------------------------------------------------------------------------------------
 
     def unhealthy(self) -> list[str]:
-        """What only a restart would mend: a loop that ended, or a heart that does not beat. A committer may
-        wait for its model for as long as that takes."""
+        """What only a restart can repair: a loop that ended, or a heartbeat that hangs.
+
+        A committer is allowed to wait for its model without a limit.
+        """
+        if self._draining:
+            return []
         ended = [f"{loop.name}: ended" for loop in self._loops() if not loop.alive]
-        stopped = [
-            f"{heart.name}: hangs for {heart.silent_s:.0f} s"
-            for heart in self._hearts
-            if heart.silent_s > self._lease_ms / 3000 + STUCK_S
+        silent_s_max = self._lease_ms / 1000 / BEATS_PER_LEASE + BEAT_S_MAX
+        hanging = [
+            f"{loop.name}: hangs for {loop.silent_s:.0f} s"
+            for loop in self._heartbeats
+            if loop.silent_s > silent_s_max
         ]
-        return [] if self._draining else ended + stopped
+        return ended + hanging
 
     def unready(self) -> list[str]:
-        """Why no batches are executed now."""
+        """Why no batches are executed now; empty if they are."""
         if self._draining:
             return ["draining"]
         if self._waiting_for:
             return [self._waiting_for]
-        failing = [f"{loop.name}: {loop.failing}" for loop in self._loops() if loop.failing]
-        for slot in self._slots:
-            if not slot.process.alive:
-                failing.append(f"{slot.consumer}: its process ended")
-            elif not slot.process.ready:
-                failing.append(f"{slot.consumer}: its process was replaced, and is loading the model")
-        return failing
+        reasons = [f"{loop.name}: {loop.failing}" for loop in self._loops() if loop.failing]
+        for replica in self._replicas:
+            if not replica.process.alive:
+                reasons.append(f"{replica.consumer}: its model process ended")
+            elif not replica.process.ready:
+                reasons.append(f"{replica.consumer}: its model process was replaced and is loading the model")
+        return reasons
 
     def _loops(self) -> list[Loop]:
-        return [*self._hearts, *self._intakes, *self._committers]
+        return [*self._heartbeats, *self._fetchers, *self._committers]
 
-    # --- the end -------------------------------------------------------------------------------------------
+    # --- stopping ------------------------------------------------------------------------------------------
 
     def drain(self, within_s: float) -> bool:
-        """Take nothing new, finish what is in hand, leave. Whether everything was committed in time."""
+        """Take no new batches, finish what is in hand, stop. Returns whether all was committed in time."""
         self._draining = True
         until_s = time.monotonic() + within_s
-        for loop in self._intakes:
+        for loop in self._fetchers:
             loop.stop()
-        for _ in self._hearts:  # it beats if it ever began to
+        if self._heartbeats:
             self._heartbeat.drain()
-        self._leave([slot for slot in self._slots if not slot.held()])
-        for loop in self._intakes:
+        self._deregister([replica for replica in self._replicas if not replica.batches()])
+        for loop in self._fetchers:
             loop.join(max(0.1, until_s - time.monotonic()))
-        emptied = [slot.wait_until_empty(max(0.1, until_s - time.monotonic())) for slot in self._slots]
+        emptied = [
+            replica.wait_until_empty(max(0.1, until_s - time.monotonic())) for replica in self._replicas
+        ]
         clean = all(emptied)
         for loop in self._committers:
             loop.stop()
-        for slot in self._slots:
-            slot.close(wait_s=max(0.5, until_s - time.monotonic()) if clean else 0.0)
+        for replica in self._replicas:
+            replica.close(wait_s=max(0.5, until_s - time.monotonic()) if clean else 0.0)
         for loop in self._committers:
             loop.join(1.0)
-        for loop in self._hearts:
+        for loop in self._heartbeats:
             loop.stop()
             self._heartbeat.stop()
             loop.join(1.0)
-        self._leave(self._slots)
-        self._log.info("worker left", worker=self._name, clean=clean)
+        self._deregister(self._replicas)
+        self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _leave(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            with contextlib.suppress(UnavailableError):  # then the lease runs out by itself
-                self._store.leave(slot.consumer)
+    def _deregister(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            with contextlib.suppress(UnavailableError):  # then its lease runs out
+                self._store.leave(replica.consumer)

@@ -1,4 +1,4 @@
-"""Carpool: requests share the ride. See README.md; a producer needs only `Client` or `AsyncClient`."""
+"""Carpool: dynamic batching for models, over Redis streams. Producers need only `Client` or `AsyncClient`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClient", "CarpoolError", "Client", "Reply", "TensorSpec"]
 
-# Found when first used: a model process must not pay for a Redis client that it never talks to.
-_HOMES: Final = {
+# Imported on first use: a model process must not pay for a Redis client that it never needs.
+_MODULES: Final = {
     "AsyncClient": "carpool.client",
     "Client": "carpool.client",
     "Reply": "carpool.client",
@@ -23,10 +23,10 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'carpool' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_MODULES]

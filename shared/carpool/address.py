@@ -1,14 +1,14 @@
-"""Redis's address as text."""
+"""The address of Redis, for logs and error messages."""
 
 from __future__ import annotations
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be logged. redis-py takes a password in the query too, so that is left out."""
+    """The URL without credentials, and without its query, where redis-py accepts a password too."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, rest = "", url
-    who, _, place = rest.rpartition("@")
-    if "?" in who:  # a ? in a password, or an @ in a query: where the password ends is anyone's guess
-        place = "..."
-    return f"{scheme}{separator}{place.partition('?')[0]}"
+    credentials, _, host = rest.rpartition("@")
+    if "?" in credentials:  # a ? in a password, or an @ in the query: the end of the password is unknown
+        host = "..."
+    return f"{scheme}{separator}{host.partition('?')[0]}"

@@ -1,7 +1,7 @@
-"""What can go wrong, as a status (gRPC's canonical names) and as a Python exception for each.
+"""How a request can fail: statuses, with gRPC's canonical names, and a Python exception for each.
 
-A status travels in a result's envelope; `error_for` turns it into the exception a Python producer catches.
-A model raises or returns these same exceptions to fail one request with a status of its own choosing.
+The status is part of a result's envelope. For Python producers, `error_for` turns it into the exception. A
+model raises or returns one of these exceptions to fail a single request with the status of its choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_FOUND: Final = "NOT_FOUND"
 
 
 class CarpoolError(Exception):
-    """A request that did not end in a result. `detail` is a sentence for a person."""
+    """A request ended without a result. `detail` is a sentence for a person."""
 
     status = INTERNAL
 
@@ -35,13 +35,13 @@ class CarpoolError(Exception):
 
 
 class InvalidArgumentError(CarpoolError):
-    """The request could not be understood, or the model refused its body."""
+    """The request could not be understood, or the model rejected its body."""
 
     status = INVALID_ARGUMENT
 
 
 class DeadlineExceededError(CarpoolError, TimeoutError):
-    """The expiration passed, or the client's timeout did, before there was a result."""
+    """The request expired, or the client's timeout ended, before there was a result."""
 
     status = DEADLINE_EXCEEDED
 
@@ -59,13 +59,13 @@ class CancelledRequestError(CarpoolError):
 
 
 class InternalError(CarpoolError):
-    """The model raised on this request, or returned what cannot be sent."""
+    """The model raised an exception for this request, or returned a value that cannot be sent."""
 
     status = INTERNAL
 
 
 class AbortedError(CarpoolError):
-    """The request ended its worker's process twice and is now a dead letter."""
+    """A model process died twice while it executed the request, which is now a dead letter."""
 
     status = ABORTED
 
@@ -77,7 +77,7 @@ class UnavailableError(CarpoolError, ConnectionError):
 
 
 class UnimplementedError(CarpoolError):
-    """The request asks for what this version does not do."""
+    """The request asks for something that this version does not support."""
 
     status = UNIMPLEMENTED
 
@@ -105,7 +105,7 @@ _BY_STATUS: Final[dict[str, type[CarpoolError]]] = {
 
 
 def error_for(status: str, detail: str, correlation_id: str | None = None) -> CarpoolError:
-    """The exception of `status`; a status this version does not know is an InternalError that names it."""
+    """The exception of a status. One that this version does not know is an InternalError that names it."""
     kind = _BY_STATUS.get(status)
     if kind is None:
         return InternalError(f"unknown status {status}: {detail}", correlation_id=correlation_id)

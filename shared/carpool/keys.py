@@ -1,5 +1,8 @@
-"""The name of every key. All keys of one model share the hash tag `{MODEL}`: one script may touch them all,
-and Redis Cluster keeps them on one node."""
+"""The name of every key.
+
+All keys of one model share the hash tag `{MODEL}`. So Redis Cluster keeps them on one node, and one script
+may use several of them.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +35,23 @@ class Keys:
                 "starting with a letter or digit"
             )
 
-    def _of(self, what: str) -> str:
-        return f"{self.prefix}:{{{self.model}}}:{what}"
+    def _of(self, name: str) -> str:
+        return f"{self.prefix}:{{{self.model}}}:{name}"
 
     @property
     def requests(self) -> str:
-        """Stream: the requests that wait. XLEN is the queue's depth."""
+        """Stream: the waiting requests. XLEN is the depth of the queue."""
         return self._of("requests")
 
     @property
     def batches(self) -> str:
-        """Stream with the group `workers`: batches in flight. XLEN is what is in flight."""
+        """Stream with the consumer group `workers`: the batches in flight."""
         return self._of("batches")
 
     @property
     def settled(self) -> str:
-        """Stream, trimmed: an entry for each committed batch, one of size 0 for a worker that is ready."""
+        """Stream, trimmed: an entry for each settled batch, and one of size 0 when a model process joins or
+        leaves."""
         return self._of("settled")
 
     @property
@@ -62,7 +66,7 @@ class Keys:
 
     @property
     def config(self) -> str:
-        """Hash: settings that an operator put in the place of the registered ones."""
+        """Hash: an operator's overrides of registered settings."""
         return self._of("config")
 
     @property
@@ -76,26 +80,26 @@ class Keys:
         return self._of("batcher")
 
     @property
-    def status(self) -> str:
-        """String that expires: what the active batcher says of itself, JSON, about once a second."""
+    def report(self) -> str:
+        """String that expires: the active batcher's report, JSON (`carpool:{MODEL}:status`)."""
         return self._of("status")
 
     @property
     def order(self) -> str:
-        """List: the slots of requests whose results are to come in order, until they did."""
+        """List: the tickets of requests whose results come in order, until they are delivered."""
         return self._of("order")
 
     @property
     def held(self) -> str:
-        """Hash: for each slot where its request is, or its result, held until those before it are done."""
+        """Hash: for each of these tickets where its request is, or its withheld result."""
         return self._of("held")
 
     def result(self, correlation_id: str) -> str:
-        """List that expires: one request's result, when it named no `reply_to`."""
+        """List that expires: the result of one request that named no `reply_to`."""
         return self._of(f"result:{correlation_id}")
 
     def replies(self, name: str) -> str:
-        """Stream that expires: results of all requests that named `reply_to NAME`."""
+        """Stream that expires: the results of all requests that named `reply_to NAME`."""
         return self._of(f"replies:{name}")
 
     def progress(self, batch_id: str) -> str:

@@ -1,4 +1,4 @@
-"""How Carpool's processes start, stop and die: never an orphan, never a thread that ended unnoticed."""
+"""Starting and stopping processes and threads: no child is orphaned, and no thread ends unnoticed."""
 
 from __future__ import annotations
 
@@ -16,56 +16,58 @@ from typing import Final, NoReturn
 
 _ON_LINUX: Final = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
-_ORPHANED: Final = 1  # the exit status; whoever would have read it is gone
+_EXIT_STATUS_ORPHANED: Final = 1
 
 
-# --- Children that do not outlive their parent
+# --- children that do not outlive their parent --------------------------------------------------------------
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
-    """Ties the calling process to its parent's life; a child calls it first thing in its main.
+    """End the calling process when its parent ends. A child calls this first in its main.
 
-    A parent killed by SIGKILL, or by the kernel for memory, has no chance to stop its children, and a worker
-    left behind would go on taking requests that nobody supervises. So the child sees to it. Give the parent's
-    pid where it is known: only with it does a child notice that the parent died before this call.
+    A parent killed by SIGKILL, or by the kernel for lack of memory, cannot stop its children, and an orphaned
+    worker would go on fetching batches without supervision. Pass the parent's pid where it is known:
+    otherwise the child does not notice a parent that ended before this call.
 
-    The kernel's signal follows the *thread* that started the child: children must be started by a thread
-    that lives as long as its process, in practice the main thread.
+    On Linux the child ends with the *thread* that started it, so start children from a thread that lives as
+    long as its process, in practice the main thread.
     """
     parent = os.getppid() if expected_parent_pid is None else expected_parent_pid
     if _ON_LINUX:
-        _ask_kernel_to_kill_us_when_the_parent_dies()
+        _request_kill_on_parent_death()
     else:
         threading.Thread(target=_watch_parent, args=(parent,), name="parent-watch", daemon=True).start()
     if os.getppid() != parent:
-        os._exit(_ORPHANED)
+        os._exit(_EXIT_STATUS_ORPHANED)
 
 
-def _ask_kernel_to_kill_us_when_the_parent_dies() -> None:
+def _request_kill_on_parent_death() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: we would outlive our parent")
+        raise OSError(
+            ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: the process would outlive its parent"
+        )
 
 
 def _watch_parent(parent: int) -> NoReturn:
-    """Systems without PR_SET_PDEATHSIG: an orphan is adopted, so its parent's pid changes."""
+    """For systems without PR_SET_PDEATHSIG: an orphan gets another parent, so `getppid` changes."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(_ORPHANED)
+    os._exit(_EXIT_STATUS_ORPHANED)
 
 
 def command_that_dies_with_parent(argv: Sequence[str]) -> list[str]:
-    """The command line that runs a foreign program, `argv`, tied to the life of the process calling this.
+    """The command line that runs another program, `argv`, so that it ends when the calling process ends.
 
-    The program is not ours to call `die_with_parent`, so a few lines of Python do and then become the
-    program: the pid is the program's, and what was asked of the kernel survives exec. The child must be
-    started by a thread that lives as long as its process, for the reason `die_with_parent` gives.
+    The program cannot call `die_with_parent`, so a few lines of Python do the same and then exec the
+    program: it keeps the pid, and the request to the kernel survives exec. Start it from a thread that lives
+    as long as its process, for the reason given at `die_with_parent`.
     """
     launcher = _LAUNCH_ON_LINUX if _ON_LINUX else _LAUNCH_ELSEWHERE
     return [sys.executable, "-I", "-S", "-c", launcher, str(os.getpid()), *argv]
 
 
-# Python ignores SIGPIPE, and what is ignored stays ignored across exec: the program gets the default back.
-_BECOME_THE_PROGRAM: Final = """
+# Python ignores SIGPIPE, and ignored signals stay ignored across exec, so the default is restored.
+_EXEC_PROGRAM: Final = """
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 os.execvp(program[0], program)
 """
@@ -76,14 +78,14 @@ parent, program = int(sys.argv[1]), sys.argv[2:]
 if ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG) failed: " + program[0] + " would outlive its parent")
 if os.getppid() != parent:
-    sys.exit({_ORPHANED})
-{_BECOME_THE_PROGRAM}"""
+    sys.exit({_EXIT_STATUS_ORPHANED})
+{_EXEC_PROGRAM}"""
 
-# Elsewhere a grandchild, which init adopts, watches both and ends the program when the parent has gone.
+# Elsewhere a grandchild, which init adopts, watches both, and kills the program when the parent has ended.
 _LAUNCH_ELSEWHERE: Final = f"""
 import os, signal, sys, time
 parent, program = int(sys.argv[1]), sys.argv[2:]
-def watch(us):
+def watch(program_pid):
     def exists(pid):
         try:
             os.kill(pid, 0)
@@ -93,48 +95,51 @@ def watch(us):
     os.setsid()
     os.closerange(0, 256)
     while exists(parent):
-        if not exists(us):
+        if not exists(program_pid):
             return
         time.sleep(0.5)
-    os.kill(us, signal.SIGKILL)
-us, child = os.getpid(), os.fork()
+    os.kill(program_pid, signal.SIGKILL)
+program_pid, child = os.getpid(), os.fork()
 if child == 0:
     if os.fork() == 0:
         try:
-            watch(us)
+            watch(program_pid)
         except ProcessLookupError:
             pass
     os._exit(0)
 os.waitpid(child, 0)
-{_BECOME_THE_PROGRAM}"""
+{_EXEC_PROGRAM}"""
 
 
 def collect_garbage_rarely() -> None:
-    """For services, once they are set up: what they handle has no cycles, and looking for some in every 700
-    objects takes a fifth of a worker's time."""
+    """Run the garbage collector rarely from now on; for services, after their set-up.
+
+    What they handle has no reference cycles, and the default, a collection every 700 objects, takes a fifth
+    of a worker's time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
-# --- Being asked to stop
+# --- signals that stop a service --------------------------------------------------------------------------
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set; to be called from the main thread, once.
+    """An event that SIGTERM and SIGINT set. Call it once, from the main thread.
 
-    Ctrl-C when a stop was already asked for exits at once, with 130: a person is waiting. A further SIGTERM
-    does not: Ctrl-C reaches every process of the terminal, and the supervisor's SIGTERM follows it to those
-    it started, which must still be left the time to finish.
+    SIGINT (Ctrl-C) while the process is stopping ends it at once with status 130, because a person is
+    waiting. A further SIGTERM does not: Ctrl-C reaches all processes of the terminal, and the supervisor then
+    sends SIGTERM to those it started, which still need time to finish.
     """
     stopping = False
     stop = threading.Event()
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+    signals: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def relay() -> None:
         # The handler may interrupt the main thread inside `stop.wait()`, which holds the lock that
-        # `stop.set()` takes. `SimpleQueue.put` is reentrant, so another thread does the setting.
-        asked.get()
+        # `stop.set()` needs. `SimpleQueue.put` is reentrant, so the handler lets this thread set the event.
+        signals.get()
         stop.set()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -142,7 +147,7 @@ def stop_on_signals() -> threading.Event:
         if stopping and number == signal.SIGINT:
             os._exit(128 + signal.SIGINT)
         stopping = True
-        asked.put(None)
+        signals.put(None)
 
     threading.Thread(target=relay, name="stop-signals", daemon=True).start()
     signal.signal(signal.SIGTERM, handle)
@@ -150,20 +155,20 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
-# --- Threads that go on
+# --- threads that survive errors ----------------------------------------------------------------------------
 
 
 class Loop:
-    """A thread that calls `run_once` again and again until it is asked to stop.
+    """A thread that calls `run_once` repeatedly until `stop` is called.
 
-    What `run_once` raises goes to `on_error` and the loop goes on: a thread that ends unnoticed leaves a
-    process that looks alive and does nothing. While errors follow each other the calls are spaced out, from
-    50 ms to 2 s, so that a Redis that is away is neither hammered nor the log flooded. `failing` is what the
-    last call raised, None once one went well.
+    An exception of `run_once` goes to `on_error`, and the loop continues: if its thread ended, the process
+    would look alive and do nothing. The pause after an error doubles with each error in a row, from 50 ms to
+    2 s, so that an unreachable Redis causes neither a flood of connections nor of log lines. `failing` is the
+    error of the last call; None if it succeeded.
     """
 
-    _FIRST_PAUSE_S: Final = 0.05
-    _LONGEST_PAUSE_S: Final = 2.0
+    _PAUSE_MIN_S: Final = 0.05
+    _PAUSE_MAX_S: Final = 2.0
 
     def __init__(
         self, name: str, run_once: Callable[[], None], on_error: Callable[[Exception], None]
@@ -172,20 +177,20 @@ class Loop:
         self._on_error = on_error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._turned_s = time.monotonic()
+        self._last_call_s = time.monotonic()
         self.name = name
         self.failing: str | None = None
 
     def start(self) -> None:
-        """Starts the thread, once. After `stop` it ends without having called `run_once`."""
+        """Start the thread; may be called once. After `stop`, it ends without a call of `run_once`."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks the loop to end after the call under way; at any time, any number of times."""
+        """End the loop after the current call. May be called at any time and repeatedly."""
         self._stop.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits for the thread to end, and says whether it has. One that never started has."""
+        """Wait for the thread to end. Whether it has; true if it was never started."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self.alive
@@ -196,8 +201,8 @@ class Loop:
 
     @property
     def silent_s(self) -> float:
-        """How long ago a call of `run_once` ended, well or not; or the loop was made, if none has."""
-        return time.monotonic() - self._turned_s
+        """Time since the last call of `run_once` ended, or since construction if none has."""
+        return time.monotonic() - self._last_call_s
 
     def _run(self) -> None:
         pause_s = 0.0
@@ -206,17 +211,17 @@ class Loop:
                 self._run_once()
                 pause_s, self.failing = 0.0, None
             except (Exception, SystemExit) as error:
-                pause_s = min(max(2 * pause_s, self._FIRST_PAUSE_S), self._LONGEST_PAUSE_S)
+                pause_s = min(max(2 * pause_s, self._PAUSE_MIN_S), self._PAUSE_MAX_S)
                 self.failing = str(error) or type(error).__name__
                 self._report(error)
-            self._turned_s = time.monotonic()
+            self._last_call_s = time.monotonic()
 
     def _report(self, error: Exception | SystemExit) -> None:
-        if isinstance(error, SystemExit):  # which would end this thread, and only this thread, in silence
+        if isinstance(error, SystemExit):  # it would end only this thread, and without a message
             error = RuntimeError(f"sys.exit({error.code!r}) was called in the thread {self._thread.name}")
         try:
             self._on_error(error)
-        except Exception as worse:  # on_error's own failure ends nothing either; Python prints it
+        except Exception as second:  # an error of on_error itself is printed, and the loop continues
             threading.excepthook(
-                threading.ExceptHookArgs((type(worse), worse, worse.__traceback__, self._thread))
+                threading.ExceptHookArgs((type(second), second, second.__traceback__, self._thread))
             )

@@ -1,4 +1,4 @@
-"""Logs: JSON lines on standard error, readable where that is a terminal. Never a request's payload."""
+"""Logs: JSON lines on standard error, or readable lines if that is a terminal. Bodies are never logged."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import structlog
 
 
 def configure_logs(level: str, service: str) -> None:
-    """Set up structlog for this process; `service` is on every line."""
-    readable = sys.stderr.isatty()
+    """Set up structlog for this process. `service` is added to every line."""
+    is_terminal = sys.stderr.isatty()
 
-    def name_service(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
+    def add_service(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
         return {"service": service, **event}
 
     structlog.configure(
         processors=[
-            name_service,
+            add_service,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if readable else "iso", utc=not readable),
-            *([] if readable else [structlog.processors.format_exc_info]),  # the console shows it by itself
+            structlog.processors.TimeStamper(
+                fmt="%H:%M:%S.%f" if is_terminal else "iso", utc=not is_terminal
+            ),
+            *([] if is_terminal else [structlog.processors.format_exc_info]),  # the console renderer does it
             structlog.dev.ConsoleRenderer(pad_event_to=24)
-            if readable
+            if is_terminal
             else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),

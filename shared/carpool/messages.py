@@ -1,4 +1,4 @@
-"""What travels: requests, the entries that carry them, batches, and results. Data only, no I/O.
+"""Requests, the entries that carry them, batches and results. Data only, no I/O.
 
 Times are integers in microseconds (`_us`) or milliseconds (`_ms`) on Redis's clock: an entry's ID begins with
 the millisecond at which Redis accepted it, and no other host's clock decides anything.
@@ -25,8 +25,9 @@ PRIORITY_LEVELS: Final = 10
 class Entry:
     """One entry of the request stream, and the requests in it that still wait.
 
-    Mutable on purpose: when a dispatch takes only some of a packed entry's requests, the rest go back under a
-    new ID. Each request points at its entry, so they need not be told.
+    `wire.requests.decode_entry` fills it. From then on only the batcher's EntryTable changes `id` and
+    `requests`, after a script changed the entry in Redis: when only some of its requests are dispatched or
+    refused, the others are put back under a new ID. Requests refer to their entry, so they follow.
     """
 
     id: str
@@ -36,8 +37,9 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One producer's unit of work, as it waits. Compared by identity; not changed after it was admitted.
+    """One producer's unit of work, while it waits. Compared by identity.
 
+    Not changed after it was decoded, except for `ticket`, which the batcher sets when it admits the request.
     (Not `frozen=True`: that alone costs 1 µs a request.)
     """
 
@@ -53,7 +55,7 @@ class Request:
     cost: int = 1
     extra: Mapping[str, bytes] | None = None
     tenant: str = ""
-    ticket: str | None = None  # its place in the order of results, where that is preserved
+    ticket: str | None = None  # its place in the order of results, if that is preserved
 
 
 DispatchReason = Literal["full", "preferred", "deadline", "efficient", "delay", "idle"]
@@ -62,8 +64,8 @@ DispatchReason = Literal["full", "preferred", "deadline", "efficient", "delay", 
 class Dispatch(NamedTuple):
     """Requests to be dispatched together as one batch, and why.
 
-    `undated`: those of them that have no deadline once in flight, because they are to be served although they
-    expire (`expiration_action` is delay, or they were late already).
+    `undated`: those that have no deadline in flight, because they are to be executed even if they are late
+    (`expiration_action` is delay, or they were late already).
     """
 
     requests: list[Request]
@@ -77,14 +79,14 @@ class Dispatch(NamedTuple):
 
 
 class Withdrawal(NamedTuple):
-    """A producer takes back requests that wait, named by correlation ID."""
+    """A producer withdraws waiting requests, by their correlation IDs."""
 
     entry: Entry
     correlation_ids: frozenset[str]
 
 
 class BatchedRequest(NamedTuple):
-    """A request on its ride. The order of the fields is the order on the wire."""
+    """A request in a batch. The order of the fields is the order on the wire."""
 
     entry_id: str
     correlation_id: str
@@ -98,7 +100,7 @@ class BatchedRequest(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Requests dispatched together, as a worker takes them. `epoch` is the delivery count, from 1."""
+    """Requests dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1."""
 
     id: str
     epoch: int
@@ -110,7 +112,7 @@ class Batch(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One request's outcome. `body` is bytes of `content_type`; None unless `status` is OK."""
+    """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK."""
 
     correlation_id: str
     status: str = OK
@@ -123,8 +125,10 @@ class Result(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A request that is answered without being dispatched, and where to. `reason` is one word of few, to
-    count by; `detail` is a sentence for its producer."""
+    """The answer to a request that is not dispatched.
+
+    `reason` is one of a few fixed words, which metrics count by; `detail` is a sentence for the producer.
+    """
 
     entry: Entry
     correlation_id: str
@@ -133,11 +137,11 @@ class Refusal(NamedTuple):
     status: str
     reason: str
     detail: str
-    request: Request | None = None  # None where it could not be understood
+    request: Request | None = None  # None if it could not be decoded
 
 
 class DeadLetter(NamedTuple):
-    """A request given up, as it came, with the reason and how often it was started."""
+    """A request that was given up, as it arrived, with the reason and how often its execution was started."""
 
     request: BatchedRequest
     reason: str
@@ -145,7 +149,7 @@ class DeadLetter(NamedTuple):
 
 
 class BatchSettled(NamedTuple):
-    """What the batcher learns of a committed batch. `compute_us` is 0 where no request of it was computed."""
+    """A batch was committed. `compute_us` is 0 if none of its requests was executed."""
 
     batch_id: str
     worker: str

@@ -1,7 +1,8 @@
-"""How a model wants its requests batched: every setting once, with what it may be and what it means.
+"""The settings of a model: each with its default, its valid values and its meaning.
 
-A model declares them as attributes, its workers register them as text in a hash, and an operator's word goes
-before both. What makes no sense is a ValueError that names the setting and says what would be right.
+A model declares settings as attributes, its workers register them as text in a Redis hash, and an operator
+may override any of them with `carpool config`. An invalid value is a ValueError that names the setting, the
+value and what is valid.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, Final, NamedTuple, Self
 
 from carpool.messages import PRIORITY_LEVELS
 
-_MOST: Final = 1 << 53
-_NOTHING: Final = ("", "none", "null")
+_NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
+_TEXTS_FOR_NONE: Final = ("", "none", "null")
 
 
 class Kind(NamedTuple):
-    """What a setting may be. `read` takes a value or its text and raises ValueError; `show` is its text."""
+    """A type of settings. `read` takes a value or its text, and raises ValueError; `show` makes the text."""
 
     read: Callable[[Any], Any]
     show: Callable[[Any], str] = str
@@ -32,14 +33,14 @@ def _setting(default: Any, kind: Kind, meaning: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
-# --- what a setting may be ---------------------------------------------------------------------------------
+# --- types of settings -------------------------------------------------------------------------------------
 
 
-def _whole(lowest: int) -> Kind:
+def _integer(lowest: int) -> Kind:
     def read(value: Any) -> int:
-        number = _float(value)
-        if number is None or not number.is_integer() or not lowest <= number < _MOST:
-            raise ValueError(f"must be a number, {lowest} or more")
+        number = _to_float(value)
+        if number is None or not number.is_integer() or not lowest <= number < _NUMBER_MAX:
+            raise ValueError(f"must be a whole number, {lowest} or more")
         return int(number)
 
     return Kind(read)
@@ -47,15 +48,15 @@ def _whole(lowest: int) -> Kind:
 
 def _number(lowest: float) -> Kind:
     def read(value: Any) -> float:
-        number = _float(value)
-        if number is None or not lowest <= number < _MOST:
+        number = _to_float(value)
+        if number is None or not lowest <= number < _NUMBER_MAX:
             raise ValueError(f"must be a number, {lowest:g} or more")
         return int(number) if number.is_integer() else number
 
     return Kind(read)
 
 
-def _float(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -64,13 +65,13 @@ def _float(value: Any) -> float | None:
         return None
 
 
-def _says_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in _TEXTS_FOR_NONE)
 
 
-def _or_none(kind: Kind) -> Kind:
+def _optional(kind: Kind) -> Kind:
     def read(value: Any) -> Any:
-        if _says_nothing(value):
+        if _is_none(value):
             return None
         try:
             return kind.read(value)
@@ -90,51 +91,52 @@ def _choice(*names: str) -> Kind:
 
 
 def _read_flag(value: Any) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    flags = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if isinstance(value, bool):
         return value
-    if str(value).lower() not in words:
+    if str(value).lower() not in flags:
         raise ValueError("must be true or false")
-    return words[str(value).lower()]
+    return flags[str(value).lower()]
 
 
 def _read_sizes(value: Any) -> tuple[int, ...]:
-    if _says_nothing(value):
+    if _is_none(value):
         return ()
     items = value.replace(",", " ").split() if isinstance(value, str) else value
     try:
-        if isinstance(items, bytes):  # which are numbers too
+        if isinstance(items, bytes):  # iterating over bytes gives integers
             raise TypeError
-        return tuple(sorted({_whole(1).read(item) for item in items}))
+        return tuple(sorted({_integer(1).read(item) for item in items}))
     except (TypeError, ValueError):
-        raise ValueError("must be sizes, 1 or more, as in 4,8,16") from None
+        raise ValueError("must be batch sizes, 1 or more each, as in 4,8,16") from None
 
 
 WEIGHT: Final = _number(0.001)
 
 
 def _read_weights(value: Any) -> Mapping[str, float]:
-    if _says_nothing(value):
+    if _is_none(value):
         return MappingProxyType({})
     try:
-        if isinstance(value, str):  # the last colon counts: a tenant may have some in its name
+        if isinstance(value, str):  # split at the last colon: the name of a tenant may contain colons
             value = dict(item.rsplit(":", 1) for item in value.replace(",", " ").split())
         weights = {str(name): float(WEIGHT.read(weight)) for name, weight in value.items()}
     except (AttributeError, ValueError):
-        raise ValueError("must be weights of tenants, 0.001 or more, as in gold:4,silver:2") from None
+        raise ValueError("must be weights of tenants, 0.001 or more each, as in gold:4,silver:2") from None
     return MappingProxyType(weights)
 
 
 def _read_policy(value: Any) -> str:
     if value not in POLICIES and not (isinstance(value, str) and all(value.rpartition(":"))):
-        raise ValueError(f"must be {' or '.join(POLICIES)}, or module:Name of a batcher's --policies")
+        raise ValueError(f"must be {' or '.join(POLICIES)}, or a module:Name from the batcher's --policies")
     return str(value)
 
 
 FLAG: Final = Kind(_read_flag, lambda value: str(value).lower())
 SIZES: Final = Kind(_read_sizes, lambda value: ",".join(map(str, value)))
 WEIGHTS: Final = Kind(
-    _read_weights, lambda weights: ",".join(f"{name}:{WEIGHT.read(one)}" for name, one in weights.items())
+    _read_weights,
+    lambda weights: ",".join(f"{name}:{WEIGHT.read(weight)}" for name, weight in weights.items()),
 )
 EXPIRATION_ACTION: Final = _choice("reject", "delay")
 POLICIES: Final = ("eager", "deferred")
@@ -146,29 +148,35 @@ POLICY: Final = Kind(_read_policy)
 
 @dataclass(frozen=True, slots=True)
 class PriorityPolicy:
-    """What holds for one priority instead of the model's own; None: the model's own holds."""
+    """Settings of one priority, which replace the model's. None: the model's setting applies."""
 
-    max_queue_size: int | None = _setting(None, _or_none(_whole(1)), "requests of this priority that wait")
-    default_expiration_ms: int | None = _setting(
-        None, _or_none(_whole(1)), "when one expires that says nothing"
+    max_queue_size: int | None = _setting(
+        None, _optional(_integer(1)), "most requests of this priority that may wait"
     )
-    allow_expiration_override: bool | None = _setting(None, _or_none(FLAG), "whether a request may say when")
-    expiration_action: str | None = _setting(None, _or_none(EXPIRATION_ACTION), "reject, or delay")
+    default_expiration_ms: int | None = _setting(
+        None, _optional(_integer(1)), "expiration of requests of this priority that set none"
+    )
+    allow_expiration_override: bool | None = _setting(
+        None, _optional(FLAG), "whether requests of this priority may set their own expiration"
+    )
+    expiration_action: str | None = _setting(
+        None, _optional(EXPIRATION_ACTION), "what happens to expired requests of this priority"
+    )
 
 
 def _read_policies(value: Any) -> Mapping[int, PriorityPolicy]:
     try:
-        given = {} if _says_nothing(value) else json.loads(value) if isinstance(value, str) else value
-        policies = {int(level): _policy(policy) for level, policy in given.items()}
+        given = {} if _is_none(value) else json.loads(value) if isinstance(value, str) else value
+        policies = {int(level): _priority_policy(policy) for level, policy in given.items()}
     except (TypeError, AttributeError, ValueError) as error:
         example = '{"0": {"max_queue_size": 100, "expiration_action": "delay"}}'
-        raise ValueError(f"must be settings by priority, as in {example} ({error})") from None
+        raise ValueError(f"must map priorities to settings, as in {example} ({error})") from None
     if any(not 0 <= level < PRIORITY_LEVELS for level in policies):
-        raise ValueError(f"must name priorities from 0 to {PRIORITY_LEVELS - 1}")
+        raise ValueError(f"must have priorities from 0 to {PRIORITY_LEVELS - 1}")
     return MappingProxyType(policies)
 
 
-def _policy(given: Any) -> PriorityPolicy:
+def _priority_policy(given: Any) -> PriorityPolicy:
     if isinstance(given, PriorityPolicy):
         given = {spec.name: getattr(given, spec.name) for spec in fields(given)}
     return PriorityPolicy(**_read(PriorityPolicy, given, strict=True))
@@ -176,79 +184,95 @@ def _policy(given: Any) -> PriorityPolicy:
 
 def _show_policies(policies: Mapping[int, PriorityPolicy]) -> str:
     def given(policy: PriorityPolicy) -> dict[str, Any]:
-        named = {spec.name: getattr(policy, spec.name) for spec in fields(policy)}
-        return {name: value for name, value in named.items() if value is not None}
+        values = {spec.name: getattr(policy, spec.name) for spec in fields(policy)}
+        return {name: value for name, value in values.items() if value is not None}
 
     return json.dumps({str(level): given(policy) for level, policy in policies.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """See the module. Times in ms, sizes in requests or bytes."""
+    """The settings of a model. Times are in milliseconds, sizes in requests or bytes, as their names say."""
 
-    max_batch_size: int = _setting(32, _whole(1), "requests in a batch")
-    max_batch_cost: int | None = _setting(None, _or_none(_whole(1)), "sum of the requests' cost in a batch")
-    max_queue_delay_ms: float = _setting(0, _number(0), "the longest the oldest request waits for company")
-    preferred_batch_sizes: tuple[int, ...] = _setting((), SIZES, "go as soon as one of these can be filled")
-    max_queue_size: int = _setting(10_000, _whole(1), "with so many waiting, the newest is refused")
-    max_queue_bytes: int = _setting(256 * 1024 * 1024, _whole(1), "and with so many bytes")
-    max_body_bytes: int = _setting(8 * 1024 * 1024, _whole(1), "the largest body")
-    default_expiration_ms: int | None = _setting(
-        None, _or_none(_whole(1)), "when a request that says nothing expires"
+    max_batch_size: int = _setting(32, _integer(1), "most requests in a batch")
+    max_batch_cost: int | None = _setting(
+        None, _optional(_integer(1)), "largest sum of the costs of the requests in a batch"
     )
-    max_expiration_ms: int = _setting(24 * 3600 * 1000, _whole(1), "the most a request may ask for")
-    allow_expiration_override: bool = _setting(True, FLAG, "whether a request may say when it expires")
+    max_queue_delay_ms: float = _setting(
+        0,
+        _number(0),
+        "longest time that the oldest request waits for others before a partial batch is dispatched",
+    )
+    preferred_batch_sizes: tuple[int, ...] = _setting(
+        (), SIZES, "a batch is dispatched as soon as waiting requests fill one of these sizes"
+    )
+    max_queue_size: int = _setting(10_000, _integer(1), "most requests that may wait; more are refused")
+    max_queue_bytes: int = _setting(
+        256 * 1024 * 1024, _integer(1), "most bytes of requests that may wait; more are refused"
+    )
+    max_body_bytes: int = _setting(8 * 1024 * 1024, _integer(1), "largest body of a request")
+    default_expiration_ms: int | None = _setting(
+        None, _optional(_integer(1)), "expiration of requests that set none"
+    )
+    max_expiration_ms: int = _setting(
+        24 * 3600 * 1000, _integer(1), "longest expiration that a request may set"
+    )
+    allow_expiration_override: bool = _setting(True, FLAG, "whether requests may set their own expiration")
     expiration_action: str = _setting(
-        "reject", EXPIRATION_ACTION, "an expired request is answered, or goes behind all others"
+        "reject",
+        EXPIRATION_ACTION,
+        "reject: an expired request is refused; delay: it is executed after all others",
     )
     priority_policies: Mapping[int, PriorityPolicy] = _setting(
-        MappingProxyType({}), Kind(_read_policies, _show_policies), "limits of single priorities"
+        MappingProxyType({}),
+        Kind(_read_policies, _show_policies),
+        "queue size and expiration of single priorities",
     )
     preserve_ordering: bool = _setting(
-        False, FLAG, "results come in the order of arrival: one that is done early is held"
+        False, FLAG, "deliver results in the order in which the requests arrived"
     )
     tenant_weights: Mapping[str, float] = _setting(
-        MappingProxyType({}), WEIGHTS, "shares of tenants under load; 1 for who is not named"
+        MappingProxyType({}), WEIGHTS, "relative shares of tenants under load; 1 for tenants not listed"
     )
     policy: str = _setting(
         "eager",
         POLICY,
-        "eager: when a worker is free; deferred: as late as deadlines allow; or your own",
+        "eager: dispatch when a worker is free; deferred: as late as deadlines allow; or a custom policy",
     )
     target_latency_ms: float | None = _setting(
-        None, _or_none(_number(0.001)), "what deferred aims at for requests that do not expire"
+        None, _optional(_number(0.001)), "latency that deferred aims at for requests without a deadline"
     )
-    result_ttl_ms: int = _setting(60_000, _whole(1), "how long a result waits to be read")
+    result_ttl_ms: int = _setting(60_000, _integer(1), "how long a result is kept for its producer")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            value = _value(spec.name, spec.metadata["kind"], getattr(self, spec.name))
+            value = _read_value(spec.name, spec.metadata["kind"], getattr(self, spec.name))
             object.__setattr__(self, spec.name, value)
 
     def expiration_ms(self, priority: int, asked_ms: int | None) -> int | None:
-        """When a request of this priority expires that asks for `asked_ms`; None: never."""
-        default_ms, may_ask = self.default_expiration_ms, self.allow_expiration_override
+        """The expiration of a request of this priority that sets `asked_ms`; None: it does not expire."""
+        default_ms, may_override = self.default_expiration_ms, self.allow_expiration_override
         if self.priority_policies and (policy := self.priority_policies.get(priority)):
             if policy.default_expiration_ms is not None:
                 default_ms = policy.default_expiration_ms
             if policy.allow_expiration_override is not None:
-                may_ask = policy.allow_expiration_override
-        if asked_ms is None or not may_ask:
+                may_override = policy.allow_expiration_override
+        if asked_ms is None or not may_override:
             return default_ms
         return min(asked_ms, self.max_expiration_ms)
 
     def delays_expired(self, priority: int) -> bool:
-        """Whether an expired request of this priority goes behind all others, instead of being answered."""
+        """Whether an expired request of this priority is executed after all others, and not refused."""
         policy = self.priority_policies.get(priority) if self.priority_policies else None
         action = (policy.expiration_action if policy else None) or self.expiration_action
         return action == "delay"
 
     def check_sizes(self) -> None:
-        """Raise ValueError for a preferred size that no batch can have, being full before.
+        """Raise ValueError for a preferred size above `max_batch_size`.
 
-        For whoever says such a size, a model or an operator. No settings are wrong for it: an operator who
-        needs smaller batches lowers `max_batch_size` and nothing else, and must not be told to mend the model
-        first, nor batchers refuse what holds then. What cannot be reached is never reached, and does no harm.
+        To be called when a model declares preferred sizes or an operator sets them. It is not part of
+        validation, because such a size does no harm: no batch reaches it. An operator must be able to lower
+        `max_batch_size` of a running model without having to change anything else.
         """
         too_large = [str(size) for size in self.preferred_batch_sizes if size > self.max_batch_size]
         if too_large:
@@ -259,21 +283,21 @@ class ModelSettings:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The settings' names, in the order in which they are documented."""
+        """The names of all settings, in the order in which they are documented."""
         return [spec.name for spec in fields(cls)]
 
     @classmethod
     def meanings(cls) -> dict[str, str]:
-        """What each setting means."""
+        """The meaning of each setting, by name."""
         return {spec.name: spec.metadata["meaning"] for spec in fields(cls)}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from registered or declared values, or their text. Unknown names are left out."""
+        """Settings from values or their text, as declared or registered. Unknown names are ignored."""
         return cls(**_read(cls, values, strict=False))
 
     def as_text(self) -> dict[str, str]:
-        """Every setting as text: `from_mapping` of it gives the same settings."""
+        """Every setting as text, from which `from_mapping` makes equal settings."""
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
 
 
@@ -281,12 +305,12 @@ def _read(cls: type[Any], values: Mapping[str, Any], *, strict: bool) -> dict[st
     kinds = {spec.name: spec.metadata["kind"] for spec in fields(cls)}
     for name in values if strict else ():
         if name not in kinds:
-            raise ValueError(f"{name} is none of {', '.join(kinds)}")
+            raise ValueError(f"{name} is not one of {', '.join(kinds)}")
     given = {name: values[name] for name in kinds if values.get(name) is not None}
-    return {name: _value(name, kinds[name], value) for name, value in given.items()}
+    return {name: _read_value(name, kinds[name], value) for name, value in given.items()}
 
 
-def _value(name: str, kind: Kind, value: Any) -> Any:
+def _read_value(name: str, kind: Kind, value: Any) -> Any:
     try:
         return kind.read(value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""From a name to what a user wrote: `module:Name` or `path/file.py:Name`."""
+"""Loads objects from a user's code by name: `module:Name` or `path/file.py:Name`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class UnusableError(ValueError):
-    """What a user named or declared cannot be used. The sentence says all: a traceback would not help."""
+    """What a user named or declared cannot be used. The message is for the user, without a traceback."""
 
 
 def find_object(where: str) -> Any:
-    """What is called so. Raises UnusableError that says what was expected, and whatever the module raises."""
-    source, colon, name = where.rpartition(":")
-    if not colon or not source or not name:
-        raise UnusableError(f"{where!r}: write module:Name or path/file.py:Name")
+    """The object with this name. Raises UnusableError, or whatever importing the module raises."""
+    source, _, name = where.rpartition(":")
+    if not source or not name:
+        raise UnusableError(f"{where!r}: must be module:Name or path/file.py:Name")
     module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     try:
         return getattr(module, name)
@@ -28,7 +28,7 @@ def find_object(where: str) -> Any:
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise UnusableError(f"file {str(path)!r} does not exist (from {str(Path.cwd())!r})")
-    sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours
+    sys.path.insert(0, str(path.resolve().parent))  # so that it can import modules beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

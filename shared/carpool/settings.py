@@ -1,6 +1,6 @@
-"""Settings: flags, then `CARPOOL_*` in the environment, then `.env`, then the defaults here.
+"""Settings of commands and services: from flags, then `CARPOOL_*` variables, then `.env`, then defaults.
 
-Each is declared once, with its help. What is wrong is named together with what would be right.
+Each setting is declared once, with its help text. An error names the setting, its value, and what is valid.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _redis_url(url: str) -> str:
         raise ValueError("must begin with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
     try:
         _ = urlsplit(url).port
-    except ValueError:  # which may quote a part of a password, where that holds a /
+    except ValueError:  # not shown: it may quote part of a password that contains a slash
         raise ValueError(
-            "what follows the host must be a port, as in redis://127.0.0.1:6379/0; a password with more than "
-            "letters and digits in it is percent-encoded, or in a file (CARPOOL_REDIS_PASSWORD_FILE)"
+            "must have a port number after the host, as in redis://127.0.0.1:6379/0; a password with special "
+            "characters must be percent-encoded, or be in a file (CARPOOL_REDIS_PASSWORD_FILE)"
         ) from None
     return url
 
@@ -52,15 +52,15 @@ def _readable(path: Path | None) -> Path | None:
 
 def _prefix(prefix: str) -> str:
     if not prefix or any(character in "{} \t\n" for character in prefix):
-        raise ValueError("must not be empty, nor hold braces or spaces")
+        raise ValueError("must not be empty or contain braces or spaces")
     return prefix
 
 
-def _listed(text: object) -> object:
-    return [name for name in text.split(",") if name] if isinstance(text, str) else text
+def _split_commas(value: object) -> object:
+    return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
 
-Listed = Annotated[list[str], NoDecode, BeforeValidator(_listed)]
+Listed = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
@@ -68,7 +68,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class CarpoolSettings(BaseSettings):
-    """Where settings come from, and how they are named there."""
+    """Base class: where settings are read from, and their names there."""
 
     model_config = SettingsConfigDict(
         env_prefix="CARPOOL_",
@@ -81,45 +81,49 @@ class CarpoolSettings(BaseSettings):
 
 
 class RedisSettings(CarpoolSettings):
-    """Where Redis is, who signs in, and whom to trust there. Once validated, all of it is in `redis_url`."""
+    """Address of Redis, credentials and TLS files. After validation, `redis_url` contains all of them."""
 
-    redis_url: RedisUrl | None = Field(None, description="where Redis is")
-    redis_user: str = Field("", description="who signs in")
-    redis_password_file: ReadableFile = Field(None, description="a file with the password in it")
+    redis_url: RedisUrl | None = Field(None, description="address of Redis")
+    redis_user: str = Field("", description="user name for Redis")
+    redis_password_file: ReadableFile = Field(None, description="file with the password for Redis")
     redis_ca_file: ReadableFile = Field(
-        None, description="who vouches for a rediss:// server (default: whom this machine trusts)"
+        None, description="CA certificates for a rediss:// server (default: those of the system)"
     )
-    redis_cert_file: ReadableFile = Field(None, description="our own certificate, where Redis asks for one")
-    redis_key_file: ReadableFile = Field(None, description="its key, if that is not in the same file")
+    redis_cert_file: ReadableFile = Field(
+        None, description="client certificate, if Redis requires one (mutual TLS)"
+    )
+    redis_key_file: ReadableFile = Field(
+        None, description="private key of the client certificate, if it is in another file"
+    )
 
     @model_validator(mode="after")
-    def _in_one_url(self) -> Self:
-        beside = [name for name in ("redis_user", "redis_password_file", *_TLS_FILES) if getattr(self, name)]
+    def _complete_url(self) -> Self:
+        given = [name for name in ("redis_user", "redis_password_file", *_TLS_FILES) if getattr(self, name)]
         if self.redis_url is not None:
-            self.redis_url = _trusting(self._signed_in(self.redis_url), self)
-        elif beside:
-            flags = " and ".join(map(_flag, beside))
-            raise ValueError(f"{flags} would be for a Redis that runs already; --redis-url names it")
+            self.redis_url = _with_tls_files(self._with_credentials(self.redis_url), self)
+        elif given:
+            flags = " and ".join(map(_flag, given))
+            raise ValueError(f"{flags} can only be used with a running Redis; give its --redis-url")
         return self
 
-    def _signed_in(self, url: str) -> str:
-        """The URL with user and password in it, each from the one place that tells it."""
+    def _with_credentials(self, url: str) -> str:
+        """The URL with user name and password. Each may come from the URL or a setting, but not from both."""
         user, password = self.redis_user, _password_in(self.redis_password_file)
         if not (user or password):
             return url
         parts = urlsplit(url)
-        for name, ours, theirs in (
-            ("redis_user", user, parts.username),
-            ("redis_password_file", password, parts.password),
+        for name, value, value_in_url, noun in (
+            ("redis_user", user, parts.username, "user name"),
+            ("redis_password_file", password, parts.password, "password"),
         ):
-            if ours and theirs:
-                raise ValueError(f"{_flag(name)} tells what the URL tells too; leave one out")
+            if value and value_in_url:
+                raise ValueError(f"{_flag(name)}: the URL has a {noun} too; remove one of them")
         user, password = quote(user, safe="") or parts.username or "", quote(password, safe="")
-        who = f"{user}:{password or parts.password or ''}"
-        return parts._replace(netloc=f"{who}@{parts.netloc.rpartition('@')[2]}").geturl()
+        credentials = f"{user}:{password or parts.password or ''}"
+        return parts._replace(netloc=f"{credentials}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
-# Setting -> what redis-py calls it in the query of a URL.
+# Setting -> its name for redis-py, in the query of a URL.
 _TLS_FILES: Final = {
     "redis_ca_file": "ssl_ca_certs",
     "redis_cert_file": "ssl_certfile",
@@ -127,14 +131,14 @@ _TLS_FILES: Final = {
 }
 
 
-def _trusting(url: str, settings: RedisSettings) -> str:
-    """The URL with the files of TLS in it."""
+def _with_tls_files(url: str, settings: RedisSettings) -> str:
+    """The URL with the paths of the TLS files in its query."""
     files = {name: path for name in _TLS_FILES if (path := getattr(settings, name)) is not None}
     if not files:
         return url
     parts = urlsplit(url)
     if parts.scheme != "rediss":
-        raise ValueError(f"{_flag(min(files))} is of no use without TLS: the URL must begin with rediss://")
+        raise ValueError(f"{_flag(min(files))} needs TLS: the URL must begin with rediss://")
     query = urlencode({_TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
     return parts._replace(query="&".join(filter(None, (parts.query, query)))).geturl()
 
@@ -145,9 +149,9 @@ def _password_in(path: Path | None) -> str:
     try:
         password = path.read_text().strip()
     except UnicodeDecodeError:
-        raise ValueError(f"{_flag('redis_password_file')} is {path}: is not UTF-8 text") from None
+        raise ValueError(f"{_flag('redis_password_file')} is {path}: not UTF-8 text") from None
     if not password:
-        raise ValueError(f"{_flag('redis_password_file')} is {path}: holds no password")
+        raise ValueError(f"{_flag('redis_password_file')} is {path}: the file is empty")
     return password
 
 
@@ -156,28 +160,28 @@ def _flag(name: str) -> str:
 
 
 class ProducerSettings(RedisSettings):
-    """What it takes to find the models."""
+    """What a producer needs to reach the models."""
 
-    redis_url: RedisUrl = Field("redis://127.0.0.1:6379/0", description="where Redis is")
-    prefix: Prefix = Field(DEFAULT_PREFIX, description="what every key begins with")
+    redis_url: RedisUrl = Field("redis://127.0.0.1:6379/0", description="address of Redis")
+    prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
 
 
 class CommonSettings(ProducerSettings):
     """What every service needs."""
 
-    http_host: str = Field("127.0.0.1", description="where to serve /metrics, /healthz and /readyz")
+    http_host: str = Field("127.0.0.1", description="address of /metrics, /healthz and /readyz")
     http_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="on which port; 0 takes a free one, which the log names (default: none)",
+        description="port of these paths; 0 picks a free one and logs it (default: not served)",
     )
-    log_level: LogLevel = Field("info", description="the least to log")
+    log_level: LogLevel = Field("info", description="minimum log level")
 
 
 Policies = Annotated[
     Listed,
-    Field(description="policies of your own that models may name: module:Name or path/file.py:Name, ..."),
+    Field(description="custom policies that models may use: module:Name or path/file.py:Name, ..."),
 ]
 
 
@@ -191,33 +195,37 @@ class WorkerSettings(CommonSettings):
     """Execute batches with a model."""
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; NAME=... to name it"
+        description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; NAME=... renames it"
     )
     replicas: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
-        1, description="model processes; auto: one for each device"
+        1, description="number of model processes; auto: one per device"
     )
-    device: str = Field("auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the processes in turn")
-    lease_ms: int = Field(5000, ge=200, le=600_000, description="a worker silent for so long counts as dead")
-    drain_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for what is in hand")
+    device: str = Field(
+        "auto", description="auto, cpu, or cuda:0,cuda:1,...; assigned to the processes in turn"
+    )
+    lease_ms: int = Field(
+        5000, ge=200, le=600_000, description="time without a heartbeat after which a worker counts as dead"
+    )
+    drain_s: float = Field(30.0, ge=0, description="longest time after SIGTERM to finish the batches begun")
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Settings:
-    """Settings of `kind` from flags, environment and `.env`. What is wrong is printed; then exits with 2."""
+    """Settings of `kind`. If any is wrong, prints what and why to standard error, and exits with status 2."""
     try:
         return CliApp.run(kind, cli_args=list(argv), cli_settings_source=_source(kind, prog))
     except ValidationError as error:
-        wrong = describe(error, kind, prog)
+        message = describe(error, kind, prog)
     except SettingsError as error:
-        wrong = f"{prog}: {error}"
-    print(wrong, file=sys.stderr)
+        message = f"{prog}: {error}"
+    print(message, file=sys.stderr)
     raise SystemExit(2)
 
 
 def _source(kind: type[BaseSettings], prog: str) -> Any:
-    from pydantic_settings import CliSettingsSource  # noqa: PLC0415 (only commands pay for it)
+    from pydantic_settings import CliSettingsSource  # noqa: PLC0415 (an import that only commands need)
 
     parser = _Parser(
         prog=prog,
@@ -234,8 +242,8 @@ def _source(kind: type[BaseSettings], prog: str) -> Any:
 
 
 def _add_argument(parser: argparse.ArgumentParser, *names: Any, **options: Any) -> argparse.Action:
-    """What has no flag may be in the environment instead, where argparse does not look: so to argparse it may
-    be missing, and the settings say so if it is."""
+    """Add an argument. Positional ones are optional for argparse, which does not read the environment: there
+    they may be set too, and validation reports any that is missing."""
     if not names[0].startswith("-"):
         options["nargs"] = "*" if options.get("nargs") in ("*", "+") else "?"
         options["default"] = argparse.SUPPRESS
@@ -243,44 +251,44 @@ def _add_argument(parser: argparse.ArgumentParser, *names: Any, **options: Any) 
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Says nothing of a default that is nothing."""
+    """Leaves out defaults that mean that nothing is set."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        words = action.help or ""
-        for nothing in ("null", "", "\0", "False", "[]"):
-            words = words.removesuffix(f" (default: {nothing})")
-        return words
+        text = action.help or ""
+        for empty in ("null", "", "\0", "False", "[]"):
+            text = text.removesuffix(f" (default: {empty})")
+        return text
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong flag with the one that was meant, not with all there are."""
+    """Suggests the flag that was probably meant, instead of printing the usage of all."""
 
     def error(self, message: str) -> NoReturn:
         lines = [f"{self.prog}: {message}"]
         flags = [flag for action in self._actions for flag in action.option_strings]
-        for word in message.split() if message.startswith("unrecognized") else ():
-            meant = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-            if meant and word.startswith("-"):
-                lines.append(f"    did you mean {meant[0]}?")
-        self.exit(2, "\n".join([*lines, f"    {self.prog} --help says what there is", ""]))
+        for argument in message.split() if message.startswith("unrecognized") else ():
+            similar = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
+            if similar and argument.startswith("-"):
+                lines.append(f"    did you mean {similar[0]}?")
+        self.exit(2, "\n".join([*lines, f"    {self.prog} --help lists all arguments", ""]))
 
 
 def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str:
-    """Each wrong setting: its names as a flag and in the environment, its value, and what would be right."""
+    """Each wrong setting: its flag, its environment variable, its value, what is valid, and its help text."""
     lines = []
     for problem in error.errors():
         message = problem["msg"].removeprefix("Value error, ")
-        if not problem["loc"]:  # not one setting is wrong, but several do not go together
+        if not problem["loc"]:  # several settings contradict each other
             lines.append(f"{prog}: {message}")
             continue
         name = str(problem["loc"][0])
         if problem["type"] == "missing":
             positional = "_CliPositionalArg" in str(kind.model_fields[name].metadata)
-            called = f"{name.upper()} is" if positional else f"{_flag(name).partition(' ')[0]} is"
-            lines.append(f"{prog}: {called} missing (or CARPOOL_{name.upper()} in the environment)")
+            shown = name.upper() if positional else _flag(name).partition(" ")[0]
+            lines.append(f"{prog}: {shown} is missing (or CARPOOL_{name.upper()} in the environment)")
         else:
-            given = problem["input"] if name != "redis_url" else without_password(str(problem["input"]))
-            lines.append(f"{prog}: {_flag(name)} is {str(given)!r:.80}: {message}")
+            value = problem["input"] if name != "redis_url" else without_password(str(problem["input"]))
+            lines.append(f"{prog}: {_flag(name)} is {str(value)!r:.80}: {message}")
         field = kind.model_fields.get(name)
         if field is not None and field.description:
             lines.append(f"    {field.description}")

@@ -1,9 +1,10 @@
-"""Processes killed, frozen and asked to leave under load: nothing is lost, doubled or given to another."""
+"""Services are killed, frozen and terminated under load: no result is lost, duplicated or misrouted."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import carpool
 from carpool.keys import Keys
 from support.checker import Checker, Report
-from support.load import Load, settled
+from support.load import Load, final_report
 from support.stack import START_S, Service, Stack, fixed_keys, frozen
 from support.waiting import wait_until
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.chaos
 
 BUSY: Final = "Busy"
 LEASE: Final = ("--lease-ms", "600")
-TAKE_OVER_S: Final = 3.0  # a killed batcher's lease ends after 2 s, and others look four times a second
+TAKE_OVER_S_MAX: Final = 3.0  # the lease of a killed batcher ends after 2 s; others try four times a second
 
 
 def worker(stack: Stack) -> Service:
@@ -30,42 +31,42 @@ def worker(stack: Stack) -> Service:
 
 
 def wait_until_served(stack: Stack, model: str = BUSY) -> None:
-    """A request that is sent now gets its result."""
-    asker = stack.send(model, body='"are you there?"')
-    assert stack.result(model, asker)["status"] == "OK"
+    """Send a request, and wait for its result."""
+    entry_id = stack.send(model, body='"ping"')
+    assert stack.result(model, entry_id)["status"] == "OK"
 
 
 def recovery_s(stack: Stack, model: str = BUSY) -> float:
-    """How long it takes from now until a new request is served."""
+    """Seconds from now until a new request is served."""
     started_s = time.monotonic()
     wait_until_served(stack, model)
     return time.monotonic() - started_s
 
 
-def assert_delivered(stack: Stack, report: Report, given_up_max: int = 0) -> None:
-    """Everything accepted has its own result, once; and nothing is left behind.
+def assert_delivered(stack: Stack, report: Report, dead_lettered_max: int = 0) -> None:
+    """Each accepted request has exactly one result of its own, and no keys or pending entries remain.
 
-    Who kills workers at random may kill three while they execute the same request alone: then that one is
-    taken for poison, and given up with a dead letter.
+    Workers killed at random may be killed three times while they execute the same request alone: then that
+    request is taken for the cause, and dead-lettered.
     """
-    given_up = report.statuses.get("ABORTED", 0)
+    dead_lettered = report.statuses.get("ABORTED", 0)
     assert report.faultless, report
-    assert report.ok + given_up == report.accepted, report
-    assert given_up <= given_up_max
-    assert stack.redis.xlen(Keys(BUSY).dead) == given_up
+    assert report.ok + dead_lettered == report.accepted, report
+    assert dead_lettered <= dead_lettered_max
+    assert stack.redis.xlen(Keys(BUSY).dead) == dead_lettered
     assert stack.pending(BUSY) == 0
     assert stack.keys_without_ttl() <= set().union(*map(fixed_keys, stack.models()))
 
 
 def executed(stack: Stack) -> int:
-    """How many requests were committed, by the workers' logs."""
+    """The number of committed requests, according to the workers' logs."""
     return sum(batch["size"] for batch in stack.events("batch"))
 
 
-def assert_executed_once(stack: Stack, report: Report, besides: int = 0) -> None:
-    """No batch was delivered twice, no request dispatched twice. `besides`: requests of the test's own."""
-    wait_until(lambda: executed(stack) >= report.ok + besides, description="the logs tell of every request")
-    assert executed(stack) == report.ok + besides
+def assert_executed_once(stack: Stack, report: Report, extra: int = 0) -> None:
+    """No batch was delivered twice, and no request dispatched twice. `extra` counts unrecorded requests."""
+    wait_until(lambda: executed(stack) >= report.ok + extra, description="all requests are in the logs")
+    assert executed(stack) == report.ok + extra
     assert {batch["epoch"] for batch in stack.events("batch")} == {1}
     assert not stack.events("batch reclaimed")
     assert not stack.events("commit fenced")
@@ -74,7 +75,7 @@ def assert_executed_once(stack: Stack, report: Report, besides: int = 0) -> None
 # --- SIGKILL
 
 
-def test_workers_are_killed_again_and_again(stack: Stack) -> None:
+def test_workers_are_killed_repeatedly(stack: Stack) -> None:
     stack.batcher()
     victim = worker(stack)
     stack.wait_for_model(BUSY)
@@ -86,32 +87,35 @@ def test_workers_are_killed_again_and_again(stack: Stack) -> None:
             victim = worker(stack)
         print(f"recovered {recovery_s(stack):.2f} s after the last worker was replaced")
 
-    assert_delivered(stack, settled(stack, BUSY, checker), given_up_max=1)
-    assert stack.events("batch reclaimed"), "no worker was killed in mid-batch: this test showed nothing"
+    assert_delivered(stack, final_report(stack, BUSY, checker), dead_lettered_max=1)
+    assert stack.events("batch reclaimed"), (
+        "no worker was killed during an execution, so this test has shown nothing"
+    )
 
 
-def test_batchers_are_killed_while_another_stands_by(stack: Stack) -> None:
-    """Given two batchers, when the active one is killed, expect the model to move within three seconds."""
+def test_active_batcher_is_killed_while_another_stands_by(stack: Stack) -> None:
+    """Given two batchers, when the active one is killed, expect the other to take over within 3 s."""
     batchers = [stack.batcher(), stack.batcher()]
     worker(stack)
     stack.wait_for_model(BUSY)
-    checker, moves_s = Checker(), []
+    checker, take_overs_s = Checker(), []
     with Load(stack, BUSY, checker) as load:
         for _ in range(2):
             load.wait_for_more(random.randint(1, 60))
             victim = stack.active_batcher(BUSY)
             victim.kill()
-            moves_s.append(recovery_s(stack))
+            take_overs_s.append(recovery_s(stack))
             assert stack.active_batcher(BUSY) is not victim
             batchers.append(stack.batcher())
 
-    report = settled(stack, BUSY, checker)
+    report = final_report(stack, BUSY, checker)
     print(
-        f"a new request was served {moves_s[0]:.2f} and {moves_s[1]:.2f} s after the active batcher's death"
+        f"a new request was served {take_overs_s[0]:.2f} and {take_overs_s[1]:.2f} s after the active "
+        "batcher was killed"
     )
     assert_delivered(stack, report)
-    assert_executed_once(stack, report, besides=2)
-    assert max(moves_s) < TAKE_OVER_S
+    assert_executed_once(stack, report, extra=2)
+    assert max(take_overs_s) < TAKE_OVER_S_MAX
 
 
 def test_batchers_and_workers_are_killed(stack: Stack) -> None:
@@ -129,80 +133,83 @@ def test_batchers_and_workers_are_killed(stack: Stack) -> None:
             workers.append(worker(stack))
             print(f"recovered {recovery_s(stack):.2f} s after both were replaced")
 
-    assert_delivered(stack, settled(stack, BUSY, checker))
+    assert_delivered(stack, final_report(stack, BUSY, checker))
 
 
 # --- SIGSTOP
 
 
-def test_a_worker_that_stood_still_past_its_lease_is_fenced(stack: Stack) -> None:
-    """Given a batch in a frozen worker's hand, when another has taken it over, expect one result for each."""
+def test_worker_frozen_past_its_lease_is_fenced(stack: Stack) -> None:
+    """Given a frozen worker with a batch, when another reclaims the batch, expect one result per request."""
     stack.batcher()
-    sleeper = worker(stack)
+    frozen_worker = worker(stack)
     stack.wait_for_model(BUSY)
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
         other = worker(stack)
-        with frozen(sleeper):
+        with frozen(frozen_worker):
             other.wait_for("batch reclaimed")
             load.wait_for_more(50)
-        sleeper.wait_for("commit fenced")
+        frozen_worker.wait_for("commit fenced")
         load.wait_for_more(50)
 
-    assert_delivered(stack, settled(stack, BUSY, checker))
-    lost = {event["batch"] for event in sleeper.events("commit fenced")}
+    assert_delivered(stack, final_report(stack, BUSY, checker))
+    lost = {event["batch"] for event in frozen_worker.events("commit fenced")}
     assert lost <= {event["batch"] for event in other.events("batch reclaimed")}
-    assert sleeper.alive
+    assert frozen_worker.alive
 
 
-def test_a_batcher_that_stood_still_past_its_lease_dispatches_nothing_twice(
-    stack: Stack, tmp_path: Path
-) -> None:
-    """Given a batcher that is frozen with requests at hand, when another has dispatched and answered them,
-    expect what it does when it wakes to be void: it hears of room, and sees a deadline that passed.
+def test_batcher_frozen_past_its_lease_dispatches_nothing_twice(stack: Stack, tmp_path: Path) -> None:
+    """Given a frozen batcher with waiting requests, when another has dispatched and answered them, expect the
+    first to have no effect after it continues, though it sees capacity and an expired request.
     """
     gate, keys = tmp_path / "gate", Keys("Echo")
-    sleeper = stack.batcher()
+    frozen_batcher = stack.batcher()
     services = [stack.worker(spec, *LEASE, ready=False) for spec in ("hashing.py:Busy", "plain.py:Echo")]
     for service in services:
         service.wait_for("worker ready")
     for model in (BUSY, "Echo"):
         stack.wait_for_model(model)
     other = stack.batcher()
-    plug = stack.send("Echo", body=json.dumps({"gate": str(gate)}))
-    wait_until(lambda: stack.redis.xlen(keys.batches) == 1, description="Echo is held up")
+    blocking = stack.send("Echo", body=json.dumps({"gate": str(gate)}))
+    wait_until(
+        lambda: stack.redis.xlen(keys.batches) == 1, description="the worker of Echo waits at the gate"
+    )
     names = [stack.send("Echo", body=str(number)) for number in range(5)]
-    late = stack.send("Echo", body="0", expiration=1000)
+    expiring = stack.send("Echo", body="0", expiration=1000)
     last = stack.send("Echo", body="0", expiration=1)
-    stack.result("Echo", last)  # so the batcher has read those before it
+    stack.result("Echo", last)  # then the batcher has read the requests before it
 
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
-        with frozen(sleeper):
+        with frozen(frozen_batcher):
             gate.touch()
-            print(f"the other batcher served after {recovery_s(stack):.2f} s")
-            wait_until(lambda: len(other.events("batcher active")) == 2, description="it serves both")
+            print(f"the other batcher took over after {recovery_s(stack):.2f} s")
+            wait_until(
+                lambda: len(other.events("batcher active")) == 2,
+                description="the other batcher is active for both models",
+            )
             assert [stack.result("Echo", name)["body"] for name in names] == list(range(5))
-            assert stack.result("Echo", late)["status"] == "DEADLINE_EXCEEDED"
+            assert stack.result("Echo", expiring)["status"] == "DEADLINE_EXCEEDED"
             load.wait_for_more(50)
         wait_until(
-            lambda: {event["model"] for event in sleeper.events("lease lost")} == {BUSY, "Echo"},
-            description="the sleeper learns that neither model is its own",
+            lambda: {event["model"] for event in frozen_batcher.events("lease lost")} == {BUSY, "Echo"},
+            description="the first batcher has lost both leases",
         )
         load.wait_for_more(50)
 
-    report = settled(stack, BUSY, checker)
+    report = final_report(stack, BUSY, checker)
     assert_delivered(stack, report)
-    assert_executed_once(stack, report, besides=1 + len(names) + 1)
-    assert stack.result("Echo", plug)["status"] == "OK"
-    assert list(stack.redis.scan_iter(match=keys.result("*"))) == [], "somebody got a second result"
+    assert_executed_once(stack, report, extra=1 + len(names) + 1)
+    assert stack.result("Echo", blocking)["status"] == "OK"
+    assert list(stack.redis.scan_iter(match=keys.result("*"))) == [], "a request got a second result"
 
 
-# --- Several at once
+# --- several active batchers
 
 
-def test_three_batchers_that_take_the_lease_from_each_other_dispatch_nothing_twice(stack: Stack) -> None:
-    """Given three batchers, when the lease is deleted again and again, several are active at once."""
+def test_concurrently_active_batchers_dispatch_nothing_twice(stack: Stack) -> None:
+    """Given three batchers, when the lease is deleted repeatedly, several are active at once."""
     batchers = [stack.batcher() for _ in range(3)]
     worker(stack)
     stack.wait_for_model(BUSY)
@@ -212,18 +219,18 @@ def test_three_batchers_that_take_the_lease_from_each_other_dispatch_nothing_twi
             stack.redis.delete(Keys(BUSY).batcher)
             load.wait_for_more(40)
 
-    report = settled(stack, BUSY, checker)
+    report = final_report(stack, BUSY, checker)
     assert_delivered(stack, report)
     assert_executed_once(stack, report)
     active = [len(batcher.events("batcher active")) for batcher in batchers]
-    assert sum(1 for times in active if times) > 1, f"only one was ever active: {active}"
+    assert sum(1 for times in active if times) > 1, f"only one batcher was active: {active}"
 
 
-# --- Poison
+# --- requests that make a model fail
 
 
 def send_with_poison(stack: Stack, poison: str) -> list[str]:
-    """One entry: 63 good requests, and a bad one in the middle; their correlation IDs, the bad one's last."""
+    """Send 63 good requests and a bad one in one entry; return their correlation IDs, the bad one last."""
     bodies = [f"good {number}" for number in range(63)]
     bodies.insert(30, poison)
     names = [f"r{number}" for number in range(64)]
@@ -235,9 +242,9 @@ def send_with_poison(stack: Stack, poison: str) -> list[str]:
 
 
 def results_with_poison(stack: Stack, names: list[str]) -> dict[str, Any]:
-    """63 results that are right, and the bad one's, which is returned. None of them twice."""
+    """Check that all good requests have the right result, once; return the result of the bad one."""
     *good, bad = [stack.result("Faulty", name) for name in names]
-    assert {(one["status"], one["body"]) for one in good} == {
+    assert {(result["status"], result["body"]) for result in good} == {
         ("OK", f"good {number}") for number in range(63)
     }
     stack.wait_until_idle("Faulty")
@@ -253,14 +260,14 @@ def dead_letters(stack: Stack) -> list[dict[str, str]]:
     ]
 
 
-def test_a_request_on_which_the_model_raises_fails_alone(stack: Stack) -> None:
+def test_request_on_which_the_model_raises_fails_alone(stack: Stack) -> None:
     stack.serve("faulty.py:Faulty")
     bad = results_with_poison(stack, send_with_poison(stack, "raise"))
     assert (bad["status"], "this one is spoilt" in bad["detail"]) == ("INTERNAL", True)
     assert dead_letters(stack) == []
 
 
-def test_a_request_that_kills_its_model_process_is_given_up_alone(stack: Stack) -> None:
+def test_request_that_kills_its_model_process_is_dead_lettered_alone(stack: Stack) -> None:
     stack.serve("faulty.py:Faulty")
 
     bad = results_with_poison(stack, send_with_poison(stack, "kill"))
@@ -273,10 +280,10 @@ def test_a_request_that_kills_its_model_process_is_given_up_alone(stack: Stack) 
     wait_until_served(stack, "Faulty")
 
 
-def test_a_request_that_kills_its_whole_worker_is_given_up_alone(stack: Stack) -> None:
-    """Given somebody who restarts the worker, it dies four times: once on the batch, three times on the one.
+def test_request_that_kills_its_worker_is_dead_lettered_alone(stack: Stack) -> None:
+    """A worker that is restarted dies four times: once with the batch, three times with the request alone.
 
-    (The first time alone may have been chance; `attempts` counts those that were not.)
+    `attempts` is 2, because the first death with the request alone may have been a coincidence.
     """
     stack.batcher()
     workers = [stack.worker("faulty.py:Faulty", *LEASE)]
@@ -285,9 +292,9 @@ def test_a_request_that_kills_its_whole_worker_is_given_up_alone(stack: Stack) -
     names = send_with_poison(stack, "kill worker")
     for _ in range(4):
         wait_until(
-            lambda: not workers[-1].alive, description="the worker dies of the poison", timeout_s=START_S
+            lambda: not workers[-1].alive, description="the worker dies of the bad request", timeout_s=START_S
         )
-        workers.append(stack.worker("faulty.py:Faulty", *LEASE, ready=False))  # it may die before it says so
+        workers.append(stack.worker("faulty.py:Faulty", *LEASE, ready=False))  # it may die before it is ready
     workers[-1].wait_for("worker ready")
 
     bad = results_with_poison(stack, names)
@@ -297,11 +304,11 @@ def test_a_request_that_kills_its_whole_worker_is_given_up_alone(stack: Stack) -
     assert workers[-1].alive
 
 
-# --- Long work
+# --- long executions
 
 
-def test_a_model_that_computes_past_the_lease_is_not_taken_from(stack: Stack) -> None:
-    """Given idle workers beside it, when a model holds the GIL or sleeps for 2.5 leases, nobody helps."""
+def test_execution_longer_than_the_lease_is_not_reclaimed(stack: Stack) -> None:
+    """Given idle workers, when a model holds the GIL or sleeps for 2.5 leases, expect no reclaim."""
     specs = ("timed.py:GilHolder", "timed.py:Sleeper")
     stack.batcher()
     services = [stack.worker(spec, *LEASE, ready=False) for spec in specs for _ in range(2)]
@@ -319,35 +326,35 @@ def test_a_model_that_computes_past_the_lease_is_not_taken_from(stack: Stack) ->
         stack.wait_until_idle(model)
     wait_until(lambda: len(stack.events("batch")) == 2, description="both batches are in the logs")
     assert [batch["epoch"] for batch in stack.events("batch")] == [1, 1]
-    for sign in ("batch reclaimed", "batch lost", "commit fenced"):
-        assert not stack.events(sign)
+    for event in ("batch reclaimed", "batch lost", "commit fenced"):
+        assert not stack.events(event)
 
 
 # --- SIGTERM
 
 
-def test_a_worker_that_is_asked_to_leave_finishes_and_nothing_is_delivered_again(stack: Stack) -> None:
+def test_terminated_worker_drains_and_nothing_is_redelivered(stack: Stack) -> None:
     stack.batcher()
-    leavers = [worker(stack) for _ in range(2)]
+    terminated = [worker(stack) for _ in range(2)]
     stack.wait_for_model(BUSY, workers=2)
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
-        for leaver in leavers:
+        for old in terminated:
             load.wait_for_more(30)
-            successor = worker(stack)
+            new = worker(stack)
             started_s = time.monotonic()
-            assert leaver.terminate() == 0
-            print(f"left after {time.monotonic() - started_s:.2f} s")
-            assert leaver.events("worker left")[0]["clean"] is True
-            assert successor.alive
+            assert old.terminate() == 0
+            print(f"stopped after {time.monotonic() - started_s:.2f} s")
+            assert old.events("worker stopped")[0]["clean"] is True
+            assert new.alive
 
-    report = settled(stack, BUSY, checker)
+    report = final_report(stack, BUSY, checker)
     assert_delivered(stack, report)
     assert_executed_once(stack, report)
     assert len(stack.live_workers(BUSY)) == 2
 
 
-def test_a_batcher_that_is_asked_to_leave_hands_over_at_once(stack: Stack) -> None:
+def test_terminated_batcher_releases_its_lease(stack: Stack) -> None:
     for _ in range(2):
         stack.batcher()
     worker(stack)
@@ -355,83 +362,88 @@ def test_a_batcher_that_is_asked_to_leave_hands_over_at_once(stack: Stack) -> No
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
         load.wait_for_more(30)
-        leaver = stack.active_batcher(BUSY)
-        assert leaver.terminate() == 0
-        handed_over_s = recovery_s(stack)
-        print(f"a new request was served {handed_over_s:.2f} s after the batcher left")
+        assert stack.active_batcher(BUSY).terminate() == 0
+        take_over_s = recovery_s(stack)
+        print(f"a new request was served {take_over_s:.2f} s after the batcher stopped")
         load.wait_for_more(30)
 
-    report = settled(stack, BUSY, checker)
+    report = final_report(stack, BUSY, checker)
     assert_delivered(stack, report)
-    assert_executed_once(stack, report, besides=1)
-    assert handed_over_s < 1.5, "the lease was not given back"
+    assert_executed_once(stack, report, extra=1)
+    assert take_over_s < 1.5, "the lease was not released"
 
 
-# --- Does it show? Planted faults, in a copy of the package that only these workers use
+# --- planted faults, to show that the checker detects them
 
 
-def planted(home: Path, find: str, replace: str) -> Path:
-    """A directory with a package `carpool` in whose commit this text stands for that."""
+DELIVER: Final = re.compile(r"^ *deliver_in_order\(.*\)$", re.MULTILINE)
+RETURN_IF_FENCED: Final = re.compile(r"\breturn (\{ )?'FENCED'( \})? end$", re.MULTILINE)
+
+
+def faulty_package(home: Path, pattern: re.Pattern[str], replacement: str, header: str = "") -> Path:
+    """Make a directory with a copy of the package `carpool` in which one line of commit.lua is replaced."""
     shutil.copytree(
         Path(carpool.__file__).parent, home / "carpool", ignore=shutil.ignore_patterns("__pycache__")
     )
     script = home / "carpool" / "store" / "lua" / "commit.lua"
-    source = script.read_text()
-    assert source.count(find) == 1
-    script.write_text(source.replace(find, replace))
+    source, count = pattern.subn(replacement, script.read_text())
+    assert count == 1
+    script.write_text(header + source)
     return home
 
 
-DELIVER: Final = "  deliver_in_order(KEYS[6], slot, key, kind, payload, ARGV[4])"
-FENCE: Final = "then return 'FENCED' end"
-
-
-def test_acknowledging_without_results_doubling_them_and_shuffling_rows_turn_the_checker_red(
-    stack: Stack, tmp_path: Path
-) -> None:
-    """Given a worker that loses a result of each batch, one that writes all twice, a model that mixes up."""
-    lossy = planted(tmp_path / "lossy", DELIVER, f"  if left_out.one then {DELIVER} end left_out.one = true")
-    twofold = planted(tmp_path / "twofold", DELIVER, f"  {DELIVER} {DELIVER}")
+def test_checker_detects_lost_duplicated_and_misrouted_results(stack: Stack, tmp_path: Path) -> None:
+    """Given a worker that loses results, one that writes each twice, and a model that mixes them up."""
+    skip_first = r"if skipped then \g<0> end skipped = true"
+    lossy = faulty_package(tmp_path / "lossy", DELIVER, skip_first, header="local skipped = false\n")
+    doubling = faulty_package(tmp_path / "doubling", DELIVER, r"\g<0> \g<0>")
     stack.batcher()
     services = [
-        stack.worker("lossy=hashing.py:Hashing", planted=lossy, ready=False),
-        stack.worker("twofold=hashing.py:Hashing", planted=twofold, ready=False),
-        stack.worker("mixed=hashing.py:Shuffled", ready=False),
-        stack.worker("sound=hashing.py:Hashing", ready=False),
+        stack.worker("lossy=hashing.py:Hashing", faulty_package=lossy, ready=False),
+        stack.worker("doubling=hashing.py:Hashing", faulty_package=doubling, ready=False),
+        stack.worker("misrouting=hashing.py:Shuffled", ready=False),
+        stack.worker("correct=hashing.py:Hashing", ready=False),
     ]
     for service in services:
         service.wait_for("worker ready")
     faults = {}
-    for model in ("lossy", "twofold", "mixed", "sound"):
+    for model in ("lossy", "doubling", "misrouting", "correct"):
         stack.wait_for_model(model)
         checker = Checker()
         with Load(stack, model, checker):
             pass
-        report = settled(stack, model, checker)
+        report = final_report(stack, model, checker)
         counts = {
             name: len(getattr(report, name)) for name in ("lost", "duplicated", "misrouted", "unexpected")
         }
         faults[model] = {name for name, count in counts.items() if count}
-    assert faults == {"lossy": {"lost"}, "twofold": {"duplicated"}, "mixed": {"misrouted"}, "sound": set()}
+    assert faults == {
+        "lossy": {"lost"},
+        "doubling": {"duplicated"},
+        "misrouting": {"misrouted"},
+        "correct": set(),
+    }
 
 
-def test_a_commit_without_its_fence_turns_the_checker_red(stack: Stack, tmp_path: Path) -> None:
-    """As where a worker stood still past its lease, but it does not look whose the batch is."""
-    unfenced = planted(tmp_path / "unfenced", FENCE, "then owner = nil end")
+def test_checker_detects_a_missing_fence(stack: Stack, tmp_path: Path) -> None:
+    """A worker is frozen past its lease, and its commit does not check which worker owns the batch."""
+    unfenced = faulty_package(tmp_path / "unfenced", RETURN_IF_FENCED, "end")
     stack.batcher()
-    sleeper = stack.worker("hashing.py:Busy", *LEASE, planted=unfenced)
+    frozen_worker = stack.worker("hashing.py:Busy", *LEASE, faulty_package=unfenced)
     stack.wait_for_model(BUSY)
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
         other = worker(stack)
-        with frozen(sleeper):
-            taken = other.wait_for("batch reclaimed")["batch"]
-            wait_until(lambda: taken in settled_by(other), description="the other worker settles the batch")
-        wait_until(lambda: taken in settled_by(sleeper), description="the sleeper commits it once more")
+        with frozen(frozen_worker):
+            batch = other.wait_for("batch reclaimed")["batch"]
+            wait_until(lambda: batch in committed_by(other), description="the other worker commits the batch")
+        wait_until(
+            lambda: batch in committed_by(frozen_worker), description="the frozen worker commits it again"
+        )
         load.wait_for_more(10)
-    report = settled(stack, BUSY, checker)
+    report = final_report(stack, BUSY, checker)
     assert report.duplicated, report
 
 
-def settled_by(service: Service) -> set[str]:
+def committed_by(service: Service) -> set[str]:
     return {batch["batch"] for batch in service.events("batch")}

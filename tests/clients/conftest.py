@@ -1,4 +1,4 @@
-"""What the tests of producers share: one stack, its two doors, and programs that are built once."""
+"""Fixtures for tests of producers in other languages: a stack, two ways to connect, and compiled programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redis import Redis
 
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_cli.roles import rules
-from clients.languages import LANGUAGES, Language, MissingError, environment, lack
+from clients.languages import LANGUAGES, CommandFailedError, Language, environment, missing
 from support.stack import Stack
 
 PASSWORD: Final = secrets.token_urlsafe(32)
@@ -27,31 +27,30 @@ Build = Callable[[Language, Path], list[str]]
 
 @pytest.fixture(params=list(LANGUAGES.values()), ids=list(LANGUAGES))
 def language(request: pytest.FixtureRequest) -> Language:
-    """Each language whose toolchain is there."""
-    one: Language = request.param
-    missing = lack(one)
-    if missing is not None:
-        absent(one, missing)
-    return one
+    """Each language in turn. The test is skipped where part of the toolchain does not work."""
+    language: Language = request.param
+    reason = missing(language)
+    if reason is not None:
+        skip_or_fail(language, reason)
+    return language
 
 
-def absent(language: Language, missing: str) -> NoReturn:
-    """Skip, or fail where this language must be tried."""
-    sentence = f"{language.name}: {missing}. On Debian and Ubuntu: apt-get install {language.packages}"
+def skip_or_fail(language: Language, reason: str) -> NoReturn:
+    """Skip the test, or fail it where CARPOOL_CLIENTS_REQUIRED names the language."""
     if language.name in os.environ.get(REQUIRED, "").split():
-        pytest.fail(f"{sentence} ({REQUIRED} names it)")
-    pytest.skip(sentence)
+        pytest.fail(f"{reason} ({REQUIRED} names this language)")
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The command that runs a source, which is compiled once."""
+    """Returns the command that runs a source; each source is compiled once."""
 
     @cache
     def built(language: Language, source: Path) -> list[str]:
         try:
-            return language.program(source, tmp_path_factory.mktemp(language.name))
-        except MissingError as error:
+            return language.build(source, tmp_path_factory.mktemp(language.name))
+        except CommandFailedError as error:
             return pytest.fail(str(error))
 
     return built
@@ -59,11 +58,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Models `square`, `transpose` and `away`; nobody executes what is sent to `away`."""
+    """A stack with the models `square`, `transpose` and `away`; `away` has no worker."""
     server = EmbeddedRedis(append_only=False)
     url = f"redis://services:{PASSWORD}@127.0.0.1:{server.port}/0"
-    signed_in = {"CARPOOL_REDIS_URL": url}
-    environment = {"batcher": signed_in, "worker": signed_in}
+    variables = {"CARPOOL_REDIS_URL": url}
+    environment = {"batcher": variables, "worker": variables}
     with Stack(tmp_path_factory.mktemp("stack"), server=server, environment=environment) as stack:
         with stack.redis as default:
             default.acl_setuser(
@@ -82,13 +81,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def open_url(live: Stack) -> str:
-    """The stack's address for anybody."""
+    """A URL without a user."""
     return live.url
 
 
 @pytest.fixture
 def locked_url(live: Stack) -> Iterator[str]:
-    """The stack's address for a producer, who may do what `carpool acl` grants; nobody else gets in."""
+    """A URL with a user that has the permissions of `carpool acl` for a producer. Others cannot connect."""
     selectors = int(live.server.version.split(".")[0]) >= 7
     granted = rules("producer", selectors=selectors).split()
     live.redis.execute_command("ACL", "SETUSER", "producer", "reset", "on", f">{PASSWORD}", *granted)
@@ -98,7 +97,7 @@ def locked_url(live: Stack) -> Iterator[str]:
 
 
 def output(command: list[str], **variables: str) -> str:
-    """What a program prints that succeeds and complains of nothing."""
+    """Run a program, and return its output. Fails if the program fails or prints errors."""
     done = subprocess.run(
         command,
         env=environment(**variables),

@@ -1,7 +1,7 @@
 """Writes the golden vectors in `vectors/`: .venv/bin/python tests/contract/make_vectors.py
 
-Nothing here calls Carpool. Bytes are put together with msgpack, struct and json, and what they must mean is
-written down by hand, so that a change of Carpool's mind shows as a difference.
+Nothing here calls Carpool. Bytes are made with msgpack, struct and json, and their meaning is written by
+hand: any change of Carpool's behaviour fails a test.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ENTRY_ID: Final = "1700000000123-4"
 ARRIVAL_MS: Final = 1700000000123
 
 Case = dict[str, Any]
-Bytes = Any  # as the vectors write bytes: see `as_vector`
+Bytes = Any  # bytes in the notation of the vectors: see `as_vector`
 
 
 def as_vector(data: bytes) -> Bytes:
-    """Bytes as the vectors write them: text where they are plain text, else {"hex": ...}."""
+    """Bytes in the notation of the vectors: text if they are printable UTF-8, else {"hex": ...}."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -56,7 +56,7 @@ def compact(value: Any) -> str:
 
 
 def fields_of(flat: tuple[Any, ...]) -> list[list[Bytes]]:
-    """Field, value, field, value -> pairs, each as the vectors write bytes."""
+    """Field, value, field, value -> pairs, in the notation of the vectors."""
     parts = [
         part if isinstance(part, dict | list) else as_vector(part if type(part) is bytes else part.encode())
         for part in flat
@@ -65,13 +65,13 @@ def fields_of(flat: tuple[Any, ...]) -> list[list[Bytes]]:
 
 
 def entry(name: str, *flat: Any, settings: Case | None = None, becomes: list[Case]) -> Case:
-    """One entry of a request stream, and what it becomes."""
+    """One entry of a request stream, and what it is decoded to."""
     case = {"name": name, "id": ENTRY_ID, "fields": fields_of(flat), "becomes": becomes}
     return case | ({"settings": settings} if settings else {})
 
 
 def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) -> Case:
-    """A request that was understood. What is not named here has its default."""
+    """A decoded request; every property not given has its default."""
     understood = {
         "correlation_id": correlation_id,
         "body": body,
@@ -89,7 +89,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
 
 
 def refusal(field: str, correlation_id: str = ENTRY_ID, **others: Any) -> Case:
-    """An answer to what was not understood. `content_type` tells what kind of envelope it is."""
+    """A refusal. `content_type` decides the encoding of its envelope."""
     answer = {
         "status": "INVALID_ARGUMENT",
         "field": field,
@@ -290,16 +290,16 @@ def withdrawals() -> list[Case]:
 
 
 def packed_requests() -> list[Case]:
-    def one(correlation_id: str, **others: Any) -> Case:
+    def packed(correlation_id: str, **others: Any) -> Case:
         return {"correlation_id": correlation_id, "body": b"7", **others}
 
-    def case(name: str, becomes: list[Case], *maps: Any, beside: tuple[str, ...] = ()) -> Case:
-        return entry(name, "requests", pack(list(maps)), *beside, becomes=becomes)
+    def case(name: str, becomes: list[Case], *maps: Any, shared: tuple[str, ...] = ()) -> Case:
+        return entry(name, "requests", pack(list(maps)), *shared, becomes=becomes)
 
     later = str(ARRIVAL_MS + 1)
     return [
-        case("two of them", [request("a"), request("b")], one("a"), one("b")),
-        case("one of them", [request("a")], one("a")),
+        case("two of them", [request("a"), request("b")], packed("a"), packed("b")),
+        case("one of them", [request("a")], packed("a")),
         case("a body as text", [request("a", "ä7")], {"correlation_id": "a", "body": "ä7"}),
         case(
             "fields beside them hold for each that does not say otherwise",
@@ -309,38 +309,40 @@ def packed_requests() -> list[Case]:
                 ),
                 request("b", reply_to="s", priority=1, deadline_ms=ARRIVAL_MS + 50, fields={"tenant": "red"}),
             ],
-            *(one("a"), one("b", priority=1, reply_to="s", tenant="red")),
-            beside=("reply_to", "r", "priority", "7", "expiration", "50", "tenant", "blue"),
+            *(packed("a"), packed("b", priority=1, reply_to="s", tenant="red")),
+            shared=("reply_to", "r", "priority", "7", "expiration", "50", "tenant", "blue"),
         ),
         case(
             "numbers as numbers or as text",
             [request("a", priority=9, cost=3), request("b", priority=9, cost=3)],
-            *(one("a", priority=9, cost=3), one("b", priority="9", cost="3")),
+            *(packed("a", priority=9, cost=3), packed("b", priority="9", cost="3")),
         ),
         case(
             "unknown fields may be bytes, text or numbers",
             [request("a", fields={"bin": {"hex": "00ff"}, "text": "ä", "int": "-7", "float": "1.5"})],
-            one("a", bin=b"\x00\xff", text="ä", int=-7, float=1.5),
+            packed("a", bin=b"\x00\xff", text="ä", int=-7, float=1.5),
         ),
         case(
             "an arrival that was kept",
             [request("a", arrival_ms=ARRIVAL_MS - 400, deadline_ms=ARRIVAL_MS - 350)],
-            one("a", expiration=50),
-            beside=("arrival", str(ARRIVAL_MS - 400)),
+            packed("a", expiration=50),
+            shared=("arrival", str(ARRIVAL_MS - 400)),
         ),
-        case("no arrival is later than the entry's own", [request("a")], one("a"), beside=("arrival", later)),
-        case("an arrival that is no number", [request("a")], one("a"), beside=("arrival", "noon")),
-        case("an arrival below 0", [request("a")], one("a"), beside=("arrival", "-1")),
+        case(
+            "no arrival is later than the entry's own", [request("a")], packed("a"), shared=("arrival", later)
+        ),
+        case("an arrival that is no number", [request("a")], packed("a"), shared=("arrival", "noon")),
+        case("an arrival below 0", [request("a")], packed("a"), shared=("arrival", "-1")),
     ]
 
 
 def refused_in_packed() -> list[Case]:
-    """One request of an entry cannot be understood; the others are."""
+    """Packed entries of which one request is refused and the other accepted."""
 
-    def case(name: str, refused: Case, bad: Any, *beside: str, **of_all: Any) -> Case:
+    def case(name: str, refused: Case, bad: Any, *shared: str, **of_all: Any) -> Case:
         good = request("good", **of_all)
         maps = [bad, {"correlation_id": "good", "body": b"7"}]
-        return entry(name, "requests", pack(maps), *beside, becomes=[refused, good])
+        return entry(name, "requests", pack(maps), *shared, becomes=[refused, good])
 
     def wrong(field: str, value: Any) -> Case:
         refused = refusal(field, "bad" if field != "correlation_id" else ENTRY_ID)
@@ -369,7 +371,7 @@ def refused_in_packed() -> list[Case]:
 
 
 def refused_packs() -> list[Case]:
-    """Nothing in the entry can be told apart: one answer for all of it, at the entry's ID."""
+    """Packed entries that cannot be unpacked: one refusal for all requests, at the entry's ID."""
 
     def case(name: str, packed: Any) -> Case:
         return entry(name, "requests", packed, becomes=[refusal("requests")])
@@ -396,8 +398,8 @@ def refused_packs() -> list[Case]:
 # --- results -----------------------------------------------------------------------------------------------
 
 
-def outcome(correlation_id: str, content_type: str, body: bytes, **served: int) -> Case:
-    """A result as a service knows it: the envelope's fields, its body as bytes of its content type."""
+def success(correlation_id: str, content_type: str, body: bytes, **served: int) -> Case:
+    """A successful result: the fields of its envelope, with the body as bytes of its content type."""
     return {
         "correlation_id": correlation_id,
         "status": "OK",
@@ -437,17 +439,17 @@ def results() -> list[Case]:
     expired, twice = "expired: still waiting 5 ms after its arrival", "Ü" * 2000
     floats = pack([1.5, None])
     return [
-        json_case("a number in JSON", outcome("a", JSON, b"49"), 49),
-        json_case("a value in JSON", outcome("a", JSON, '{"ö":[1,null]}'.encode()), {"ö": [1, None]}),
+        json_case("a number in JSON", success("a", JSON, b"49"), 49),
+        json_case("a value in JSON", success("a", JSON, '{"ö":[1,null]}'.encode()), {"ö": [1, None]}),
         json_case(
             "a body that looks like the envelope's",
-            outcome("a", JSON, b'{"body":null,"final":false}'),
+            success("a", JSON, b'{"body":null,"final":false}'),
             {"body": None, "final": False},
         ),
-        json_case("null in JSON", outcome("a", JSON, b"null")),
-        msgpack_case("msgpack", outcome("a", MSGPACK, floats, queue_us=2**33), floats),
-        msgpack_case("bytes", outcome("a", RAW, b"\x00\xff"), b"\x00\xff"),
-        msgpack_case("no bytes", outcome("a", RAW, b""), b""),
+        json_case("null in JSON", success("a", JSON, b"null")),
+        msgpack_case("msgpack", success("a", MSGPACK, floats, queue_us=2**33), floats),
+        msgpack_case("bytes", success("a", RAW, b"\x00\xff"), b"\x00\xff"),
+        msgpack_case("no bytes", success("a", RAW, b""), b""),
         json_case("an error in JSON", failure("a", JSON, "DEADLINE_EXCEEDED", expired), detail=expired),
         msgpack_case("an error in msgpack", failure("a", MSGPACK, "INTERNAL", "ß"), detail="ß"),
         msgpack_case("an error where bytes were sent", failure("a", RAW, "ABORTED", "no"), detail="no"),
@@ -456,10 +458,10 @@ def results() -> list[Case]:
 
 
 def replies() -> list[Case]:
-    """Entries of a reply stream: whatever their content types, one msgpack array of maps."""
+    """Entries of a reply stream: one msgpack array of maps, for results of any content type."""
     several = [
-        (outcome("a", JSON, b"49"), b"49", ""),
-        (outcome("b", RAW, b"\xff"), b"\xff", ""),
+        (success("a", JSON, b"49"), b"49", ""),
+        (success("b", RAW, b"\xff"), b"\xff", ""),
         (failure("c", JSON, "CANCELLED", "withdrawn by its producer"), None, "withdrawn by its producer"),
     ]
     return [
@@ -476,17 +478,17 @@ def replies() -> list[Case]:
 
 
 def batches() -> list[Case]:
-    """What batcher and worker say to each other."""
+    """Entries of the batch stream, which batchers write and workers read."""
     first = ["1-0", "a", JSON, None, 1000, None, b"7", None]
     second = ["2-0", "b", RAW, "r", 2000, 9000, b"\xff", {"tenant": b"blue"}]
     third = ["2-0", "c", MSGPACK, "r", 2000, 9000, b"\x07", None]
     names = ("entry_id", "correlation_id", "content_type", "reply_to", "arrival_us", "deadline_us", "body")
 
-    def riding(one: list[Any]) -> Case:
-        fields = {name: as_vector(value) for name, value in (one[7] or {}).items()}
-        return dict(zip(names, [*one[:6], as_vector(one[6])], strict=True)) | {"fields": fields}
+    def batched(values: list[Any]) -> Case:
+        fields = {name: as_vector(value) for name, value in (values[7] or {}).items()}
+        return dict(zip(names, [*values[:6], as_vector(values[6])], strict=True)) | {"fields": fields}
 
-    def case(name: str, ride: list[list[Any]], *others: str) -> Case:
+    def case(name: str, expected: list[list[Any]], *others: str) -> Case:
         flat = ("requests", pack([first, second, third]), "size", "3", "reason", "full", *others)
         return {
             "name": name,
@@ -495,7 +497,7 @@ def batches() -> list[Case]:
                 "reason": "full",
                 "dispatched_us": 5000,
                 "lane": "small" if "lane" in others else "",
-                "requests": [riding(one) for one in ride],
+                "requests": [batched(request) for request in expected],
             },
         }
 
@@ -519,9 +521,9 @@ def data_of(datatype: str, values: list[Any]) -> bytes:
     """Little-endian bytes. BF16 is the upper half of an FP32, whose lower half must be 0 here."""
     if datatype != "BF16":
         return struct.pack(f"<{len(values)}{CODES[datatype]}", *values)
-    words = [struct.pack("<f", value) for value in values]
-    assert all(word[:2] == b"\0\0" for word in words)
-    return b"".join(word[2:] for word in words)
+    floats = [struct.pack("<f", value) for value in values]
+    assert all(data[:2] == b"\0\0" for data in floats)
+    return b"".join(data[2:] for data in floats)
 
 
 def tensor(name: str, datatype: str, shape: list[int], values: list[Any], in_json: bool = True) -> Case:
@@ -579,7 +581,7 @@ def _large_tensor() -> Case:
 
 
 def nested_tensors() -> list[Case]:
-    """JSON whose `data` follows the shape: the same tensor as the flat one."""
+    """JSON whose `data` is nested as the shape is: the same tensor as the flat one."""
     rows = {"datatype": "INT16", "shape": [2, 3], "data": [[1, 2, 3], [4, 5, 6]]}
     empty = {"datatype": "FP32", "shape": [2, 0], "data": [[], []]}
     return [
@@ -589,7 +591,7 @@ def nested_tensors() -> list[Case]:
 
 
 def strings() -> list[Case]:
-    """BYTES: a flat list of texts in both content types."""
+    """BYTES: a flat list of strings in both content types."""
     cases = {"texts": ([2], ["ä", ""]), "rows of texts": ([2, 1], ["a", "b"]), "no texts": ([0], [])}
     return [
         {
@@ -603,7 +605,7 @@ def strings() -> list[Case]:
 
 
 def bf16_roundings() -> list[Case]:
-    """FP32 to BF16, to the nearest, and from the middle to the even one: worked out with exact fractions."""
+    """FP32 rounded to BF16, to nearest with ties to even, computed with exact fractions."""
 
     def value(bits: int) -> Fraction:
         return Fraction(struct.unpack(">f", struct.pack(">I", bits))[0])
@@ -626,7 +628,7 @@ def bf16_roundings() -> list[Case]:
 
 
 def bodies() -> list[Case]:
-    """Values, as both content types write them."""
+    """Values in both content types."""
     values = [
         None,
         True,

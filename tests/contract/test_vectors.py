@@ -1,4 +1,4 @@
-"""Carpool's code against the golden vectors: every case of every file."""
+"""Carpool's code against every case of every file of golden vectors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lists_of(file: str) -> dict[str, list[Case]]:
 
 
 def cases(of: str, *files: str) -> Callable[[Any], Any]:
-    """Run a test for each case of a list of these files."""
+    """Run a test for each case in one list of each of these files."""
     named = {
         f"{file}, {of}: {case.get('name', number)}": case
         for file in files
@@ -43,7 +43,7 @@ def cases(of: str, *files: str) -> Callable[[Any], Any]:
 
 
 def as_bytes(written: Any) -> bytes:
-    """Bytes, as the vectors' README says that they are written."""
+    """Bytes from the notation that the README of the vectors describes."""
     if isinstance(written, str):
         return written.encode()
     if isinstance(written, list):
@@ -58,50 +58,50 @@ def flat(case: Case) -> list[bytes]:
 # --- requests ----------------------------------------------------------------------------------------------
 
 
-def described(one: Decoded) -> Case:
-    """What an entry became, as the vectors write it; of a refusal's detail, what comes before the colon."""
-    if isinstance(one, Withdrawal):
-        return {"withdrawal": sorted(one.correlation_ids)}
-    if isinstance(one, Refusal):
+def described(item: Decoded) -> Case:
+    """What was decoded, in the notation of the vectors. Of a refusal's detail, only the field is compared."""
+    if isinstance(item, Withdrawal):
+        return {"withdrawal": sorted(item.correlation_ids)}
+    if isinstance(item, Refusal):
         return {
             "refusal": {
-                "status": one.status,
-                "field": one.detail.partition(": ")[0].strip("'"),
-                "correlation_id": one.correlation_id,
-                "reply_to": one.reply_to,
-                "content_type": one.content_type,
+                "status": item.status,
+                "field": item.detail.partition(": ")[0].strip("'"),
+                "correlation_id": item.correlation_id,
+                "reply_to": item.reply_to,
+                "content_type": item.content_type,
             }
         }
     return {
         "request": {
-            "correlation_id": one.correlation_id,
-            "body": one.body,
-            "content_type": one.content_type,
-            "reply_to": one.reply_to,
-            "arrival_ms": one.arrival_us / 1000,
-            "deadline_ms": None if one.deadline_us is None else one.deadline_us / 1000,
-            "priority": one.priority,
-            "lane": one.lane,
-            "cost": one.cost,
-            "fields": dict(one.extra or {}),
+            "correlation_id": item.correlation_id,
+            "body": item.body,
+            "content_type": item.content_type,
+            "reply_to": item.reply_to,
+            "arrival_ms": item.arrival_us / 1000,
+            "deadline_ms": None if item.deadline_us is None else item.deadline_us / 1000,
+            "priority": item.priority,
+            "lane": item.lane,
+            "cost": item.cost,
+            "fields": dict(item.extra or {}),
         }
     }
 
 
-def expected(one: Case) -> Case:
-    if "request" not in one:
-        return one
-    request = one["request"]
+def expected(item: Case) -> Case:
+    if "request" not in item:
+        return item
+    request = item["request"]
     fields = {name: as_bytes(value) for name, value in request["fields"].items()}
     return {"request": request | {"body": as_bytes(request["body"]), "fields": fields}}
 
 
 @cases("cases", "requests.json", "packed.json")
-def test_an_entry_becomes_what_the_vector_says(case: Case) -> None:
+def test_entry_is_decoded_as_in_the_vector(case: Case) -> None:
     settings = ModelSettings(**case.get("settings", {}))
-    entry, several = decode_entry(case["id"].encode(), flat(case), settings)
-    assert [described(one) for one in several] == [expected(one) for one in case["becomes"]]
-    assert entry.requests == [one for one in several if isinstance(one, Request)]
+    entry, decoded = decode_entry(case["id"].encode(), flat(case), settings)
+    assert [described(item) for item in decoded] == [expected(item) for item in case["becomes"]]
+    assert entry.requests == [item for item in decoded if isinstance(item, Request)]
 
 
 # --- results -----------------------------------------------------------------------------------------------
@@ -113,12 +113,12 @@ def result_of(written: Case) -> Result:
 
 
 @cases("envelopes", "results.json")
-def test_a_result_is_written_as_the_vector_says(case: Case) -> None:
+def test_result_is_encoded_as_in_the_vector(case: Case) -> None:
     assert encode_result(result_of(case["result"])) == as_bytes(case["envelope"])
 
 
 @cases("replies", "results.json")
-def test_results_on_a_reply_stream_are_written_as_the_vector_says(case: Case) -> None:
+def test_results_on_a_reply_stream_are_encoded_as_in_the_vector(case: Case) -> None:
     packed = as_bytes(case["entry"])
     assert encode_results(map(result_of, case["results"])) == packed
     assert decode_results(packed) == msgpack.unpackb(packed)
@@ -127,25 +127,25 @@ def test_results_on_a_reply_stream_are_written_as_the_vector_says(case: Case) ->
 # --- batches -----------------------------------------------------------------------------------------------
 
 
-def riding(written: Case) -> BatchedRequest:
+def batched(written: Case) -> BatchedRequest:
     extra = {name: as_bytes(value) for name, value in written["fields"].items()} or None
     own = {name: value for name, value in written.items() if name != "fields"}
     return BatchedRequest(**(own | {"body": as_bytes(written["body"]), "extra": extra}))
 
 
 @cases("batches", "batches.json")
-def test_a_batch_is_read_as_the_vector_says(case: Case) -> None:
+def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
     becomes = case["becomes"]
-    requests = [riding(one) for one in becomes["requests"]]
-    told = (becomes["reason"], becomes["dispatched_us"], becomes["lane"])
-    assert decode_batch(b"9-0", flat(case), epoch=2) == Batch("9-0", 2, requests, *told)
+    requests = [batched(request) for request in becomes["requests"]]
+    properties = (becomes["reason"], becomes["dispatched_us"], becomes["lane"])
+    assert decode_batch(b"9-0", flat(case), epoch=2) == Batch("9-0", 2, requests, *properties)
 
 
 # --- tensors and bodies ------------------------------------------------------------------------------------
 
 
 @cases("tensors", "tensors.json")
-def test_a_tensor_is_the_same_in_every_content_type(case: Case) -> None:
+def test_tensor_is_the_same_in_every_content_type(case: Case) -> None:
     datatype, shape, data = case["datatype"], case["shape"], as_bytes(case["data"])
     packed = as_bytes(case["msgpack"])
     arrays = [decode_body(MSGPACK, packed), from_bytes(datatype, shape, data)]
@@ -153,16 +153,16 @@ def test_a_tensor_is_the_same_in_every_content_type(case: Case) -> None:
         arrays.append(decode_body(JSON, case["json"].encode()))
     for array in arrays:
         assert list(array.shape) == shape
-        if "beyond numbers" not in case["name"]:  # which of its bits say that a NaN is one is nobody's matter
+        if "beyond numbers" not in case["name"]:  # a NaN may have any payload
             assert to_bytes(array, datatype) == data
         np.testing.assert_array_equal(array, arrays[0])
 
 
 @cases("tensors", "tensors.json")
-def test_an_array_is_written_as_the_vector_says(case: Case) -> None:
+def test_array_is_encoded_as_in_the_vector(case: Case) -> None:
     packed = as_bytes(case["msgpack"])
     array = decode_body(MSGPACK, packed)
-    if case["datatype"] == "BF16":  # which is FP32 once decoded, and so goes back
+    if case["datatype"] == "BF16":  # decoded to float32, and so encoded as FP32
         assert msgpack.unpackb(encode_body(MSGPACK, array))["datatype"] == "FP32"
     else:
         assert encode_body(MSGPACK, array) == packed
@@ -171,7 +171,7 @@ def test_an_array_is_written_as_the_vector_says(case: Case) -> None:
 
 
 @cases("nested", "tensors.json")
-def test_nested_lists_are_the_tensor_that_flat_ones_are(case: Case) -> None:
+def test_nested_list_is_the_same_tensor_as_a_flat_one(case: Case) -> None:
     tensor = json.loads(case["json"])
     array = decode_body(JSON, case["json"].encode())
     assert list(array.shape) == tensor["shape"]
@@ -185,13 +185,13 @@ def test_strings_are_a_flat_list(case: Case) -> None:
 
 
 @cases("bf16_roundings", "tensors.json")
-def test_bf16_is_rounded_as_the_vector_says(case: Case) -> None:
+def test_bf16_is_rounded_as_in_the_vector(case: Case) -> None:
     array = np.frombuffer(bytes.fromhex(case["fp32"]), ">f4")
     assert to_bytes(array, "BF16")[::-1].hex() == case["bf16"]
 
 
 @cases("values", "bodies.json")
-def test_a_value_is_the_same_in_every_content_type(case: Case) -> None:
+def test_value_is_the_same_in_every_content_type(case: Case) -> None:
     in_json, in_msgpack = case["json"].encode(), as_bytes(case["msgpack"])
     for content_type, body in ((JSON, in_json), (MSGPACK, in_msgpack)):
         value = decode_body(content_type, body)
@@ -200,7 +200,7 @@ def test_a_value_is_the_same_in_every_content_type(case: Case) -> None:
 
 
 @cases("refused", "bodies.json", "tensors.json")
-def test_a_body_is_refused(case: Case) -> None:
+def test_body_is_rejected(case: Case) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         decode_body(case["content_type"], as_bytes(case["body"]))
     assert caught.value.status == INVALID_ARGUMENT
@@ -210,18 +210,18 @@ def test_a_body_is_refused(case: Case) -> None:
 # --- the files ---------------------------------------------------------------------------------------------
 
 
-def test_every_file_is_made() -> None:
+def test_make_vectors_writes_every_file() -> None:
     assert sorted(make_vectors.files()) == FILES
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_is_what_make_vectors_makes(file: str) -> None:
-    made = make_vectors.as_text(make_vectors.files()[file])
-    assert (VECTORS / file).read_bytes() == made.encode()
+def test_file_is_what_make_vectors_writes(file: str) -> None:
+    text = make_vectors.as_text(make_vectors.files()[file])
+    assert (VECTORS / file).read_bytes() == text.encode()
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_no_two_cases_have_one_name(file: str) -> None:
+def test_names_of_cases_are_unique(file: str) -> None:
     for of_file in lists_of(file).values():
         names = [case["name"] for case in of_file if "name" in case]
         assert len(names) == len(set(names))

@@ -1,4 +1,4 @@
-"""The locks, on real servers: each role can do what it is there for, and cannot do what it is not."""
+"""Access control on real servers: each role can do what it is for, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgpack
 import pytest
 from redis import Redis
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 
 from carpool import AsyncClient, Client
 from carpool.errors import AbortedError, DeadlineExceededError, InvalidArgumentError
@@ -28,18 +28,18 @@ from support.stack import RESULT_S, Stack, envelope
 from support.waiting import wait_until
 
 MODELS: Final = ("square", "plain.py:Echo", "plain.py:Single", "faulty.py:Faulty")
-TESTER: Final = "in-the-place-of-an-operator"  # who looks on, and may do everything
+TESTER: Final = "password-of-the-tester"  # its user may do everything
 
-
-LOCKS: Final = [(server, rules) for server in SERVERS for rules in ("6", "7") if major(server) >= int(rules)]
+# Servers, and for which Redis the rules are written.
+CASES: Final = [(server, rules) for server in SERVERS for rules in ("6", "7") if major(server) >= int(rules)]
 
 
 @dataclass
-class Locked:
-    """A stack where everybody signs in as who they are."""
+class Secured:
+    """A stack in which every service and client signs in with its role."""
 
     stack: Stack
-    place: str  # host and port
+    address: str  # host and port
     secrets: Path
     users: Path
     rules: str
@@ -48,11 +48,11 @@ class Locked:
         return (self.secrets / role / "password").read_text()
 
     def url(self, role: str) -> str:
-        return f"redis://{role}:{self.password(role)}@{self.place}/0"
+        return f"redis://{role}:{self.password(role)}@{self.address}/0"
 
     def environment(self, role: str) -> dict[str, str]:
         return {
-            "CARPOOL_REDIS_URL": f"redis://{self.place}/0",
+            "CARPOOL_REDIS_URL": f"redis://{self.address}/0",
             "CARPOOL_REDIS_USER": role,
             "CARPOOL_REDIS_PASSWORD_FILE": str(self.secrets / role / "password"),
         }
@@ -61,17 +61,19 @@ class Locked:
         return Redis.from_url(self.url(role), protocol=2, driver_info=None, socket_timeout=30)
 
     def denied(self) -> set[tuple[str, str]]:
-        """Who was refused which command or key since the log was reset."""
+        """Which roles were denied which commands or keys since the log was reset."""
         log = self.stack.redis.acl_log()
-        return {(one["username"], one["object"]) for one in log if one["reason"] in ("command", "key")}
+        return {
+            (event["username"], event["object"]) for event in log if event["reason"] in ("command", "key")
+        }
 
 
 @pytest.fixture(
-    scope="module", params=LOCKS, ids=[f"{name_of(server)}-rules-{rules}" for server, rules in LOCKS]
+    scope="module", params=CASES, ids=[f"{name_of(server)}-rules-{rules}" for server, rules in CASES]
 )
-def locked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     binary, rules = request.param
-    home = tmp_path_factory.mktemp("locked")
+    home = tmp_path_factory.mktemp("secured")
     secrets, users = home / "secrets", home / "acl" / "users.acl"
     assert acl.main(["--secrets", str(secrets), "--output", str(users), "--redis", rules]) == 0
     with users.open("a") as file:
@@ -81,30 +83,30 @@ def locked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     server = ConfiguredRedis(home / "redis", *options, binary=binary, url=url)
     environment: dict[str, dict[str, str]] = {}
     with Stack(home / "logs", server=server, environment=environment) as stack:
-        one = Locked(stack, f"127.0.0.1:{server.port}", secrets, users, rules)
-        environment |= {role: one.environment(role) for role in ("batcher", "worker")}
+        secured = Secured(stack, f"127.0.0.1:{server.port}", secrets, users, rules)
+        environment |= {role: secured.environment(role) for role in ("batcher", "worker")}
         stack.serve(*MODELS)
-        yield one
+        yield secured
 
 
 @pytest.fixture
-def trip(locked: Locked) -> Iterator[Locked]:
-    """For a test in which nobody is to be refused anything."""
-    locked.stack.redis.acl_log_reset()
-    yield locked
-    assert locked.denied() == set()
+def no_denials(secured: Secured) -> Iterator[Secured]:
+    """For a test in which no role may be denied anything."""
+    secured.stack.redis.acl_log_reset()
+    yield secured
+    assert secured.denied() == set()
 
 
 @pytest.fixture
-def producer(locked: Locked) -> Iterator[Any]:
-    client = locked.signed_in("producer")
+def producer(secured: Secured) -> Iterator[Any]:
+    client = secured.signed_in("producer")
     yield client
     client.close()
 
 
 @pytest.fixture
-def admin(locked: Locked) -> Iterator[Any]:
-    client = locked.signed_in("admin")
+def admin(secured: Secured) -> Iterator[Any]:
+    client = secured.signed_in("admin")
     yield client
     client.close()
 
@@ -117,16 +119,17 @@ def gate(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def here(request: pytest.FixtureRequest) -> str:
+def unique(request: pytest.FixtureRequest) -> str:
+    """A name that no other test uses."""
     return f"t{abs(hash(request.node.nodeid)):x}"
 
 
-def hold_up(locked: Locked, gate: Path) -> str:
-    """Give the model's one worker all that it takes at once; what is sent from now on waits."""
+def block_worker(secured: Secured, gate: Path) -> str:
+    """Occupy the model's one worker until the gate opens: requests that are sent now wait."""
     for _ in range(2):
-        locked.stack.send("Single", body=json.dumps({"gate": str(gate)}))
+        secured.stack.send("Single", body=json.dumps({"gate": str(gate)}))
     batches = Keys("Single").batches
-    wait_until(lambda: locked.stack.redis.xlen(batches) == 2, description="the worker is held up")
+    wait_until(lambda: secured.stack.redis.xlen(batches) == 2, description="the worker is occupied")
     return "Single"
 
 
@@ -136,58 +139,64 @@ def result(client: Any, model: str, correlation_id: str) -> dict[str, Any]:
     return envelope(found[1])
 
 
-# --- What works
+# --- What roles can do
 
 
-def test_everybody_is_who_they_are(locked: Locked) -> None:
-    with Client(locked.url("producer"), timeout=15) as client:
+def test_connections_sign_in_with_their_roles(secured: Secured) -> None:
+    with Client(secured.url("producer"), timeout=15) as client:
         assert client.infer("square", 2) == 4
-        connections = locked.stack.redis.client_list()
-    seen = {(one["name"].rpartition(":")[2], one["user"]) for one in connections}
-    of = {"moves": "batcher", "reads": "batcher", "intake": "worker", "commit": "worker", "w": "producer"}
-    assert {(name, user) for name, user in seen if name in of} == set(of.items())
+        connections = secured.stack.redis.client_list()
+    seen = {(client["name"].rpartition(":")[2], client["user"]) for client in connections}
+    expected = {
+        "moves": "batcher",
+        "reads": "batcher",
+        "fetch": "worker",
+        "commit": "worker",
+        "w": "producer",
+    }
+    assert {(name, user) for name, user in seen if name in expected} == set(expected.items())
 
 
-async def test_an_asyncio_producer_asks_two_models(trip: Locked) -> None:
-    async with AsyncClient(trip.url("producer"), timeout=15) as client:
+async def test_async_client_uses_two_models(no_denials: Secured) -> None:
+    async with AsyncClient(no_denials.url("producer"), timeout=15) as client:
         assert set(await client.models()) >= {"square", "Echo", "Single", "Faulty"}
-        assert [one async for one in client.map("square", range(200))] == [n * n for n in range(200)]
-        assert await client.infer("Echo", "and another, whose results come on another stream") is not None
+        assert [output async for output in client.map("square", range(200))] == [n * n for n in range(200)]
+        assert await client.infer("Echo", "results of each model are on a stream of its own") is not None
         assert await client.infer("square", 3) == 9
 
 
-def test_a_producer_with_threads_and_its_errors(trip: Locked) -> None:
-    with Client(trip.url("producer"), timeout=15) as client:
+def test_client_gets_results_and_errors(no_denials: Secured) -> None:
+    with Client(no_denials.url("producer"), timeout=15) as client:
         assert client.infer("square", 12) == 144
         with pytest.raises(InvalidArgumentError):
             client.infer("square", "not a number")
 
 
-def test_a_producer_that_knows_only_redis(trip: Locked, producer: Any, here: str) -> None:
+def test_producer_with_a_plain_redis_client(no_denials: Secured, producer: Any, unique: str) -> None:
     keys = Keys("Echo")
     assert producer.execute_command("SISMEMBER", "carpool:models", "Echo") == 1
     assert producer.hmget(keys.registration, "max_batch_size")[0] == b"16"
 
-    producer.xadd(keys.requests, {"body": "1", "correlation_id": here})
-    left = producer.execute_command("BLMOVE", keys.result(here), keys.result(here), "LEFT", "LEFT", "5")
-    assert envelope(left) == result(producer, "Echo", here)
+    producer.xadd(keys.requests, {"body": "1", "correlation_id": unique})
+    moved = producer.execute_command("BLMOVE", keys.result(unique), keys.result(unique), "LEFT", "LEFT", "5")
+    assert envelope(moved) == result(producer, "Echo", unique)
 
-    producer.xadd(keys.requests, {"body": "2", "reply_to": here})
-    ((_, ((entry_id, fields),)),) = producer.xread({keys.replies(here): "0"}, block=5000)
-    assert [one["status"] for one in msgpack.unpackb(fields[b"results"])] == ["OK"]
+    producer.xadd(keys.requests, {"body": "2", "reply_to": unique})
+    ((_, ((entry_id, fields),)),) = producer.xread({keys.replies(unique): "0"}, block=5000)
+    assert [reply["status"] for reply in msgpack.unpackb(fields[b"results"])] == ["OK"]
     after = f"{entry_id.decode()}1"
-    assert producer.execute_command("XTRIM", keys.replies(here), "MINID", after) == 1
+    assert producer.execute_command("XTRIM", keys.replies(unique), "MINID", after) == 1
 
 
-def test_withdrawal_refusal_and_expiry(trip: Locked, producer: Any, gate: Path, here: str) -> None:
-    model = hold_up(trip, gate)
+def test_withdrawal_refusal_and_expiry(no_denials: Secured, producer: Any, gate: Path, unique: str) -> None:
+    model = block_worker(no_denials, gate)
     requests = Keys(model).requests
     kept = producer.xadd(requests, {"body": "1"})
     deleted = producer.xadd(requests, {"body": "1"})
-    names = [f"{here}-{what}" for what in ("withdrawn", "expired", "packed", "refused")]
+    names = [f"{unique}-{ending}" for ending in ("withdrawn", "expired", "packed", "refused")]
     producer.xadd(requests, {"body": "1", "correlation_id": names[0]})
     producer.xadd(requests, {"body": "1", "correlation_id": names[1], "expiration": 1})
-    packed = [{"correlation_id": name, "body": "1"} for name in (names[2], f"{here}-stays")]
+    packed = [{"correlation_id": name, "body": "1"} for name in (names[2], f"{unique}-stays")]
     producer.xadd(requests, {"requests": msgpack.packb(packed)})
     producer.xadd(requests, {"body": "1", "correlation_id": names[3], "priority": 11})
     assert producer.xdel(requests, deleted) == 1
@@ -197,56 +206,60 @@ def test_withdrawal_refusal_and_expiry(trip: Locked, producer: Any, gate: Path, 
     assert statuses == ["CANCELLED", "DEADLINE_EXCEEDED", "CANCELLED", "INVALID_ARGUMENT"]
     gate.touch()
     assert result(producer, model, kept.decode())["status"] == "OK"
-    assert result(producer, model, f"{here}-stays")["status"] == "OK"
+    assert result(producer, model, f"{unique}-stays")["status"] == "OK"
 
 
-def test_a_deadline_that_passes_in_flight(trip: Locked, gate: Path) -> None:
-    """Answered by the batcher ahead of the commit, which is told to leave it out."""
-    with Client(trip.url("producer")) as client:
+def test_deadline_that_passes_in_flight(no_denials: Secured, gate: Path) -> None:
+    """The batcher answers ahead of the commit, which must leave the request out."""
+    with Client(no_denials.url("producer")) as client:
         with pytest.raises(DeadlineExceededError):
             client.infer("Echo", {"gate": str(gate)}, timeout=0.3)
         gate.touch()
         assert client.infer("Echo", 1, timeout=15) == 1
 
 
-def test_redis_forgot_its_scripts(trip: Locked) -> None:
-    with Client(trip.url("producer"), timeout=15) as client:
+def test_scripts_are_loaded_again_after_redis_lost_them(no_denials: Secured) -> None:
+    with Client(no_denials.url("producer"), timeout=15) as client:
         for _ in range(2):
-            trip.stack.redis.script_flush()
+            no_denials.stack.redis.script_flush()
             assert client.infer("square", 5) == 25
 
 
-def test_a_worker_dies_and_another_takes_over(trip: Locked, gate: Path) -> None:
-    """Reclaim, a request executed alone, the old consumer swept out; then one that leaves of its own."""
-    spec, lease = "hashing.py:Hashing", ("--lease-ms", "1500")  # time enough to send while it still counts
-    first = trip.stack.worker(spec, *lease)
-    trip.stack.wait_for_model("Hashing")
-    with Client(trip.url("producer"), timeout=30) as client:
+def test_worker_takes_over_from_one_that_died(no_denials: Secured, gate: Path) -> None:
+    """It reclaims the batch, executes requests alone and deletes the old consumer; then a worker drains."""
+    spec, lease = (
+        "hashing.py:Hashing",
+        ("--lease-ms", "1500"),
+    )  # time enough to send requests before it runs out
+    first = no_denials.stack.worker(spec, *lease)
+    no_denials.stack.wait_for_model("Hashing")
+    with Client(no_denials.url("producer"), timeout=30) as client:
         first.freeze()
-        wait_until(lambda: trip.stack.live_workers("Hashing") == [], description="its lease ran out")
+        wait_until(lambda: no_denials.stack.live_workers("Hashing") == [], description="its lease ran out")
         first.thaw()
-        wait_until(lambda: trip.stack.live_workers("Hashing") != [], description="it lives again")
+        wait_until(
+            lambda: no_denials.stack.live_workers("Hashing") != [], description="it has renewed its lease"
+        )
         first.freeze()
         futures = [client.submit("Hashing", f"{number}") for number in range(8)]
         wait_until(
-            lambda: trip.stack.redis.xlen(Keys("Hashing").batches) > 0, description="a batch is under way"
+            lambda: no_denials.stack.redis.xlen(Keys("Hashing").batches) > 0,
+            description="a batch is in flight",
         )
         first.kill()
-        second = trip.stack.worker(spec, *lease)
+        second = no_denials.stack.worker(spec, *lease)
         assert len({future.result(30) for future in futures}) == 8
-        trip.stack.wait_until_idle("Hashing")
+        no_denials.stack.wait_until_idle("Hashing")
         wait_until(
-            lambda: len(trip.stack.live_workers("Hashing")) == 1, description="only the second is left"
+            lambda: len(no_denials.stack.live_workers("Hashing")) == 1, description="only the second is left"
         )
-        trip.stack.worker(spec, *lease)
+        no_denials.stack.worker(spec, *lease)
     assert second.terminate() == 0
 
 
-def test_who_kills_the_process_becomes_a_dead_letter_that_an_admin_sends_again(
-    trip: Locked, admin: Any
-) -> None:
+def test_admin_resubmits_a_dead_letter(no_denials: Secured, admin: Any) -> None:
     keys = Keys("Faulty")
-    with Client(trip.url("producer"), timeout=30) as client, pytest.raises(AbortedError):
+    with Client(no_denials.url("producer"), timeout=30) as client, pytest.raises(AbortedError):
         client.infer("Faulty", "kill")
     ((letter_id, letter),) = admin.xrange(keys.dead)
     assert letter[b"reason"]
@@ -257,75 +270,77 @@ def test_who_kills_the_process_becomes_a_dead_letter_that_an_admin_sends_again(
     assert admin.xdel(keys.dead, letter_id) == 1
 
 
-def test_a_batcher_hands_over_to_another(trip: Locked) -> None:
-    second = trip.stack.batcher()
-    trip.stack.active_batcher("square").terminate()
-    wait_until(lambda: trip.stack.active_batcher("square") is second, description="the second one is active")
-    with Client(trip.url("producer"), timeout=15) as client:
+def test_batcher_hands_over_to_another(no_denials: Secured) -> None:
+    second = no_denials.stack.batcher()
+    no_denials.stack.active_batcher("square").terminate()
+    wait_until(
+        lambda: no_denials.stack.active_batcher("square") is second, description="the second one is active"
+    )
+    with Client(no_denials.url("producer"), timeout=15) as client:
         assert client.infer("square", 6) == 36
 
 
-def test_the_command_line_signs_in_by_files_and_shows_no_password(trip: Locked) -> None:
-    """`carpool infer` as a producer, `carpool models` as an admin; and what services log and are called."""
-    answer = carpool(trip, "producer", "infer", "square", "9")
+def test_command_line_signs_in_with_password_files_and_shows_no_password(no_denials: Secured) -> None:
+    """Neither do logs and command lines of services."""
+    answer = carpool(no_denials, "producer", "infer", "square", "9")
     assert (answer.stdout, answer.stderr, answer.returncode) == ("81\n", "", 0)
-    shown = carpool(trip, "admin", "models", "--json")
-    assert {one["model"] for one in json.loads(shown.stdout)} >= {"square", "Echo"}
+    shown = carpool(no_denials, "admin", "models", "--json")
+    assert {row["model"] for row in json.loads(shown.stdout)} >= {"square", "Echo"}
 
     for role in ("admin", "metrics"):
-        page = carpool(trip, role, "top", "--once")
+        page = carpool(no_denials, role, "top", "--once")
         assert "no batcher" not in page.stdout
         assert re.search(r"^square +0 +- +0 \(0\) +1 ", page.stdout, re.MULTILINE), page.stdout + page.stderr
 
     for role in ROLES:
-        password = trip.password(role)
-        for service in trip.stack.services:
+        password = no_denials.password(role)
+        for service in no_denials.stack.services:
             assert password not in service.log.read_text()
             if service.alive:
                 assert password.encode() not in Path(f"/proc/{service.pid}/cmdline").read_bytes()
 
 
-def test_an_admin_says_how_a_model_is_to_be_batched(trip: Locked) -> None:
+def test_admin_overrides_settings(no_denials: Secured) -> None:
     key = Keys("square").config
-    changed = carpool(trip, "admin", "config", "square", "max_queue_size=77", "--json")
+    changed = carpool(no_denials, "admin", "config", "square", "max_queue_size=77", "--json")
     assert changed.returncode == 0, changed.stderr
     assert json.loads(changed.stdout)["max_queue_size"]["value"] == "77"
-    assert trip.stack.redis.hgetall(key) == {b"max_queue_size": b"77"}
+    assert no_denials.stack.redis.hgetall(key) == {b"max_queue_size": b"77"}
 
     def followed() -> bool:
-        return any(event["max_queue_size"] == "77" for event in trip.stack.events("settings changed"))
+        return any(event["max_queue_size"] == "77" for event in no_denials.stack.events("settings changed"))
 
-    wait_until(followed, description="the batcher, who may read it, follows")
-    assert carpool(trip, "admin", "config", "square", "max_queue_size=").returncode == 0
-    assert not trip.stack.redis.exists(key)
+    wait_until(followed, description="the batcher, which may read it, follows")
+    assert carpool(no_denials, "admin", "config", "square", "max_queue_size=").returncode == 0
+    assert not no_denials.stack.redis.exists(key)
 
 
 @pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin"}))
-def test_nobody_else_says_how_a_model_is_to_be_batched(locked: Locked, role: str) -> None:
-    refused = carpool(locked, role, "config", "square", "max_queue_size=1")
+def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
+    refused = carpool(secured, role, "config", "square", "max_queue_size=1")
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
-    with locked.signed_in(role) as client, pytest.raises(NoPermissionError):
+    with secured.signed_in(role) as client, pytest.raises(NoPermissionError):
         client.hset(Keys("square").config, "max_queue_size", 1)
-    assert not locked.stack.redis.exists(Keys("square").config)
+    assert not secured.stack.redis.exists(Keys("square").config)
 
 
-def test_who_may_not_is_told_by_the_command_line(locked: Locked) -> None:
-    refused = carpool(locked, "producer", "models")
+def test_command_line_reports_missing_permissions(secured: Secured) -> None:
+    refused = carpool(secured, "producer", "models")
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
-    unknown = carpool(locked, "producer", "infer", "square", "9", CARPOOL_REDIS_USER="nobody")
+    unknown = carpool(secured, "producer", "infer", "square", "9", CARPOOL_REDIS_USER="nobody")
     assert unknown.returncode == 1
     assert "invalid username-password pair" in unknown.stderr
-    assert locked.password("producer") not in refused.stderr + unknown.stderr
+    assert secured.password("producer") not in refused.stderr + unknown.stderr
 
 
-def carpool(locked: Locked, role: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def carpool(secured: Secured, role: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
     return subprocess.run(
-        [sys.executable, "-m", "carpool_cli", *words],
-        env={**environment, **locked.environment(role), **more},
-        cwd=locked.secrets,
+        [sys.executable, "-m", "carpool_cli", *arguments],
+        env={**environment, **secured.environment(role), **more},
+        cwd=secured.secrets,
         capture_output=True,
         text=True,
         timeout=60,
@@ -333,8 +348,8 @@ def carpool(locked: Locked, role: str, *words: str, **more: str) -> subprocess.C
     )
 
 
-def test_metrics_counts(trip: Locked) -> None:
-    metrics, keys = trip.signed_in("metrics"), Keys("square")
+def test_metrics_role_counts(no_denials: Secured) -> None:
+    metrics, keys = no_denials.signed_in("metrics"), Keys("square")
     assert metrics.ping() is True
     assert b"square" in metrics.smembers("carpool:models")
     for key in (keys.requests, keys.batches, keys.settled, keys.dead):
@@ -347,32 +362,39 @@ def test_metrics_counts(trip: Locked) -> None:
     metrics.close()
 
 
-def test_an_admin_operates(trip: Locked, admin: Any) -> None:
-    """And takes a password that was rotated into force, and out of it again."""
-    for words in (
+def test_admin_operates_redis_and_rotates_passwords(no_denials: Secured, admin: Any) -> None:
+    """The old password is valid until the next run of `carpool acl`."""
+    for command_line in (
         "CONFIG GET maxmemory", "INFO", "SLOWLOG GET 1", "LATENCY LATEST", "MEMORY STATS", "CLIENT LIST",
         "ACL LOG 1", "ACL WHOAMI", "DBSIZE", "LASTSAVE", "DEL carpool:{gone}:model",
         "SREM carpool:models gone",
     ):  # fmt: skip
-        admin.execute_command(*words.split())
-    old = trip.password("metrics")
-    command = ["--secrets", str(trip.secrets), "--output", str(trip.users), "--redis", trip.rules]
-    tester = trip.users.read_text().splitlines(keepends=True)[-1]
+        admin.execute_command(*command_line.split())
+    old = no_denials.password("metrics")
+    command = [
+        "--secrets",
+        str(no_denials.secrets),
+        "--output",
+        str(no_denials.users),
+        "--redis",
+        no_denials.rules,
+    ]
+    tester = no_denials.users.read_text().splitlines(keepends=True)[-1]
 
     def rewrite(*flags: str) -> None:
         assert acl.main([*command, *flags]) == 0
-        with trip.users.open("a") as file:
+        with no_denials.users.open("a") as file:
             file.write(tester)
-        with trip.signed_in("admin") as again:  # ACL LOAD hangs up on everybody
+        with no_denials.signed_in("admin") as again:  # ACL LOAD closes all connections
             again.execute_command("ACL", "LOAD")
 
     rewrite("--rotate", "metrics")
-    assert trip.password("metrics") != old
-    for password in (old, trip.password("metrics")):
-        assert signs_in(f"redis://metrics:{password}@{trip.place}/0")
+    assert no_denials.password("metrics") != old
+    for password in (old, no_denials.password("metrics")):
+        assert signs_in(f"redis://metrics:{password}@{no_denials.address}/0")
     rewrite()
-    assert signs_in(trip.url("metrics"))
-    assert not signs_in(f"redis://metrics:{old}@{trip.place}/0")
+    assert signs_in(no_denials.url("metrics"))
+    assert not signs_in(f"redis://metrics:{old}@{no_denials.address}/0")
 
 
 def signs_in(url: str) -> bool:
@@ -383,14 +405,14 @@ def signs_in(url: str) -> bool:
             return False
 
 
-# --- What does not: tried on a model that is not there, so that what is allowed after all breaks nothing
+# --- What roles cannot do: on a model that does not exist, so that a command that is allowed does no harm
 
 R, B, M, W = "carpool:{m}:requests", "carpool:{m}:batches", "carpool:{m}:model", "workers"
 S, D, L = "carpool:{m}:settled", "carpool:{m}:dead", "carpool:{m}:batcher"
 P, A, Z = "carpool:{m}:progress:1-1", "carpool:{m}:result:x", "carpool:{m}:workers"
 Y, T = "carpool:{m}:replies:x", "carpool:{m}:status"
 
-NOBODY_MAY: Final = [
+FORBIDDEN_TO_ALL: Final = [
     "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG SET maxmemory 1", "CONFIG REWRITE",
     "SHUTDOWN NOSAVE", "MODULE LIST", "REPLICAOF NO ONE", "SAVE", "MONITOR", "SCRIPT FLUSH",
     "SCRIPT KILL", "ACL SETUSER producer nopass", "ACL SETUSER default on nopass ~* +@all",
@@ -403,7 +425,7 @@ NOBODY_MAY: Final = [
 READS_REQUESTS: Final = [f"XRANGE {R} - +", f"XREVRANGE {R} + -", f"XINFO STREAM {R}"]
 WRITES_MODEL: Final = [f"HSET {M} max_batch_size 1", f"HDEL {M} max_batch_size", "SADD carpool:models x"]
 
-MAY_NOT: Final = {
+FORBIDDEN: Final = {
     "producer": [
         *READS_REQUESTS, *WRITES_MODEL, "SREM carpool:models m", f"DEL {R}", f"DEL {A}", f"UNLINK {R}",
         f"XADD {B} * a b", f"XADD {S} * a b", f"XADD {D} * a b", f"XREAD STREAMS {B} 0", f"XRANGE {B} - +",
@@ -448,9 +470,8 @@ MAY_NOT: Final = {
     ],
 }  # fmt: skip
 
-# By rules of Redis 7 alone. By those of Redis 6 each of these is a command that the role has, on a key that
-# it has.
-MAY_NOT_WITH_SELECTORS: Final = {
+# Only with rules for Redis 7. In those for Redis 6 the role has each of these commands and these keys.
+FORBIDDEN_BY_SELECTORS: Final = {
     "producer": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
         f"XADD {A} * a b", f"BLPOP {R} 1",
@@ -472,19 +493,19 @@ MAY_NOT_WITH_SELECTORS: Final = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_a_role_may_not_do(locked: Locked, role: str) -> None:
-    forbidden = [*NOBODY_MAY, *MAY_NOT[role]]
-    if locked.rules == "7":
-        forbidden += MAY_NOT_WITH_SELECTORS[role]
-    allowed = [words for words in forbidden if not refused(locked, role, words)]
+def test_role_cannot_do_more(secured: Secured, role: str) -> None:
+    forbidden = [*FORBIDDEN_TO_ALL, *FORBIDDEN[role]]
+    if secured.rules == "7":
+        forbidden += FORBIDDEN_BY_SELECTORS[role]
+    allowed = [command for command in forbidden if not refused(secured, role, command)]
     assert allowed == []
 
 
-def refused(locked: Locked, role: str, words: str) -> bool:
-    """Whether Redis says NOPERM to it, and nothing else."""
-    with locked.signed_in(role) as client:
+def refused(secured: Secured, role: str, command: str) -> bool:
+    """Whether Redis denies the command (NOPERM)."""
+    with secured.signed_in(role) as client:
         try:
-            client.execute_command(*words.split())
+            client.execute_command(*command.split())
         except NoPermissionError:
             return True
         except ResponseError:
@@ -492,44 +513,44 @@ def refused(locked: Locked, role: str, words: str) -> bool:
     return False
 
 
-def test_nobody_gets_in_without_a_name_and_a_password(locked: Locked) -> None:
-    for who in ("", "default:x@", "producer:x@", "nobody:x@"):
-        assert not signs_in(f"redis://{who}{locked.place}/0")
+def test_signing_in_needs_a_user_and_a_password(secured: Secured) -> None:
+    for credentials in ("", "default:x@", "producer:x@", "nobody:x@"):
+        assert not signs_in(f"redis://{credentials}{secured.address}/0")
 
 
-# --- What a producer can do all the same: it is said in ops/redis/README.md, and so it is to be true
+# --- What a producer can do all the same: ops/redis/README.md says so, and must be right
 
 
-def test_a_producer_can_take_anothers_result_if_it_knows_its_id(
-    locked: Locked, producer: Any, here: str
+def test_producer_can_take_a_result_of_another_if_it_knows_the_id(
+    secured: Secured, producer: Any, unique: str
 ) -> None:
-    with locked.signed_in("producer") as another:
-        another.xadd(Keys("square").requests, {"body": "7", "correlation_id": here})
-        assert result(producer, "square", here)["body"] == 49
+    with secured.signed_in("producer") as another:
+        another.xadd(Keys("square").requests, {"body": "7", "correlation_id": unique})
+        assert result(producer, "square", unique)["body"] == 49
 
 
-def test_a_producer_can_have_a_result_put_on_anothers_reply_stream(
-    locked: Locked, producer: Any, here: str
+def test_producer_can_have_a_result_written_to_the_reply_stream_of_another(
+    secured: Secured, producer: Any, unique: str
 ) -> None:
     keys = Keys("square")
-    producer.xadd(keys.requests, {"body": "7", "correlation_id": "forged", "reply_to": here})
-    with locked.signed_in("producer") as another:
-        ((_, ((_, fields),)),) = another.xread({keys.replies(here): "0"}, block=5000)
+    producer.xadd(keys.requests, {"body": "7", "correlation_id": "forged", "reply_to": unique})
+    with secured.signed_in("producer") as another:
+        ((_, ((_, fields),)),) = another.xread({keys.replies(unique): "0"}, block=5000)
     assert msgpack.unpackb(fields[b"results"])[0]["correlation_id"] == "forged"
 
 
-def test_a_producer_can_withdraw_anothers_request_if_it_knows_its_id(
-    locked: Locked, producer: Any, gate: Path, here: str
+def test_producer_can_withdraw_a_request_of_another_if_it_knows_the_id(
+    secured: Secured, producer: Any, gate: Path, unique: str
 ) -> None:
-    requests = Keys(hold_up(locked, gate)).requests
-    with locked.signed_in("producer") as another:
-        another.xadd(requests, {"body": "1", "correlation_id": here})
-        producer.xadd(requests, {"withdraw": here})
-        assert result(another, "Single", here)["status"] == "CANCELLED"
+    requests = Keys(block_worker(secured, gate)).requests
+    with secured.signed_in("producer") as another:
+        another.xadd(requests, {"body": "1", "correlation_id": unique})
+        producer.xadd(requests, {"withdraw": unique})
+        assert result(another, "Single", unique)["status"] == "CANCELLED"
         assert producer.xdel(requests, another.xadd(requests, {"body": "1"})) == 1
 
 
-def test_a_producer_can_use_up_a_streams_ids_and_an_admin_gives_them_back(producer: Any, admin: Any) -> None:
+def test_producer_can_use_up_the_ids_of_a_stream_and_an_admin_resets_them(producer: Any, admin: Any) -> None:
     key = Keys("exhausted").requests
     last = producer.xadd(key, {"body": "1"}, id=f"{2**64 - 1}-{2**64 - 1}")
     with pytest.raises(ResponseError):
@@ -540,41 +561,43 @@ def test_a_producer_can_use_up_a_streams_ids_and_an_admin_gives_them_back(produc
     assert admin.delete(key) == 1
 
 
-def test_a_producer_can_fill_memory_where_no_batcher_looks(producer: Any, admin: Any) -> None:
-    key = Keys("nobody-serves-this").requests
+def test_producer_can_fill_memory_with_requests_for_an_unserved_model(producer: Any, admin: Any) -> None:
+    key = Keys("not-served").requests
     for _ in range(32):
         producer.xadd(key, {"body": bytes(1024 * 1024)})
     assert admin.xlen(key) == 32
     assert admin.delete(key) == 1
 
 
-def test_a_producer_can_wake_others_which_disturbs_and_loses_nothing(locked: Locked, producer: Any) -> None:
-    names = {one["id"]: one["name"] for one in locked.stack.redis.client_list()}
-    blocked = [number for number, name in names.items() if name.endswith((":reads", ":intake"))]
-    with Client(locked.url("producer"), timeout=15) as client:
+def test_producer_can_unblock_other_clients_which_do_not_lose_anything(
+    secured: Secured, producer: Any
+) -> None:
+    names = {client["id"]: client["name"] for client in secured.stack.redis.client_list()}
+    blocked = [number for number, name in names.items() if name.endswith((":reads", ":fetch"))]
+    with Client(secured.url("producer"), timeout=15) as client:
         woken = sum(producer.execute_command("CLIENT", "UNBLOCK", number, "ERROR") for number in blocked)
         assert woken > 0
         assert client.infer("square", 8) == 64
 
 
-def test_by_rules_of_redis_6_a_producer_can_read_and_drop_what_waits(
-    locked: Locked, producer: Any, gate: Path
+def test_producer_can_read_and_trim_requests_with_rules_for_redis_6_only(
+    secured: Secured, producer: Any, gate: Path
 ) -> None:
-    requests = Keys(hold_up(locked, gate)).requests
-    with locked.signed_in("producer") as another:
+    requests = Keys(block_worker(secured, gate)).requests
+    with secured.signed_in("producer") as another:
         another.xadd(requests, {"body": '"a secret"'})
-    if locked.rules == "7":
-        assert refused(locked, "producer", f"XREAD STREAMS {requests} 0")
-        assert refused(locked, "producer", f"XTRIM {requests} MAXLEN 0")
+    if secured.rules == "7":
+        assert refused(secured, "producer", f"XREAD STREAMS {requests} 0")
+        assert refused(secured, "producer", f"XTRIM {requests} MAXLEN 0")
     else:
         ((_, ((_, fields),)),) = producer.xread({requests: "0"})
         assert fields[b"body"] == b'"a secret"'
         assert producer.xtrim(requests, maxlen=0) == 1
 
 
-def test_what_scripts_did_is_still_done_after_a_restart(server: Path, tmp_path: Path) -> None:
-    """Redis replays its file as the default user, and EXEC, which scripts are written down as, asks what that
-    user may: where it may nothing, all moves of batches are undone."""
+def test_effects_of_scripts_survive_a_restart(server: Path, tmp_path: Path) -> None:
+    """Redis replays its append-only file as the default user. A script is in it as MULTI ... EXEC, and
+    EXEC checks the permissions of that user: if it had none, all effects of scripts would be lost."""
     secrets, users = tmp_path / "secrets", tmp_path / "users.acl"
     rules = "7" if major(server) >= 7 else "6"
     assert acl.main(["--secrets", str(secrets), "--output", str(users), "--redis", rules]) == 0
@@ -591,6 +614,14 @@ def test_what_scripts_did_is_still_done_after_a_restart(server: Path, tmp_path: 
         signed_in(redis, "batcher").eval(script, 2, keys.requests, keys.batches, entry)
     with ConfiguredRedis(tmp_path / "redis", *options, binary=server) as redis:
         metrics = signed_in(redis, "metrics")
+        wait_until(lambda: has_loaded(metrics), description="Redis has replayed its file")
         assert (metrics.xlen(keys.requests), metrics.xlen(keys.batches)) == (0, 1)
         with pytest.raises((AuthenticationError, ResponseError)):
             Redis(port=redis.port, protocol=2).set("a", "b")
+
+
+def has_loaded(client: Any) -> bool:
+    try:
+        return bool(client.ping())
+    except BusyLoadingError:
+        return False

@@ -387,7 +387,7 @@ def test_up_exits_with_one_line_if_a_setting_is_invalid(tmp_path: Path) -> None:
     (tmp_path / "misspelled.py").write_text(MISSPELLED)
     with Up(tmp_path, "misspelled.py:Misspelled", "--redis-port", str(embedded._free_port())) as started:
         assert started.process.wait(START_S) == 1
-        assert "max_queue_sise is none of max_queue_size, " in started.text()
+        assert "max_queue_sise is not one of max_queue_size, " in started.text()
         assert "Traceback" not in started.text()
 
 

@@ -1,4 +1,4 @@
-"""AsyncClient and Client against a whole stack."""
+"""AsyncClient and Client against a complete stack."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.models.hashing import digest
 from support.stack import Stack
 from support.waiting import wait_until
 
-LATE_S: Final = 0.6
+LATENESS_MAX_S: Final = 0.6
 MODELS: Final = (
     "square",
     "plain.py:Echo",
@@ -49,42 +49,42 @@ MODELS: Final = (
 @pytest.fixture
 def stack(stacks: Callable[[Path], Stack]) -> Stack:
     """A stack shared by this module."""
-    one = stacks(SERVERS[0])
-    one.serve(*MODELS)
-    return one
+    stack = stacks(SERVERS[0])
+    stack.serve(*MODELS)
+    return stack
 
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(stack.url, timeout=15) as one:
-        yield one
+    async with AsyncClient(stack.url, timeout=15) as client:
+        yield client
 
 
 @pytest.fixture
 def blocking(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url, timeout=15) as one:
-        yield one
+    with Client(stack.url, timeout=15) as client:
+        yield client
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Path]:
-    """Holds up Echo, Single and Few; opened at the latest when the test ends."""
+    """A file for which Echo, Single and Few wait while it does not exist; created when the test ends."""
     path = tmp_path / "gate"
     yield path
     path.touch()
 
 
-async def until(predicate: Callable[[], object], description: str) -> None:
-    """`wait_until` for a test whose client needs the event loop meanwhile."""
+async def wait_in_thread(predicate: Callable[[], object], description: str) -> None:
+    """`wait_until` without blocking the event loop, which the client needs."""
     await asyncio.to_thread(wait_until, predicate, description=description)
 
 
-def holding(gate: Path) -> dict[str, str]:
-    """A body that keeps its worker busy until the gate is opened."""
+def blocking_body(gate: Path) -> dict[str, str]:
+    """A body that keeps its worker busy until the gate exists."""
     return {"gate": str(gate)}
 
 
-# --- One request
+# --- one request -------------------------------------------------------------------------------------------
 
 
 async def test_infer_returns_the_value(client: AsyncClient) -> None:
@@ -94,24 +94,24 @@ async def test_infer_returns_the_value(client: AsyncClient) -> None:
     assert await client.infer("Echo", 1.5, content_type="application/json") == 1.5
 
 
-async def test_arrays_go_in_and_come_out(client: AsyncClient) -> None:
+async def test_arrays_are_sent_and_returned(client: AsyncClient) -> None:
     array = np.linspace(0, 1, 128, dtype=np.float32)
     result = await client.infer("Noop", array)
     assert (result.dtype, result.shape) == (np.float32, (128,))
     np.testing.assert_array_equal(result, array)
 
 
-async def test_request_tells_how_it_was_served(client: AsyncClient) -> None:
+async def test_request_returns_batch_size_and_times(client: AsyncClient) -> None:
     reply = await client.request("square", 3, correlation_id="mine-1")
     assert (reply.value, reply.correlation_id, reply.batch_size) == (9, "mine-1", 1)
     assert reply.queue_us >= 0
     assert reply.compute_us > 0
 
 
-async def test_submit_begins_at_once_and_whatever_is_sent_together_shares_a_batch(
+async def test_submit_sends_at_once_and_requests_sent_together_share_a_batch(
     client: AsyncClient, stack: Stack
 ) -> None:
-    await client.infer("Echo", 0)  # from now on the client knows the model
+    await client.infer("Echo", 0)  # opens the channel of the model
     replies = await asyncio.gather(*(client.request("Echo", number) for number in range(16)))
     assert [reply.value for reply in replies] == list(range(16))
     assert {reply.batch_size for reply in replies} == {16}
@@ -119,24 +119,24 @@ async def test_submit_begins_at_once_and_whatever_is_sent_together_shares_a_batc
     assert await future == "now"
 
 
-async def test_options_travel_with_the_request(client: AsyncClient) -> None:
-    told = await client.infer("Echo", "about", lane="de", fields={"tenant": "acme"}, correlation_id="mine-2")
-    assert told == ["mine-2", "de", {"tenant": "acme"}]
-    told = await client.infer("Echo", "about", tenant="acme", correlation_id="mine-9")
-    assert told == ["mine-9", "", {"tenant": "acme"}]
+async def test_options_reach_the_model(client: AsyncClient) -> None:
+    seen = await client.infer("Echo", "about", lane="de", fields={"tenant": "acme"}, correlation_id="mine-2")
+    assert seen == ["mine-2", "de", {"tenant": "acme"}]
+    seen = await client.infer("Echo", "about", tenant="acme", correlation_id="mine-9")
+    assert seen == ["mine-9", "", {"tenant": "acme"}]
 
 
-async def test_two_requests_in_flight_may_not_share_a_correlation_id(client: AsyncClient, gate: Path) -> None:
+async def test_correlation_id_in_flight_is_rejected(client: AsyncClient, gate: Path) -> None:
     await client.infer("Echo", 0)
-    first = client.submit("Echo", holding(gate), correlation_id="mine-3")
+    first = client.submit("Echo", blocking_body(gate), correlation_id="mine-3")
     with pytest.raises(InvalidArgumentError, match="in flight already"):
         await client.infer("Echo", 1, correlation_id="mine-3")
     gate.touch()
     await first
 
 
-async def test_a_second_model_is_heard_of_as_soon_as_the_first(client: AsyncClient) -> None:
-    """A client that waits for results of one model need not wait out a block when it asks another."""
+async def test_results_of_another_model_are_read_without_delay(client: AsyncClient) -> None:
+    """An XREAD that blocks for one model ends when the client begins to use another."""
     await client.infer("square", 1)
     started_s = time.monotonic()
     for model in ("Echo", "Hashing", "Faulty", "Single"):
@@ -144,12 +144,12 @@ async def test_a_second_model_is_heard_of_as_soon_as_the_first(client: AsyncClie
     assert time.monotonic() - started_s < 1.5
 
 
-# --- Many requests
+# --- many requests -----------------------------------------------------------------------------------------
 
 
-async def test_map_yields_in_order_and_keeps_no_more_in_flight_than_it_was_told(client: AsyncClient) -> None:
+async def test_map_yields_in_order_and_limits_requests_in_flight(client: AsyncClient) -> None:
     pulled = 0
-    most = 0
+    in_flight_max = 0
 
     def bodies() -> Iterator[int]:
         nonlocal pulled
@@ -159,39 +159,41 @@ async def test_map_yields_in_order_and_keeps_no_more_in_flight_than_it_was_told(
 
     results: list[int] = []
     async for result in client.map("square", bodies(), in_flight=8):
-        most = max(most, pulled - len(results))
+        in_flight_max = max(in_flight_max, pulled - len(results))
         results.append(result)
     assert results == [number * number for number in range(500)]
-    assert most == 8
+    assert in_flight_max == 8
 
 
-async def test_map_is_bounded_where_nothing_comes_back(client: AsyncClient, stack: Stack, gate: Path) -> None:
-    """Of a million bodies for a model that is held up, only `in_flight` are pulled and sent."""
+async def test_map_is_bounded_while_no_results_arrive(client: AsyncClient, stack: Stack, gate: Path) -> None:
+    """Of a million bodies for a model that is blocked, only `in_flight` are pulled and sent."""
     pulled: list[object] = []
 
     def bodies() -> Iterator[Any]:
         for number in range(1_000_000):
             pulled.append(number)
-            yield holding(gate) if number == 0 else number
+            yield blocking_body(gate) if number == 0 else number
 
     results = client.map("Single", bodies(), in_flight=20)
     first = asyncio.ensure_future(anext(results))
     keys = Keys("Single")
-    await until(lambda: stack.redis.xlen(keys.batches) == 2, "a batch is under way and one ahead")
+    await wait_in_thread(
+        lambda: stack.redis.xlen(keys.batches) == 2, "one batch is executed and one is fetched ahead"
+    )
     sent = sum(len(fields) for _, fields in stack.redis.xrange(keys.requests))
     assert sent > 0
     assert len(pulled) == 20
-    first.cancel()  # leaving early withdraws the rest
-    await until(lambda: stack.redis.xlen(keys.requests) == 0, "what waits is withdrawn")
+    first.cancel()  # which withdraws the rest
+    await wait_in_thread(lambda: stack.redis.xlen(keys.requests) == 0, "waiting requests are withdrawn")
     assert stack.redis.xlen(keys.batches) == 2
 
 
-async def test_map_takes_an_async_iterable_and_returns_errors_in_their_places(client: AsyncClient) -> None:
+async def test_map_accepts_an_async_iterable_and_yields_errors_in_order(client: AsyncClient) -> None:
     async def bodies() -> AsyncIterator[object]:
         for number in range(20):
             yield "not a number" if number == 7 else number
 
-    results = [one async for one in client.map("square", bodies(), return_exceptions=True)]
+    results = [result async for result in client.map("square", bodies(), return_exceptions=True)]
     assert isinstance(results[7], InvalidArgumentError)
     assert [*results[:7], *results[8:]] == [number * number for number in range(20) if number != 7]
     with pytest.raises(InvalidArgumentError, match="must be a number"):
@@ -199,7 +201,7 @@ async def test_map_takes_an_async_iterable_and_returns_errors_in_their_places(cl
             pass
 
 
-async def test_thousands_of_results_each_to_its_own_request(client: AsyncClient) -> None:
+async def test_thousands_of_results_reach_their_own_requests(client: AsyncClient) -> None:
     replies = await asyncio.gather(*(client.request("Hashing", f"body {number}") for number in range(3000)))
     assert [reply.value for reply in replies] == [
         digest(reply.correlation_id, f"body {number}") for number, reply in enumerate(replies)
@@ -207,15 +209,15 @@ async def test_thousands_of_results_each_to_its_own_request(client: AsyncClient)
     assert max(reply.batch_size for reply in replies) == 32
 
 
-# --- Time
+# --- timeouts and cancellation -----------------------------------------------------------------------------
 
 
-async def test_a_timeout_fails_the_call_in_time_and_takes_the_request_back(
+async def test_timeout_fails_the_call_in_time_and_withdraws_the_request(
     client: AsyncClient, stack: Stack, gate: Path
 ) -> None:
     await client.infer("Single", 0)
-    plugs = [client.submit("Single", holding(gate)) for _ in range(2)]
-    await until(lambda: stack.redis.xlen(Keys("Single").batches) == 2, "Single is held up")
+    blockers = [client.submit("Single", blocking_body(gate)) for _ in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Single").batches) == 2, "Single is blocked")
 
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceededError) as caught:
@@ -223,48 +225,50 @@ async def test_a_timeout_fails_the_call_in_time_and_takes_the_request_back(
     took_s = time.monotonic() - started_s
 
     assert isinstance(caught.value, TimeoutError)
-    assert 0.29 < took_s < 0.3 + LATE_S
-    await until(lambda: stack.redis.xlen(Keys("Single").requests) == 0, "the request does not wait any more")
+    assert 0.29 < took_s < 0.3 + LATENESS_MAX_S
+    await wait_in_thread(
+        lambda: stack.redis.xlen(Keys("Single").requests) == 0, "the request no longer waits"
+    )
     gate.touch()
-    await asyncio.gather(*plugs)
+    await asyncio.gather(*blockers)
 
 
-async def test_cancelling_withdraws_what_waits_and_spares_the_others(
+async def test_cancelling_withdraws_only_the_cancelled_requests(
     client: AsyncClient, stack: Stack, gate: Path
 ) -> None:
     keys = Keys("Single")
     await client.infer("Single", 0)
-    plugs = [client.submit("Single", holding(gate)) for _ in range(2)]
-    await until(lambda: stack.redis.xlen(keys.batches) == 2, "Single is held up")
+    blockers = [client.submit("Single", blocking_body(gate)) for _ in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(keys.batches) == 2, "Single is blocked")
     kept = client.submit("Single", "kept")
     task = asyncio.ensure_future(client.infer("Single", "cancelled"))
     future = client.submit("Single", "cancelled, too")
-    await until(lambda: stack.redis.xlen(keys.requests) >= 1, "they wait")
+    await wait_in_thread(lambda: stack.redis.xlen(keys.requests) >= 1, "they wait")
 
     task.cancel()
     future.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    await until(lambda: waiting(stack, "Single") == 1, "one request is left")
+    await wait_in_thread(lambda: waiting(stack, "Single") == 1, "one request still waits")
     gate.touch()
     assert await kept == "kept"
-    await asyncio.gather(*plugs)
-    await until(lambda: stack.redis.xlen(keys.batches) == 0, "nothing is in flight")
+    await asyncio.gather(*blockers)
+    await wait_in_thread(lambda: stack.redis.xlen(keys.batches) == 0, "nothing is in flight")
 
 
 def waiting(stack: Stack, model: str) -> int:
-    """How many requests wait, packed or not."""
+    """The number of waiting requests, packed or not."""
     entries = stack.redis.xrange(Keys(model).requests)
     return sum(
         len(msgpack.unpackb(fields[b"requests"])) if b"requests" in fields else 1 for _, fields in entries
     )
 
 
-# --- Errors
+# --- errors ------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_model_is_not_found_and_the_error_names_those_there_are(client: AsyncClient) -> None:
+async def test_unknown_model_is_not_found_and_the_error_names_the_others(client: AsyncClient) -> None:
     with pytest.raises(NotFoundError, match=r"'sqare'.*Echo.*square"):
         await client.infer("sqare", 7)
     with pytest.raises(NotFoundError, match="must be 1 to 128"):
@@ -273,7 +277,7 @@ async def test_an_unknown_model_is_not_found_and_the_error_names_those_there_are
 
 
 @pytest.mark.parametrize(
-    ("model", "body", "options", "kind", "said"),
+    ("model", "body", "options", "kind", "detail"),
     [
         ("square", "x", {}, InvalidArgumentError, "must be a number"),
         ("Faulty", "refuse", {}, InvalidArgumentError, "spoilt already"),
@@ -288,28 +292,28 @@ async def test_an_unknown_model_is_not_found_and_the_error_names_those_there_are
         ("square", object(), {}, InvalidArgumentError, "cannot be"),
     ],
 )
-async def test_each_status_is_an_exception_of_its_own(
+async def test_each_status_has_its_own_exception(
     client: AsyncClient,
     model: str,
     body: object,
     options: dict[str, Any],
     kind: type[CarpoolError],
-    said: str,
+    detail: str,
 ) -> None:
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(kind, match=detail) as caught:
         await client.infer(model, body, timeout=5, **options)
     assert type(caught.value) is kind
     assert str(caught.value).startswith(kind.status)
 
 
-async def test_a_full_queue_is_resource_exhausted_and_a_withdrawal_is_cancelled(
+async def test_full_queue_is_resource_exhausted_and_withdrawal_is_cancelled(
     client: AsyncClient, stack: Stack, gate: Path
 ) -> None:
     await client.infer("Few", 0)
-    plugs = [client.submit("Few", holding(gate)) for _ in range(2)]
-    await until(lambda: stack.redis.xlen(Keys("Few").batches) == 2, "Few is held up")
+    blockers = [client.submit("Few", blocking_body(gate)) for _ in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Few").batches) == 2, "Few is blocked")
     waiting = [client.submit("Few", number, correlation_id=f"few-{number}") for number in range(2)]
-    await until(lambda: stack.redis.xlen(Keys("Few").requests) >= 1, "two wait")
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Few").requests) >= 1, "two wait")
     with pytest.raises(ResourceExhaustedError, match="max_queue_size"):
         await client.infer("Few", 2)
     stack.send("Few", withdraw="few-1")
@@ -317,16 +321,14 @@ async def test_a_full_queue_is_resource_exhausted_and_a_withdrawal_is_cancelled(
         await waiting[1]
     gate.touch()
     assert await waiting[0] == 0
-    await asyncio.gather(*plugs)
+    await asyncio.gather(*blockers)
 
 
-async def test_a_closed_client_is_unavailable_and_so_is_a_redis_that_is_not_there(
-    stack: Stack, gate: Path
-) -> None:
+async def test_closed_client_and_unreachable_redis_are_unavailable(stack: Stack, gate: Path) -> None:
     client = AsyncClient(stack.url)
     await client.connect()
     await client.infer("Echo", 1)
-    pending = client.submit("Echo", holding(gate))
+    pending = client.submit("Echo", blocking_body(gate))
     await asyncio.sleep(0)
     await client.close()
     await client.close()
@@ -334,16 +336,16 @@ async def test_a_closed_client_is_unavailable_and_so_is_a_redis_that_is_not_ther
         await pending
     with pytest.raises(UnavailableError, match="closed"):
         await client.infer("Echo", 1)
-    nobody = AsyncClient("redis://127.0.0.1:1/0")
+    unreachable = AsyncClient("redis://127.0.0.1:1/0")
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        await nobody.connect()
-    await nobody.close()
+        await unreachable.connect()
+    await unreachable.close()
 
 
-# --- Without an event loop
+# --- Client ------------------------------------------------------------------------------------------------
 
 
-def test_the_blocking_client_does_all_of_it(blocking: Client) -> None:
+def test_blocking_client_has_all_calls(blocking: Client) -> None:
     assert blocking.infer("square", 7) == 49
     assert blocking.request("square", 8).value == 64
     assert [future.result(10) for future in [blocking.submit("square", n) for n in range(50)]] == [
@@ -357,27 +359,25 @@ def test_the_blocking_client_does_all_of_it(blocking: Client) -> None:
         blocking.infer("square", "x")
 
 
-def test_the_blocking_map_is_bounded_and_leaving_early_withdraws(
-    blocking: Client, stack: Stack, gate: Path
-) -> None:
+def test_blocking_map_is_bounded_and_closing_it_withdraws(blocking: Client, stack: Stack, gate: Path) -> None:
     pulled: list[int] = []
 
     def bodies() -> Iterator[Any]:
         for number in range(1_000_000):
             pulled.append(number)
-            yield holding(gate) if number == 3 else number
+            yield blocking_body(gate) if number == 3 else number
 
     results = blocking.map("Single", bodies(), in_flight=10)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     assert len(pulled) <= 13
     keys = Keys("Single")
-    wait_until(lambda: stack.redis.xlen(keys.batches) == 2, description="Single is held up")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 2, description="Single is blocked")
     results.close()  # type: ignore[attr-defined]
-    wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="the rest is withdrawn")
+    wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="the other requests are withdrawn")
     assert stack.redis.xlen(keys.batches) == 2
 
 
-def test_a_blocking_client_is_shared_by_threads(blocking: Client) -> None:
+def test_blocking_client_may_be_shared_by_threads(blocking: Client) -> None:
     wrong: list[object] = []
 
     def work(thread: int) -> None:
@@ -395,12 +395,12 @@ def test_a_blocking_client_is_shared_by_threads(blocking: Client) -> None:
     assert wrong == []
 
 
-def test_a_future_of_the_blocking_client_can_be_cancelled_and_times_out(
+def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
     blocking: Client, stack: Stack, gate: Path
 ) -> None:
-    plugs = [blocking.submit("Single", holding(gate)) for _ in range(2)]
+    blockers = [blocking.submit("Single", blocking_body(gate)) for _ in range(2)]
     keys = Keys("Single")
-    wait_until(lambda: stack.redis.xlen(keys.batches) == 2, description="Single is held up")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 2, description="Single is blocked")
     future = blocking.submit("Single", "cancelled")
     wait_until(lambda: stack.redis.xlen(keys.requests) == 1, description="it waits")
     assert future.cancel()
@@ -410,11 +410,11 @@ def test_a_future_of_the_blocking_client_can_be_cancelled_and_times_out(
     with pytest.raises(DeadlineExceededError):
         blocking.infer("Single", 1, timeout=0.1)
     gate.touch()
-    for plug in plugs:
-        plug.result(10)
+    for blocker in blockers:
+        blocker.result(10)
 
 
-def test_a_closed_blocking_client_says_so(stack: Stack) -> None:
+def test_closed_blocking_client_is_unavailable(stack: Stack) -> None:
     with Client(stack.url) as client:
         pending = client.submit("square", 2)
         assert pending.result(10) == 4
@@ -423,13 +423,13 @@ def test_a_closed_blocking_client_says_so(stack: Stack) -> None:
         client.infer("square", 1)
 
 
-def test_what_was_sent_is_json_where_json_was_asked_for(blocking: Client, stack: Stack, gate: Path) -> None:
-    plugs = [blocking.submit("Single", holding(gate)) for _ in range(2)]
+def test_body_is_sent_as_json_if_the_content_type_says_so(blocking: Client, stack: Stack, gate: Path) -> None:
+    blockers = [blocking.submit("Single", blocking_body(gate)) for _ in range(2)]
     keys = Keys("Single")
-    wait_until(lambda: stack.redis.xlen(keys.batches) == 2, description="Single is held up")
+    wait_until(lambda: stack.redis.xlen(keys.batches) == 2, description="Single is blocked")
     future = blocking.submit("Single", {"a": 1}, content_type="application/json")
     wait_until(lambda: stack.redis.xlen(keys.requests) == 1, description="it waits")
     ((_, fields),) = stack.redis.xrange(keys.requests)
     assert (fields[b"content_type"], json.loads(fields[b"body"])) == (b"application/json", {"a": 1})
     gate.touch()
-    assert [one.result(10) for one in (*plugs, future)][2] == {"a": 1}
+    assert [submitted.result(10) for submitted in (*blockers, future)][2] == {"a": 1}

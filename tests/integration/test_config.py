@@ -164,7 +164,7 @@ def test_new_queue_delay_applies_to_the_next_request(stack: Stack) -> None:
     [
         (
             ["Echo", "max_batch_size=0"],
-            "max_batch_size: '0' must be a number, 1 or more; nothing was changed",
+            "max_batch_size: '0' must be a whole number, 1 or more; nothing was changed",
         ),
         (["Echo", "max_queue_size=5", "policy=lazy"], "policy: 'lazy' must be eager or deferred"),
         (["Echo", "tenant_weights=gold"], "tenant_weights: 'gold' must be weights of tenants"),

@@ -1,4 +1,4 @@
-"""A worker that was told to stop: it finishes what it has in hand, and is no room for anything else."""
+"""A draining worker: it finishes what it has in hand, and its capacity is not counted for anything else."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.waiting import wait_until
 LEASE: tuple[str, str] = ("--lease-ms", "600")
 
 
-def test_a_batch_in_hand_of_a_draining_worker_keeps_no_other_idle(stack: Stack, tmp_path: Path) -> None:
+def test_batch_in_hand_of_a_draining_worker_does_not_keep_another_idle(stack: Stack, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     stack.batcher()
     draining = stack.worker("plain.py:Echo", *LEASE)
     held = hold(stack, gate)
     draining.signal(signal.SIGTERM)
-    wait_until(lambda: not asks_for_more(stack, draining), description="its last fetch has ended")
+    wait_until(lambda: not is_fetching(stack, draining), description="its last fetch has ended")
     staying = stack.worker("plain.py:Echo", *LEASE)
 
     for number in range(3):
@@ -34,7 +34,9 @@ def test_a_batch_in_hand_of_a_draining_worker_keeps_no_other_idle(stack: Stack, 
     assert staying.alive
 
 
-def test_a_process_of_a_draining_worker_leaves_once_it_holds_nothing(stack: Stack, tmp_path: Path) -> None:
+def test_replica_of_a_draining_worker_is_deregistered_when_it_has_no_batch(
+    stack: Stack, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     stack.batcher()
     draining = stack.worker("plain.py:Echo", *LEASE, "--replicas", "2")
@@ -42,7 +44,7 @@ def test_a_process_of_a_draining_worker_leaves_once_it_holds_nothing(stack: Stac
     held = hold(stack, gate)
     draining.signal(signal.SIGTERM)
 
-    wait_until(lambda: len(stack.live_workers("Echo")) == 1, description="the one that holds nothing left")
+    wait_until(lambda: len(stack.live_workers("Echo")) == 1, description="the idle replica is deregistered")
     for _ in range(3):
         wait_for_beat(stack)
         assert len(stack.live_workers("Echo")) == 1
@@ -54,28 +56,28 @@ def test_a_process_of_a_draining_worker_leaves_once_it_holds_nothing(stack: Stac
 
 
 def hold(stack: Stack, gate: Path) -> str:
-    """Send a request whose batch is in hand until the gate opens; its correlation ID."""
+    """Send a request whose batch is in hand until the gate opens. Returns its correlation ID."""
     stack.wait_for_model("Echo")
     held = stack.send("Echo", body=json.dumps({"gate": str(gate)}))
     wait_until(lambda: stack.pending("Echo") == 1, description="its batch is in hand")
     return held
 
 
-def asks_for_more(stack: Stack, worker: Service) -> bool:
-    """Whether one of its intakes waits for a batch, in Redis."""
+def is_fetching(stack: Stack, worker: Service) -> bool:
+    """Whether one of the worker's fetchers is blocked in Redis, waiting for a batch."""
     return any(
-        f"-{worker.pid}-" in client["name"] and client["name"].endswith(":intake") and "b" in client["flags"]
+        f"-{worker.pid}-" in client["name"] and client["name"].endswith(":fetch") and "b" in client["flags"]
         for client in stack.redis.client_list()
     )
 
 
 def wait_for_beat(stack: Stack) -> None:
     """Wait until the batch in hand has been renewed."""
-    wait_until(lambda: idle_ms(stack) > 100, description="a beat is due")
+    wait_until(lambda: idle_ms(stack) > 100, description="a heartbeat is due")
     wait_until(lambda: idle_ms(stack) < 100, description="the batch is renewed")
 
 
 def idle_ms(stack: Stack) -> int:
-    """How long ago the batch in hand was delivered or renewed."""
+    """The time since the batch in hand was delivered or renewed."""
     oldest: list[dict[str, Any]] = stack.redis.xpending_range(Keys("Echo").batches, "workers", "-", "+", 1)
     return int(oldest[0]["time_since_delivered"])

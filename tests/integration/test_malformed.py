@@ -1,4 +1,4 @@
-"""Whatever is in the request stream is answered, good requests beside it are served, and nothing dies."""
+"""Any entry of the request stream is answered, valid requests are executed meanwhile, and no process dies."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ANSWER_S: Final = 10.0
 
 
 class Named(NamedTuple):
-    """Stands for a valid name of our own, so that each is used once; `kind` keeps them apart."""
+    """A placeholder for a valid name, which is used once. `kind` is part of the name."""
 
     kind: str
 
 
 class Repeated(NamedTuple):
-    """Stands for something large."""
+    """A placeholder for a large value, which would slow Hypothesis down."""
 
     piece: Any
     times: int
 
 
 class Encoded(NamedTuple):
-    """Stands for a body's bytes."""
+    """A placeholder for the bytes of a body."""
 
     content_type: str
     value: Any
@@ -49,7 +49,7 @@ OWN_REPLIES: Final = Named("replies")
 NUMBERS: Final = itertools.count()
 
 
-# --- What producers might send
+# --- what producers might send -----------------------------------------------------------------------------
 
 odd_bytes = st.one_of(
     st.binary(max_size=40),
@@ -127,7 +127,7 @@ properties: dict[str, st.SearchStrategy[Any]] = {
     "traceparent": st.binary(max_size=20),
     "tenant": st.just(Repeated(b"x", 70_000)) | st.binary(max_size=5),
 }
-# Where only the body is odd, it gets as far as a worker.
+# A request of which only the body is malformed reaches a worker.
 one_body = st.fixed_dictionaries(
     {"body": bodies},
     optional={
@@ -147,11 +147,11 @@ one_request = st.fixed_dictionaries(
         **properties,
     },
 )
-# In a packed entry a field may be of any type that msgpack has.
+# In a packed entry, a field may have any msgpack type.
 packed_request = st.one_of(
     st.fixed_dictionaries(
         {"correlation_id": st.one_of(st.just(OWN_ID), names, values)},
-        optional={"body": bodies | values, **{name: one | values for name, one in properties.items()}},
+        optional={"body": bodies | values, **{name: valid | values for name, valid in properties.items()}},
     ),
     st.fixed_dictionaries({"correlation_id": st.just(OWN_ID), "body": bodies}),
     st.fixed_dictionaries({"correlation_id": st.just(OWN_ID), "body": values}),
@@ -168,39 +168,39 @@ packed_entry = st.fixed_dictionaries(
 )
 
 
-# --- Sending it, and what must come back
+# --- sending, and the answers expected ---------------------------------------------------------------------
 
 
 class Expected(NamedTuple):
-    """Where an answer must be: on this list, or on this reply stream under this correlation ID."""
+    """Where an answer must be: on this ID's own list, or with this ID on this reply stream."""
 
     correlation_id: str
     reply_to: str | None
 
 
-def own(name: Named) -> str:
+def new_name(name: Named) -> str:
     return f"own-{name.kind}-{next(NUMBERS)}"
 
 
-def made(value: Any) -> Any:
-    """A value without what stands for others in it."""
+def fill_in(value: Any) -> Any:
+    """A value with its placeholders replaced."""
     if isinstance(value, Named):
-        return own(value)
+        return new_name(value)
     if isinstance(value, Repeated):
         return value.piece * value.times
     if isinstance(value, Encoded):
         return (
-            json.dumps(made(value.value)).encode()
+            json.dumps(fill_in(value.value)).encode()
             if value.content_type == "json"
-            else packed(made(value.value))
+            else packed(fill_in(value.value))
         )
     if isinstance(value, dict):
-        return {key: made(item) for key, item in value.items()}
-    return [made(item) for item in value] if isinstance(value, list) else value
+        return {key: fill_in(item) for key, item in value.items()}
+    return [fill_in(item) for item in value] if isinstance(value, list) else value
 
 
 def packed(value: Any) -> bytes:
-    """msgpack of what it can hold, else JSON, which is not msgpack."""
+    """The value as msgpack; as JSON, which is then malformed, if msgpack cannot hold it."""
     try:
         return bytes(msgpack.packb(value))
     except (OverflowError, UnicodeEncodeError):
@@ -208,8 +208,8 @@ def packed(value: Any) -> bytes:
 
 
 def send(stack: Stack, model: str, raw: dict[str, Any]) -> list[Expected]:
-    """XADD an entry as it was made up; where its answers must be."""
-    fields: dict[str, Any] = made(raw) or {"nothing": b"at all"}
+    """XADD a generated entry. Returns where its answers must be."""
+    fields: dict[str, Any] = fill_in(raw) or {"nothing": b"at all"}
     requests = fields.get("requests")
     if "requests" in fields and not isinstance(requests, bytes):
         fields["requests"] = packed(requests)
@@ -218,60 +218,61 @@ def send(stack: Stack, model: str, raw: dict[str, Any]) -> list[Expected]:
     shared = fields["correlation_id"] if isinstance(fields.get("correlation_id"), str) else entry_id
     if not isinstance(requests, list) or not readable(fields["requests"]):
         return [Expected(shared, reply_to)]
-    return [Expected(id_of(one, shared, entry_id), reply_to) for one in requests]
+    return [Expected(id_of(request, shared, entry_id), reply_to) for request in requests]
 
 
 def readable(packed: bytes) -> bool:
-    """Whether a packed entry holds an array of a size that is allowed."""
+    """Whether a packed entry is an array of a valid size."""
     try:
         return 0 < len(msgpack.unpackb(packed)) <= 4096
     except Exception:
         return False
 
 
-def id_of(one: Any, shared: str, entry_id: str) -> str:
-    """Where one of several is answered: at its ID if that is valid, as a few are that Hypothesis makes up."""
-    if not isinstance(one, dict) or "correlation_id" not in one:
+def id_of(request: Any, shared: str, entry_id: str) -> str:
+    """The ID under which a packed request is answered: its own if that is valid, else the entry's."""
+    if not isinstance(request, dict) or "correlation_id" not in request:
         return shared
-    name = one["correlation_id"]
+    name = request["correlation_id"]
     return name if isinstance(name, str) and CORRELATION_ID.fullmatch(name) else entry_id
 
 
 def answers(stack: Stack, model: str, expected: list[Expected]) -> list[dict[str, Any]]:
-    """Wait for every answer: as many envelopes at each place as are expected there."""
+    """Wait for every answer: as many envelopes on each list and each reply stream as are expected."""
     keys = Keys(model)
     found: list[dict[str, Any]] = []
-    for one in expected:
-        if one.reply_to is None:
-            data = stack.redis.blpop([keys.result(one.correlation_id)], ANSWER_S)
-            assert data is not None, f"no answer at {one.correlation_id}"
+    for answer in expected:
+        if answer.reply_to is None:
+            data = stack.redis.blpop([keys.result(answer.correlation_id)], ANSWER_S)
+            assert data is not None, f"no answer for {answer.correlation_id}"
             found.append(envelope(data[1]))
-            assert found[-1]["correlation_id"] == one.correlation_id
-    for name in {one.reply_to for one in expected if one.reply_to}:
-        found += replies(stack, model, name, [one.correlation_id for one in expected if one.reply_to == name])
+            assert found[-1]["correlation_id"] == answer.correlation_id
+    for name in {answer.reply_to for answer in expected if answer.reply_to}:
+        ids = [answer.correlation_id for answer in expected if answer.reply_to == name]
+        found += replies(stack, model, name, ids)
     return found
 
 
 def replies(stack: Stack, model: str, name: str, ids: list[str]) -> list[dict[str, Any]]:
-    """Wait until these requests, and no others, are answered on a reply stream."""
+    """Wait until exactly these requests are answered on a reply stream."""
     wait_until(
         lambda: len(stack.replies(model, name)) >= len(ids), description=f"{len(ids)} answers are on {name}"
     )
     found = stack.replies(model, name)
-    assert Counter(one["correlation_id"] for one in found) == Counter(ids)
+    assert Counter(answer["correlation_id"] for answer in found) == Counter(ids)
     return found
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stack")) as one:
-        one.serve("plain.py:Echo", "plain.py:Noop")
-        yield one
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.serve("plain.py:Echo", "plain.py:Noop")
+        yield stack
 
 
-def good(stack: Stack, model: str) -> list[Expected]:
-    """Two requests with which nothing is wrong."""
-    names = [own(OWN_ID) for _ in range(2)]
+def send_valid(stack: Stack, model: str) -> list[Expected]:
+    """Send two valid requests."""
+    names = [new_name(OWN_ID) for _ in range(2)]
     body = json.dumps([0.5] * 128)
     stack.send(model, correlation_id=names[0], body=body)
     stack.send_packed(model, [{"correlation_id": names[1], "body": body.encode()}])
@@ -279,40 +280,44 @@ def good(stack: Stack, model: str) -> list[Expected]:
 
 
 @pytest.mark.parametrize("model", ["Echo", "Noop"])
-def test_everything_malformed_is_answered_and_everything_good_is_served(stack: Stack, model: str) -> None:
+def test_malformed_requests_are_answered_and_valid_ones_executed(stack: Stack, model: str) -> None:
     statuses: Counter[str] = Counter()
 
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
-        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would wait for each lost answer
+        phases=(
+            Phase.explicit,
+            Phase.reuse,
+            Phase.generate,
+        ),  # without shrinking, which would wait for each lost answer again
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(one_body | one_request | packed_bodies | packed_entry, min_size=6, max_size=14))
     def send_all(entries: list[dict[str, Any]]) -> None:
         expected: list[Expected] = []
-        served: list[Expected] = []
+        valid: list[Expected] = []
         for number, raw in enumerate(entries):
             expected += send(stack, model, raw)
             if number % 5 == 0:
-                served += good(stack, model)
-        for one in answers(stack, model, expected):
-            assert one["status"] in STATUSES, one
-            assert one["final"] is True
-            assert one["status"] == "OK" or one["detail"], one
-            statuses[one["status"]] += 1
-        for one in answers(stack, model, served):
-            assert one["status"] == "OK", one
-            statuses["good"] += 1
+                valid += send_valid(stack, model)
+        for answer in answers(stack, model, expected):
+            assert answer["status"] in STATUSES, answer
+            assert answer["final"] is True
+            assert answer["status"] == "OK" or answer["detail"], answer
+            statuses[answer["status"]] += 1
+        for answer in answers(stack, model, valid):
+            assert answer["status"] == "OK", answer
+            statuses["valid"] += 1
 
     send_all()
 
     print(f"{model}: {dict(statuses)}")
     assert statuses["INVALID_ARGUMENT"] > 700
-    assert statuses["good"] > 300
+    assert statuses["valid"] > 300
     refused = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("refused"))
     executed = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("batch"))
-    assert min(refused, executed) > 100, "batcher and worker both had their share"
+    assert min(refused, executed) > 100, "the batcher and the worker both refused some"
     stack.wait_until_idle(model)
     assert stack.keys_without_ttl() <= fixed_keys("Echo") | fixed_keys("Noop")
     for service in stack.services:
@@ -320,8 +325,8 @@ def test_everything_malformed_is_answered_and_everything_good_is_served(stack: S
         assert [event for event in service.events() if event["level"] != "info"] == []
 
 
-def test_reply_keys_of_another_type_are_their_producers_own_loss(stack: Stack) -> None:
-    """Given producers who put other things where their results belong, expect the others to be served."""
+def test_reply_keys_of_another_type_affect_only_their_producer(stack: Stack) -> None:
+    """Result keys that a producer created with another type do not delay other results of the batch."""
     model, keys = "Echo", Keys("Echo")
     stack.redis.set(keys.result("spoilt"), "a string", px=60_000)
     stack.redis.set(keys.replies("spoilt"), "a string", px=60_000)
@@ -330,7 +335,7 @@ def test_reply_keys_of_another_type_are_their_producers_own_loss(stack: Stack) -
         model,
         [
             {"correlation_id": "spoilt", "body": b"1"},
-            {"correlation_id": "nobody", "body": b"2", "reply_to": "spoilt"},
+            {"correlation_id": "unread", "body": b"2", "reply_to": "spoilt"},
             {"correlation_id": "fine", "body": b"3"},
             {"correlation_id": "spoilt", "body": b"{"},
         ],
@@ -341,8 +346,8 @@ def test_reply_keys_of_another_type_are_their_producers_own_loss(stack: Stack) -
     assert stack.redis.get(keys.result("spoilt")) == b"a string"
 
 
-def test_what_a_producer_sends_is_in_no_log(stack: Stack) -> None:
-    text = "told-to-nobody-else"
+def test_bodies_and_fields_are_not_logged(stack: Stack) -> None:
+    text = "confidential"
     for body in (json.dumps(text), text, "[" + text):
         entry_id = stack.send("Echo", body=body, tenant=text)
         stack.result("Echo", entry_id)

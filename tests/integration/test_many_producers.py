@@ -1,4 +1,4 @@
-"""Ten thousand requests from fifty producers at once: each gets its own result, and nothing is left."""
+"""Ten thousand requests from fifty producers at once: each gets its own result, and no request remains."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ ENTRIES_PER_TURN: Final = 20
 
 @pytest.fixture(params=SERVERS, ids=name_of)
 def stack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stack]:
-    with Stack(tmp_path, binary=request.param) as one:
-        one.batcher()
-        workers = [one.worker("hashing.py:Hashing", ready=False) for _ in range(2)]
+    with Stack(tmp_path, binary=request.param) as stack:
+        stack.batcher()
+        workers = [stack.worker("hashing.py:Hashing", ready=False) for _ in range(2)]
         for worker in workers:
             worker.wait_for("worker ready")
-        one.wait_for_model(MODEL, workers=2)
-        yield one
+        stack.wait_for_model(MODEL, workers=2)
+        yield stack
 
 
-async def with_the_client(url: str, checker: Checker, name: str) -> None:
-    """A producer in Python: everything through one AsyncClient, 50 in flight."""
+async def produce_with_client(url: str, checker: Checker, name: str) -> None:
+    """A producer in Python: one AsyncClient with 50 requests in flight."""
     limit = asyncio.Semaphore(50)
 
-    async def ask(number: int) -> None:
+    async def send(number: int) -> None:
         correlation_id, payload = f"{name}-{number}", f"payload {number}"
         async with limit:
             checker.attempt(correlation_id, payload)
@@ -54,11 +54,11 @@ async def with_the_client(url: str, checker: Checker, name: str) -> None:
             )
 
     async with AsyncClient(url, timeout=60) as client:
-        await asyncio.gather(*map(ask, range(REQUESTS)))
+        await asyncio.gather(*map(send, range(REQUESTS)))
 
 
-def with_redis_alone(url: str, checker: Checker, name: str) -> None:
-    """A producer in any language: XADD, then BLPOP, or reading its reply stream, a turn at a time."""
+def produce_with_redis_only(url: str, checker: Checker, name: str) -> None:
+    """A producer in any language: XADD, then BLPOP or its reply stream, ENTRIES_PER_TURN at a time."""
     keys = Keys(MODEL)
     sent = 0
     redis: Any = Redis.from_url(url, protocol=2)
@@ -87,23 +87,23 @@ async def test_fifty_producers_ten_thousand_requests(stack: Stack) -> None:
     with ThreadPoolExecutor(PRODUCERS) as threads:
         loop = asyncio.get_running_loop()
         plain = [
-            loop.run_in_executor(threads, with_redis_alone, stack.url, checker, f"plain-{number}")
+            loop.run_in_executor(threads, produce_with_redis_only, stack.url, checker, f"plain-{number}")
             for number in range(PRODUCERS)
         ]
-        clients = [with_the_client(stack.url, checker, f"client-{number}") for number in range(PRODUCERS)]
+        clients = [produce_with_client(stack.url, checker, f"client-{number}") for number in range(PRODUCERS)]
         await asyncio.gather(*plain, *clients)
     stack.wait_until_idle(MODEL)
-    collect(stack, MODEL, checker, "plain-*")  # reply streams; and second results, if there are any
+    collect(stack, MODEL, checker, "plain-*")  # reply streams, and duplicate results if there are any
 
     report = checker.report()
     assert report.faultless, report
     assert report.attempted >= 2 * PRODUCERS * REQUESTS
     assert report.ok == report.accepted == report.attempted
 
-    # Every batch within the limit, and every request executed once.
+    # Expect: every batch within the limit, and every request executed once
     wait_until(
         lambda: sum(batch["size"] for batch in stack.events("batch")) >= report.ok,
-        description="the workers' logs tell of every request",
+        description="the workers have logged every request",
     )
     batches = stack.events("batch")
     assert sum(batch["size"] for batch in batches) == report.ok
@@ -112,7 +112,7 @@ async def test_fifty_producers_ten_thousand_requests(stack: Stack) -> None:
     assert len({batch["worker"] for batch in batches}) == 2
     assert report.ok / len(batches) > 4, "fifty producers share batches"
 
-    # At rest: nothing waits, is in flight or pending, and what stays is what PROTOCOL.md lists.
+    # Expect: nothing waits, is in flight or pending, and only the keys that PROTOCOL.md lists have no TTL
     assert stack.redis.xlen("carpool:{Hashing}:requests") == 0
     assert stack.redis.xlen("carpool:{Hashing}:batches") == 0
     assert stack.pending(MODEL) == 0

@@ -1,4 +1,4 @@
-"""What the services say of themselves over HTTP is what happened: counters, gauges, probes."""
+"""The metrics and probes of the services agree with what happened: counters, gauges, readiness, health."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GAUGES: Final = (
 Page = list[Sample]
 
 
-def ask(service: Service, path: str) -> tuple[int, str]:
-    """Status and body."""
+def get(service: Service, path: str) -> tuple[int, str]:
+    """HTTP status and body."""
     connection = http.client.HTTPConnection(service.status_url.removeprefix("http://"), timeout=10)
     try:
         connection.request("GET", path)
@@ -48,13 +48,13 @@ def ask(service: Service, path: str) -> tuple[int, str]:
 
 
 def scrape(service: Service) -> Page:
-    status, body = ask(service, "/metrics")
+    status, body = get(service, "/metrics")
     assert status == 200
     return [sample for family in text_string_to_metric_families(body) for sample in family.samples]
 
 
 def total(pages: Iterable[Page], name: str, *labels: str) -> Counter[tuple[str, ...]]:
-    """A metric summed over processes, by these labels, as `sum by (...)` does; without what is zero."""
+    """Sum a metric over processes by these labels, as `sum by (...)` does; without values of zero."""
     found: Counter[tuple[str, ...]] = Counter()
     for page in pages:
         for sample in page:
@@ -63,17 +63,18 @@ def total(pages: Iterable[Page], name: str, *labels: str) -> Counter[tuple[str, 
     return +found
 
 
-def one(pages: Iterable[Page], name: str) -> int:
+def sum_of(pages: Iterable[Page], name: str) -> int:
+    """Sum a metric over processes and all labels."""
     return total(pages, name)[()]
 
 
-def has(page: Page, name: str, model: str = MODEL) -> float | None:
-    """The value of a gauge; None if it is not there."""
-    return next((one.value for one in page if (one.name, one.labels.get("model")) == (name, model)), None)
+def gauge(page: Page, name: str, model: str = MODEL) -> float | None:
+    """The value of a gauge; None if it is not exported."""
+    return next((s.value for s in page if (s.name, s.labels.get("model")) == (name, model)), None)
 
 
 class Producer:
-    """Sends, receives, and keeps the account: what it received, and what it expects to be counted for it."""
+    """Sends requests, receives results, and counts them: by status, and as the metrics should count them."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -84,7 +85,7 @@ class Producer:
         return self._stack.send(MODEL, body=json.dumps(body), **fields)
 
     def pack(self, *bodies: object) -> list[str]:
-        """Several requests in one entry; their correlation IDs."""
+        """Send several requests in one entry; return their correlation IDs."""
         names = [f"{sum(self.expected.values())}.{at}" for at in range(len(bodies))]
         self._stack.send_packed(
             MODEL,
@@ -96,10 +97,10 @@ class Producer:
         return names
 
     def receive(self, status: str, reason: str, *names: str) -> None:
-        """Each of these gets this status, for that reason."""
+        """Expect this status for each of these requests, and that it is counted with this reason."""
         for name in names:
-            got = self._stack.result(MODEL, name)
-            assert got["status"] == status, got
+            result = self._stack.result(MODEL, name)
+            assert result["status"] == status, result
             self.received[status] += 1
             self.expected[status, reason] += 1
 
@@ -107,11 +108,11 @@ class Producer:
         self.receive(status, reason, self.send(body, **fields))
 
 
-def serve(producer: Producer) -> None:
-    """Good ones, and those that cannot be understood: by the batcher, by the worker, by the model."""
+def send_good_and_invalid(producer: Producer) -> None:
+    """Good requests, and requests that the batcher, the worker or the model finds invalid."""
     for _ in range(4):
         producer.receive("OK", "", *[producer.send(number) for number in range(10)])
-    producer.receive("OK", "", *producer.pack(*range(16)))  # which leave as two batches at once
+    producer.receive("OK", "", *producer.pack(*range(16)))  # two full batches
     for fields in ({"priority": 10}, {"content_type": "text/plain"}):
         producer.infer("INVALID_ARGUMENT", "input", 1, **fields)
     producer.infer("UNIMPLEMENTED", "input", 1, sequence_id=3)
@@ -121,64 +122,64 @@ def serve(producer: Producer) -> None:
     producer.infer("INTERNAL", "model", "raise")
 
 
-def crowd(stack: Stack, producer: Producer, gate: Path) -> None:
-    """While the worker waits at a gate: expirations, withdrawals, and more than may wait."""
-    held = producer.send({"gate": str(gate)}, expiration=1000)
+def fill_queue(stack: Stack, producer: Producer, gate: Path) -> None:
+    """While the worker waits at a gate: expirations, withdrawals, and more requests than the queue holds."""
+    executing = producer.send({"gate": str(gate)}, expiration=1000)
     wait_until(lambda: stack.pending(MODEL) == 1, description="the worker waits at the gate")
-    ahead = producer.pack(*range(8))  # a full batch ahead of the worker: from now on nothing else leaves
-    wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches) == 2, description="a batch waits ahead")
-    late = [producer.send(number, expiration=50) for number in range(3)]
-    producer.receive("DEADLINE_EXCEEDED", "waiting", *late)
-    regretted = producer.pack(1, 2, 3)
-    stack.send(MODEL, withdraw=" ".join(regretted))
-    producer.receive("CANCELLED", "withdrawn", *regretted)
-    producer.receive("DEADLINE_EXCEEDED", "in_flight", held)
-    many = producer.pack(*range(29))  # of which 16 may wait
+    ahead = producer.pack(*range(8))  # a full batch ahead of the worker: now nothing else is dispatched
+    wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches) == 2, description="a second batch is in flight")
+    expiring = [producer.send(number, expiration=50) for number in range(3)]
+    producer.receive("DEADLINE_EXCEEDED", "waiting", *expiring)
+    withdrawn = producer.pack(1, 2, 3)
+    stack.send(MODEL, withdraw=" ".join(withdrawn))
+    producer.receive("CANCELLED", "withdrawn", *withdrawn)
+    producer.receive("DEADLINE_EXCEEDED", "in_flight", executing)
+    many = producer.pack(*range(29))  # the queue holds 16
     producer.receive("RESOURCE_EXHAUSTED", "queue_size", *many[16:])
     gate.touch()
     producer.receive("OK", "", *ahead, *many[:16])
 
 
-def hold(stack: Stack, producer: Producer, gate: Path) -> list[str]:
-    """A batch that waits at a gate; its correlation IDs."""
+def send_to_gate(stack: Stack, producer: Producer, gate: Path) -> list[str]:
+    """Send a batch that waits at a gate; return its correlation IDs."""
     names = producer.pack({"gate": str(gate)}, 1, 2)
     wait_until(lambda: stack.pending(MODEL) == 1, description="a worker waits at the gate")
     return names
 
 
 def test_counters_are_what_producers_received(stack: Stack, tmp_path: Path) -> None:
-    """Given all that can become of a request, and workers killed and frozen, the sums are exact."""
+    """Given requests that end in every way, and workers killed and frozen, expect exact sums."""
     batcher = stack.batcher(*HTTP)
     first = stack.worker(SPEC, *WORKER)
     stack.wait_for_model(MODEL)
     producer = Producer(stack)
 
-    def agree(*pages: Page) -> list[Page]:
-        """All pages, once they have caught up: a request is counted after its result was written."""
+    def assert_counts(*pages: Page) -> list[Page]:
+        """Check the sums, and return all pages. A request is counted after its result is written."""
         found: list[Page] = []
 
-        def caught_up() -> bool:
+        def is_complete() -> bool:
             found[:] = [*pages, *(scrape(service) for service in stack.services if service.alive)]
             return sum(total(found, "carpool_requests_total").values()) >= sum(producer.received.values())
 
-        wait_until(caught_up, description="all that was received is counted")
+        wait_until(is_complete, description="all received results are counted")
         assert total(found, "carpool_requests_total", "status", "reason") == producer.expected
         by_status = total(found, "carpool_requests_total", "status")
         assert {status: count for (status,), count in by_status.items()} == producer.received
         return found
 
-    serve(producer)
-    crowd(stack, producer, tmp_path / "first")
+    send_good_and_invalid(producer)
+    fill_queue(stack, producer, tmp_path / "first")
     producer.infer("ABORTED", "dead_letter", "die")
 
-    names = hold(stack, producer, tmp_path / "second")  # and then its worker is killed
-    of_first = agree()[1]
+    names = send_to_gate(stack, producer, tmp_path / "second")  # its worker is killed next
+    first_page = assert_counts()[1]
     second = stack.worker(SPEC, *WORKER)
     first.kill()
     (tmp_path / "second").touch()
     producer.receive("OK", "", *names)
 
-    names = hold(stack, producer, tmp_path / "third")  # and then its worker stands still
+    names = send_to_gate(stack, producer, tmp_path / "third")  # its worker is frozen next
     third = stack.worker(SPEC, *WORKER)
     second.freeze()
     third.wait_for("batch reclaimed")
@@ -187,39 +188,45 @@ def test_counters_are_what_producers_received(stack: Stack, tmp_path: Path) -> N
     second.thaw()
     second.wait_for("commit fenced")
 
-    pages = agree(of_first)
-    assert one(pages, "carpool_redeliveries_total") == 2
-    assert one(pages, "carpool_fenced_commits_total") == 1
-    assert one(pages, "carpool_dead_letters_total") == stack.redis.xlen(Keys(MODEL).dead) == 1
-    assert one(pages, "carpool_model_process_deaths_total") == 2
+    pages = assert_counts(first_page)
+    assert sum_of(pages, "carpool_redeliveries_total") == 2
+    assert sum_of(pages, "carpool_fenced_commits_total") == 1
+    assert sum_of(pages, "carpool_dead_letters_total") == stack.redis.xlen(Keys(MODEL).dead) == 1
+    assert sum_of(pages, "carpool_model_process_deaths_total") == 2
     settled = [fields for _, fields in stack.redis.xrange(Keys(MODEL).settled) if b"batch" in fields]
-    assert one(pages, "carpool_batches_total") == len(settled)
+    assert sum_of(pages, "carpool_batches_total") == len(settled)
     assert total(pages, "carpool_batches_total", "reason").keys() == {("full",), ("idle",)}
     dispatched = sum(int(fields[b"size"]) for fields in settled)
-    assert one(pages, "carpool_batch_requests_sum") == one(pages, "carpool_queue_seconds_count") == dispatched
-    assert one(pages, "carpool_batch_fill_ratio_count") == len(settled)
-    by_worker = one([of_first, scrape(second), scrape(third)], "carpool_requests_total")
-    assert one(pages, "carpool_request_seconds_count") == by_worker
-    at_rest(stack, batcher, second, third)
+    assert (
+        sum_of(pages, "carpool_batch_requests_sum")
+        == sum_of(pages, "carpool_queue_seconds_count")
+        == dispatched
+    )
+    assert sum_of(pages, "carpool_batch_fill_ratio_count") == len(settled)
+    by_worker = sum_of([first_page, scrape(second), scrape(third)], "carpool_requests_total")
+    assert sum_of(pages, "carpool_request_seconds_count") == by_worker
+    assert_idle_gauges(stack, batcher, second, third)
 
 
-def test_who_expires_while_executed_alone_is_counted_once(stack: Stack, tmp_path: Path) -> None:
-    """Given a batch that is executed one by one after a death, whose first request expires under way: the
-    batcher answers it, and its worker, which has its result a moment later, does not count it again."""
+def test_request_that_expires_while_executed_alone_is_counted_once(stack: Stack, tmp_path: Path) -> None:
+    """Given a batch that is executed one by one after a death, and its first request expires meanwhile.
+
+    The batcher answers that request, and the worker, which has the result a moment later, does not count it.
+    """
     batcher = stack.batcher(*HTTP)
     first = stack.worker(SPEC, *WORKER)
     stack.wait_for_model(MODEL)
-    held = {
-        "correlation_id": "held",
+    expiring = {
+        "correlation_id": "expiring",
         "body": json.dumps({"gate": str(tmp_path / "gate")}),
         "expiration": 3000,
     }
-    stack.send_packed(MODEL, [held, {"correlation_id": "other", "body": "1"}])
-    wait_until(lambda: stack.pending(MODEL) == 1, description="the first waits at the gate")
+    stack.send_packed(MODEL, [expiring, {"correlation_id": "other", "body": "1"}])
+    wait_until(lambda: stack.pending(MODEL) == 1, description="the first worker waits at the gate")
     second = stack.worker(SPEC, *WORKER)
     first.kill()
     producer = Producer(stack)
-    producer.receive("DEADLINE_EXCEEDED", "in_flight", "held")
+    producer.receive("DEADLINE_EXCEEDED", "in_flight", "expiring")
     second.wait_for("batch reclaimed")
     (tmp_path / "gate").touch()
     producer.receive("OK", "", "other")
@@ -228,47 +235,53 @@ def test_who_expires_while_executed_alone_is_counted_once(stack: Stack, tmp_path
     assert total(pages, "carpool_requests_total", "status", "reason") == producer.expected
 
 
-def at_rest(stack: Stack, batcher: Service, *workers: Service) -> None:
-    """Gauges come down to nothing, and count who is there."""
+def assert_idle_gauges(stack: Stack, batcher: Service, *workers: Service) -> None:
+    """Gauges return to zero, and count the model processes and the active batcher."""
     stack.wait_until_idle(MODEL)
 
     def values() -> list[float | None]:
         page = scrape(batcher)
-        return [has(page, name) for name in (*GAUGES, "carpool_model_processes", "carpool_batcher_active")]
+        return [gauge(page, name) for name in (*GAUGES, "carpool_model_processes", "carpool_batcher_active")]
 
     wait_until(
-        lambda: values() == [*[0] * len(GAUGES), len(workers), 1], description="the gauges are at rest"
+        lambda: values() == [*[0] * len(GAUGES), len(workers), 1], description="the gauges show an idle model"
     )
     for worker in workers:
-        wait_until(lambda: has(scrape(worker), "carpool_batches_in_hand") == 0, description="hands are empty")  # noqa: B023
+        wait_until(
+            lambda: gauge(scrape(worker), "carpool_batches_in_hand") == 0,  # noqa: B023
+            description="no batch in hand",
+        )
 
 
-def test_gauges_show_what_waits_and_rides(stack: Stack, tmp_path: Path) -> None:
-    """Given one batch at a gate and three requests behind it, expect just that, with bytes and age."""
+def test_gauges_show_waiting_requests_and_batches_in_flight(stack: Stack, tmp_path: Path) -> None:
+    """Given one batch at a gate and three waiting requests, expect their number, bytes and age."""
     batcher = stack.batcher(*HTTP)
     worker = stack.worker(SPEC, *WORKER)
     stack.wait_for_model(MODEL)
     producer = Producer(stack)
-    names = hold(stack, producer, tmp_path / "gate")
+    names = send_to_gate(stack, producer, tmp_path / "gate")
     names += [producer.send("x" * 100) for _ in range(3)]
 
-    def seen() -> list[float | None]:
+    def shown() -> list[float | None]:
         page = scrape(batcher)
-        return [has(page, name) for name in GAUGES if name != "carpool_oldest_request_seconds"]
+        return [gauge(page, name) for name in GAUGES if name != "carpool_oldest_request_seconds"]
 
-    wait_until(lambda: seen() == [3, 3 * 102, 1, 3], description="what waits and what rides is shown")
-    wait_until(lambda: has(scrape(worker), "carpool_batches_in_hand") == 1, description="one batch in hand")
-    oldest_s = has(scrape(batcher), "carpool_oldest_request_seconds") or 0.0
     wait_until(
-        lambda: (has(scrape(batcher), "carpool_oldest_request_seconds") or 0.0) > oldest_s + 0.2,
-        description="the oldest one grows older",
+        lambda: shown() == [3, 3 * 102, 1, 3],
+        description="the gauges show waiting requests and the batch in flight",
+    )
+    wait_until(lambda: gauge(scrape(worker), "carpool_batches_in_hand") == 1, description="one batch in hand")
+    oldest_s = gauge(scrape(batcher), "carpool_oldest_request_seconds") or 0.0
+    wait_until(
+        lambda: (gauge(scrape(batcher), "carpool_oldest_request_seconds") or 0.0) > oldest_s + 0.2,
+        description="the age of the oldest request grows",
     )
     (tmp_path / "gate").touch()
     producer.receive("OK", "", *names)
-    at_rest(stack, batcher, worker)
+    assert_idle_gauges(stack, batcher, worker)
 
 
-def test_only_the_active_batcher_shows_what_waits(stack: Stack) -> None:
+def test_only_the_active_batcher_exports_gauges(stack: Stack) -> None:
     """Given two batchers, one exports the gauges; when it is killed, the other does."""
     batchers = [stack.batcher(*HTTP) for _ in range(2)]
     stack.worker(SPEC, *WORKER)
@@ -277,61 +290,68 @@ def test_only_the_active_batcher_shows_what_waits(stack: Stack) -> None:
     (standby,) = [batcher for batcher in batchers if batcher is not active]
 
     def shown(batcher: Service) -> tuple[float | None, int]:
-        """Whether it is active, and how many of the gauges are there."""
+        """The gauge `carpool_batcher_active`, and the number of other gauges exported."""
         page = scrape(batcher)
-        gauges = [has(page, name) for name in (*GAUGES, "carpool_model_processes")]
-        return has(page, "carpool_batcher_active"), sum(gauge is not None for gauge in gauges)
+        gauges = [gauge(page, name) for name in (*GAUGES, "carpool_model_processes")]
+        return gauge(page, "carpool_batcher_active"), sum(value is not None for value in gauges)
 
     wait_until(lambda: shown(active) == (1, 6), description="the active batcher exports the gauges")
-    wait_until(lambda: shown(standby) == (0, 0), description="the other says that it stands by")
-    assert ask(standby, "/readyz") == (200, "ok"), "it is ready to take over"
+    wait_until(lambda: shown(standby) == (0, 0), description="the other batcher stands by")
+    assert get(standby, "/readyz") == (200, "ok"), "a standby batcher is ready to take over"
     active.kill()
     wait_until(lambda: shown(standby) == (1, 6), description="the other has taken over")
 
 
-def test_probes(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading, ready, without Redis, ready again, draining: not ready for a reason, and never unhealthy."""
+def test_probes_report_each_state(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading, ready, without Redis, ready again, draining: `readyz` gives the reason; `healthz` stays OK."""
     monkeypatch.setenv(LOAD_GATE, str(tmp_path / "loaded"))
     batcher = stack.batcher(*HTTP)
     worker = stack.worker(SPEC, *WORKER, ready=False)
-    assert ask(worker, "/readyz") == (503, "the model is loading")
-    assert ask(worker, "/healthz") == (200, "ok")
+    assert get(worker, "/readyz") == (503, "the model is loading")
+    assert get(worker, "/healthz") == (200, "ok")
     (tmp_path / "loaded").touch()
     services = (batcher, worker)
-    ready(*services)
+    wait_until_ready(*services)
 
     stack.wait_for_model(MODEL)
     os.kill(stack.server.pid, signal.SIGTERM)
     for service in services:
-        wait_until(lambda: ask(service, "/readyz")[0] == 503, description="Redis is missed")  # noqa: B023
-        said = ask(service, "/readyz")[1]
-        assert str(stack.server.port) in said, said
-        assert ask(service, "/healthz") == (200, "ok")
+        wait_until(
+            lambda: get(service, "/readyz")[0] == 503,  # noqa: B023
+            description="the service has noticed that Redis is down",
+        )
+        reason = get(service, "/readyz")[1]
+        assert str(stack.server.port) in reason, reason
+        assert get(service, "/healthz") == (200, "ok")
         assert health(service) == 1
-        assert one([scrape(service)], "carpool_redis_errors_total") > 0
-    assert has(scrape(batcher), "carpool_waiting_requests") is None, "what it knew may be wrong by now"
+        assert sum_of([scrape(service)], "carpool_redis_errors_total") > 0
+    assert gauge(scrape(batcher), "carpool_waiting_requests") is None, (
+        "without Redis the gauges may be outdated"
+    )
     stack.server.restart()
-    ready(*services)
-    assert [health(one) for one in services] == [0, 0], [ask(one, "/readyz") for one in services]
+    wait_until_ready(*services)
+    assert [health(service) for service in services] == [0, 0], [
+        get(service, "/readyz") for service in services
+    ]
 
-    names = hold(stack, Producer(stack), tmp_path / "gate")
+    names = send_to_gate(stack, Producer(stack), tmp_path / "gate")
     worker.signal(signal.SIGTERM)
-    wait_until(lambda: ask(worker, "/readyz") == (503, "draining"), description="the worker drains")
-    assert ask(worker, "/healthz") == (200, "ok")
+    wait_until(lambda: get(worker, "/readyz") == (503, "draining"), description="the worker drains")
+    assert get(worker, "/healthz") == (200, "ok")
     (tmp_path / "gate").touch()
     assert [stack.result(MODEL, name)["status"] for name in names] == ["OK"] * 3
     assert worker.process.wait(15) == 0
-    assert ask(batcher, "/readyz") == (200, "ok")
+    assert get(batcher, "/readyz") == (200, "ok")
 
 
-def ready(*services: Service) -> None:
+def wait_until_ready(*services: Service) -> None:
     for service in services:
         wait_until(
-            lambda: ask(service, "/readyz") == (200, "ok"),  # noqa: B023
+            lambda: get(service, "/readyz") == (200, "ok"),  # noqa: B023
             description=f"{service.name} is ready",
             timeout_s=20,
         )
-        assert ask(service, "/healthz") == (200, "ok")
+        assert get(service, "/healthz") == (200, "ok")
 
 
 def health(service: Service) -> int:
@@ -339,10 +359,10 @@ def health(service: Service) -> int:
     return main(["health", "--http-port", service.status_url.rpartition(":")[2]])
 
 
-def test_a_port_that_is_taken_ends_the_service(stack: Stack) -> None:
-    """Given a batcher's port, when a worker is told to take it, it says so and ends with 1."""
+def test_port_in_use_ends_the_service(stack: Stack) -> None:
+    """Given a batcher's port, when a worker is started with it, expect an error and exit status 1."""
     port = stack.batcher(*HTTP).status_url.rpartition(":")[2]
     worker = stack.worker(SPEC, "--http-port", port, ready=False)
     assert worker.process.wait(20) == 1
-    (said,) = worker.events("worker cannot start")
-    assert said["reason"] == f"cannot serve http://127.0.0.1:{port}: Address already in use"
+    (event,) = worker.events("worker cannot start")
+    assert event["reason"] == f"cannot listen on http://127.0.0.1:{port}: Address already in use"

@@ -1,4 +1,4 @@
-"""The file-type model of the magika wheel as a service, `onnx:FILE`, held against magika's own answers."""
+"""The file-type model of the magika wheel as a service, `onnx:FILE`, compared with magika's own results."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def stack(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stack")) as one:
-        one.batcher()
-        one.worker(f"onnx:{oracle.model_path()}")
-        one.wait_for_model(model)
-        yield one
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.batcher()
+        stack.worker(f"onnx:{oracle.model_path()}")
+        stack.wait_for_model(model)
+        yield stack
 
 
 @pytest.fixture
 def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url, timeout=60) as one:
-        yield one
+    with Client(stack.url, timeout=60) as client:
+        yield client
 
 
-def test_the_service_says_what_the_model_takes_and_gives(stack: Stack, model: str) -> None:
+def test_registration_contains_the_models_tensors(stack: Stack, model: str) -> None:
     registered = stack.redis.hgetall(Keys(model).registration)
-    (taken,), (given,) = (json.loads(registered[kind]) for kind in (b"inputs", b"outputs"))
-    assert (taken["datatype"], given["datatype"]) == ("INT32", "FP32")
-    assert taken["shape"] == [len(oracle.features(b"x" * 100))]
+    (input_spec,), (output_spec,) = (json.loads(registered[kind]) for kind in (b"inputs", b"outputs"))
+    assert (input_spec["datatype"], output_spec["datatype"]) == ("INT32", "FP32")
+    assert input_spec["shape"] == [len(oracle.features(b"x" * 100))]
 
 
-def test_files_are_recognised_as_magika_does(client: Client, model: str) -> None:
-    """Given real files, each a request of its own, expect magika's labels and scores from shared batches."""
+def test_files_in_shared_batches_are_classified_like_magika(client: Client, model: str) -> None:
+    """Each file is a request of its own; the batches are shared."""
     paths = oracle.sample_files()
     expected = oracle.answers(paths)
 
@@ -60,9 +60,9 @@ def test_files_are_recognised_as_magika_does(client: Client, model: str) -> None
     assert len({label for label, _ in found}) > 10
 
 
-@pytest.mark.parametrize("label", sorted(oracle.made_files()))
-def test_made_files_alone(client: Client, model: str, label: str) -> None:
-    data = oracle.made_files()[label]
+@pytest.mark.parametrize("label", sorted(oracle.generated_files()))
+def test_generated_file_alone_is_classified_like_magika(client: Client, model: str, label: str) -> None:
+    data = oracle.generated_files()[label]
     reply = client.request(model, oracle.features(data))
     assert reply.batch_size == 1
     found, score = oracle.label_of(reply.value)
@@ -71,8 +71,8 @@ def test_made_files_alone(client: Client, model: str, label: str) -> None:
     assert score == pytest.approx(expected_score, abs=oracle.SCORE_TOLERANCE)
 
 
-def test_json_and_raw_bytes_give_the_same_answer(client: Client, stack: Stack, model: str) -> None:
-    array = oracle.features(oracle.made_files()["html"])
+def test_json_and_octet_stream_give_the_same_result(client: Client, stack: Stack, model: str) -> None:
+    array = oracle.features(oracle.generated_files()["html"])
     expected, score = oracle.label_of(client.infer(model, array))
 
     raw = client.infer(model, array.tobytes(), content_type="application/octet-stream")
@@ -85,12 +85,12 @@ def test_json_and_raw_bytes_give_the_same_answer(client: Client, stack: Stack, m
         assert found_score == pytest.approx(score, abs=oracle.SCORE_TOLERANCE)
 
 
-def test_a_tensor_of_the_wrong_shape_fails_alone(client: Client, model: str) -> None:
-    array = oracle.features(oracle.made_files()["png"])
-    wrong = [array[:-1], array.astype(np.float32), np.stack([array, array])]
-    futures = [client.submit(model, one) for one in (array, *wrong, array)]
-    good, *bad, also_good = futures
-    assert oracle.label_of(good.result(30))[0] == oracle.label_of(also_good.result(30))[0] == "png"
-    for future in bad:
+def test_tensor_of_the_wrong_shape_fails_alone(client: Client, model: str) -> None:
+    array = oracle.features(oracle.generated_files()["png"])
+    invalid = [array[:-1], array.astype(np.float32), np.stack([array, array])]
+    futures = [client.submit(model, tensor) for tensor in (array, *invalid, array)]
+    first, *failing, last = futures
+    assert oracle.label_of(first.result(30))[0] == oracle.label_of(last.result(30))[0] == "png"
+    for future in failing:
         with pytest.raises(InvalidArgumentError, match="but this model takes"):
             future.result(30)

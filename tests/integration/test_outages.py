@@ -1,4 +1,4 @@
-"""What may happen to Redis under load, on every server: nothing that was accepted is lost."""
+"""Outages of Redis under load, on each server: no accepted request is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from redis.exceptions import OutOfMemoryError
 from carpool import AsyncClient
 from carpool.errors import ResourceExhaustedError
 from support.checker import Checker
-from support.load import Load, settled
+from support.load import Load, final_report
 from support.stack import Stack, fixed_keys
 from support.waiting import wait_until
 
@@ -27,7 +27,7 @@ LEASE = ("--lease-ms", "600")
 
 @pytest.fixture
 def stack(stack_on: Stack) -> Stack:
-    """A batcher and a worker, on every server in turn."""
+    """A stack with a batcher and a worker, on each server in turn."""
     stack_on.batcher()
     stack_on.worker("hashing.py:Hashing", *LEASE)
     stack_on.wait_for_model(MODEL)
@@ -35,7 +35,7 @@ def stack(stack_on: Stack) -> Stack:
 
 
 def kill_connections(stack: Stack) -> int:
-    """CLIENT KILL of every connection but the one that says it; how many there were."""
+    """Close all connections but our own with CLIENT KILL; return their number."""
     killed: int = stack.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     return killed
 
@@ -46,46 +46,46 @@ def assert_at_rest(stack: Stack) -> None:
     assert all(service.alive for service in stack.services)
 
 
-def test_every_connection_is_cut_again_and_again(stack: Stack) -> None:
+def test_all_connections_are_closed_repeatedly(stack: Stack) -> None:
     checker = Checker()
     with Load(stack, MODEL, checker) as load:
         for _ in range(5):
             assert kill_connections(stack) >= 4
             load.wait_for_more(60)
 
-    report = settled(stack, MODEL, checker)
+    report = final_report(stack, MODEL, checker)
 
     assert report.faultless, report
     assert report.error == 0
     assert_at_rest(stack)
 
 
-async def test_a_client_whose_connections_are_cut_gets_every_result(stack: Stack) -> None:
-    """Given a client with 64 requests in flight, when it is cut off again and again, every result comes."""
+async def test_client_whose_connections_are_closed_gets_every_result(stack: Stack) -> None:
+    """Given a client with 64 requests in flight, when connections are closed, expect all results."""
     results: list[str] = []
     stop = threading.Event()
 
-    def cut() -> int:
-        cuts = 0
+    def close_repeatedly() -> int:
+        rounds = 0
         while not stop.is_set():
-            seen = len(results)
-            wait_until(lambda: len(results) > seen + 40 or stop.is_set(), description="more results came")  # noqa: B023
+            before = len(results)
+            wait_until(lambda: len(results) > before + 40 or stop.is_set(), description="40 more results")  # noqa: B023
             kill_connections(stack)
-            cuts += 1
-        return cuts
+            rounds += 1
+        return rounds
 
     bodies = [f"body {number}" for number in range(1500)]
     stack.worker("plain.py:Echo", *LEASE)
     async with AsyncClient(stack.url, timeout=20) as client:
-        cutting = asyncio.ensure_future(asyncio.to_thread(cut))
+        closing = asyncio.ensure_future(asyncio.to_thread(close_repeatedly))
         try:
             async for result in client.map(ECHO, bodies, in_flight=64):
                 results.append(result)
         finally:
             stop.set()
-        cuts = await cutting
+        rounds = await closing
     assert results == bodies
-    assert cuts > 10
+    assert rounds > 10
 
 
 def test_scripts_are_flushed_under_load(stack: Stack) -> None:
@@ -95,55 +95,55 @@ def test_scripts_are_flushed_under_load(stack: Stack) -> None:
             stack.redis.script_flush()
             load.wait_for_more(30)
 
-    report = settled(stack, MODEL, checker)
+    report = final_report(stack, MODEL, checker)
 
     assert report.faultless, report
     assert report.error == 0
-    assert not stack.events("trying again"), "an unknown script is sent again at once"
+    assert not stack.events("loop failed, retrying"), "an unknown script must be loaded again at once"
     assert_at_rest(stack)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_redis_restarts_from_its_append_only_file(stack: Stack, end: signal.Signals) -> None:
-    """Given Redis under load, when it is shut down or killed, and comes back, expect no loss.
+    """Given Redis under load, when it is shut down or killed, and restarts, expect no loss.
 
-    Against SIGKILL it is told to write before it answers; what `everysec` may lose is in the promise.
+    For SIGKILL, Redis must write to the file before it answers; documented losses of `everysec` are excluded.
     """
     stack.redis.config_set("appendfsync", "always" if end == signal.SIGKILL else "everysec")
     checker = Checker()
     with Load(stack, MODEL, checker) as load:
         load.wait_for_more(100)
         os.kill(stack.server.pid, end)
-        wait_until(lambda: not stack.server.alive, description="Redis is gone")
+        wait_until(lambda: not stack.server.alive, description="Redis has ended")
         stack.server.restart()
         restarted_s = time.monotonic()
         load.wait_for_more(50)
-        asker = stack.send(MODEL, body='"are you there?"')
-        stack.result(MODEL, asker)
+        entry_id = stack.send(MODEL, body='"ping"')
+        stack.result(MODEL, entry_id)
         print(f"a new request was served {time.monotonic() - restarted_s:.2f} s after the restart")
 
-    report = settled(stack, MODEL, checker)
+    report = final_report(stack, MODEL, checker)
 
     assert report.faultless, report
     assert (report.ok > 200, report.error) == (True, 0)
     assert_at_rest(stack)
 
 
-def test_redis_is_emptied_and_the_stack_serves_again(stack: Stack) -> None:
-    """Given load, when somebody empties Redis, expect that only what was in it then is lost."""
+def test_stack_recovers_after_flushall(stack: Stack) -> None:
+    """Given load, when Redis is emptied, expect that only the requests in it are lost."""
     checker = Checker()
     with Load(stack, MODEL, checker) as load:
         load.wait_for_more(100)
         stack.redis.flushall()
-        emptied_s = time.monotonic()
-        load.wait_for_more(50)  # the producer knows by now of all that was accepted before
+        flushed_s = time.monotonic()
+        load.wait_for_more(50)  # now the producer has recorded all requests accepted before
         before = set(checker.unsettled())
         load.wait_for_more(100)
-        asker = stack.send(MODEL, body='"are you there?"')
-        stack.result(MODEL, asker)
-        print(f"a new request was served {time.monotonic() - emptied_s:.2f} s after FLUSHALL")
+        entry_id = stack.send(MODEL, body='"ping"')
+        stack.result(MODEL, entry_id)
+        print(f"a new request was served {time.monotonic() - flushed_s:.2f} s after FLUSHALL")
 
-    report = settled(stack, MODEL, checker)
+    report = final_report(stack, MODEL, checker)
 
     assert before.issuperset(report.lost), set(report.lost) - before
     assert not (report.duplicated or report.misrouted or report.unexpected), report
@@ -151,14 +151,14 @@ def test_redis_is_emptied_and_the_stack_serves_again(stack: Stack) -> None:
     assert_at_rest(stack)
 
 
-async def test_a_full_redis_is_emptied(stack: Stack, tmp_path: Path) -> None:
-    """Given requests in flight and waiting, when memory is full, all are answered, and no more accepted."""
+async def test_full_redis_still_answers_accepted_requests(stack: Stack, tmp_path: Path) -> None:
+    """Given requests in flight and waiting, when memory is full, expect all answered and no more accepted."""
     gate = tmp_path / "gate"
     stack.worker("plain.py:Single", *LEASE)
     stack.wait_for_model("Single")
-    plug = stack.send("Single", body=json.dumps({"gate": str(gate)}), expiration=500)
+    blocking = stack.send("Single", body=json.dumps({"gate": str(gate)}), expiration=500)
     names = [stack.send("Single", body=str(number)) for number in range(20)]
-    late = stack.send("Single", body="0", expiration=500)
+    expiring = stack.send("Single", body="0", expiration=500)
 
     async with AsyncClient(stack.url) as client:
         await client.models()
@@ -167,13 +167,13 @@ async def test_a_full_redis_is_emptied(stack: Stack, tmp_path: Path) -> None:
             await client.infer(MODEL, "more")
         with pytest.raises(OutOfMemoryError):
             stack.send(MODEL, body='"more"')
-        for name in (plug, late):  # one in flight, one that waits
+        for name in (blocking, expiring):  # in flight, waiting
             assert stack.result("Single", name)["status"] == "DEADLINE_EXCEEDED"
         gate.touch()
         assert [stack.result("Single", name)["body"] for name in names] == list(range(20))
 
         stack.redis.config_set("maxmemory", 0)
         assert await client.infer("Single", "again") == "again"
-    for sign in ("trying again", "batcher starts over", "batch reclaimed", "lease lost"):
-        assert not stack.events(sign)
+    for event in ("loop failed, retrying", "batcher failed, starting over", "batch reclaimed", "lease lost"):
+        assert not stack.events(event)
     stack.wait_until_idle("Single")

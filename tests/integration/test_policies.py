@@ -1,4 +1,4 @@
-"""A policy of a user's own on a running stack: an operator names it, the batcher was told to load it."""
+"""A custom policy on a running stack: the batcher loads it by `--policies`, an operator selects it."""
 
 from __future__ import annotations
 
@@ -25,50 +25,51 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
-def test_it_says_who_rides_together_and_fails_alone(stack: Stack) -> None:
+def test_custom_policy_forms_batches_and_fails_only_the_request_it_raised_for(stack: Stack) -> None:
     stack.configure(MODEL, policy=PAIRS)
-    requests = [{"correlation_id": f"p{at}", "body": b"7"} for at in range(9)]
+    requests = [{"correlation_id": f"p{position}", "body": b"7"} for position in range(9)]
     requests[4]["raise"] = b"yes"
     stack.send_packed(MODEL, requests)
-    results = {at: stack.result(MODEL, f"p{at}") for at in range(9)}
-    refused = results.pop(4)
-    assert refused["status"] == "INTERNAL"
-    assert refused["detail"] == "the batching policy's include raised RuntimeError"
-    assert {one["status"] for one in results.values()} == {"OK"}
-    assert {one["batch_size"] for one in results.values()} == {2}
-    (said,) = stack.events("policy raised")
-    assert said["policy"] == PAIRS
-    assert said["reason"].startswith("include raised RuntimeError: ")
+    results = {position: stack.result(MODEL, f"p{position}") for position in range(9)}
+    failed = results.pop(4)
+    assert failed["status"] == "INTERNAL"
+    assert failed["detail"] == "the batching policy's include raised RuntimeError"
+    assert {result["status"] for result in results.values()} == {"OK"}
+    assert {result["batch_size"] for result in results.values()} == {2}
+    (event,) = stack.events("policy raised")
+    assert event["policy"] == PAIRS
+    assert event["reason"].startswith("include raised RuntimeError: ")
 
 
-def test_one_that_no_batcher_was_told_of_changes_nothing(stack: Stack) -> None:
+def test_policy_that_was_not_loaded_is_rejected_and_reported(stack: Stack) -> None:
     stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
-    wait_until(lambda: stack.events("settings make no sense"), description="the batcher refuses it")
-    (said,) = stack.events("settings make no sense")
-    assert said["reason"] == "policy: 'policies.py:Others' is none of this batcher's --policies"
+    wait_until(lambda: stack.events("settings rejected"), description="the batcher rejects it")
+    (event,) = stack.events("settings rejected")
+    assert event["reason"] == "policy: 'policies.py:Others' is none of this batcher's --policies"
     entry_id = stack.send(MODEL, body="7")
     assert stack.result(MODEL, entry_id)["status"] == "OK"
 
-    def shown() -> bool:
-        status = json.loads(stack.redis.get(Keys(MODEL).status) or b"{}")
-        return bool(status.get("unheeded") == said["reason"])
+    def is_reported() -> bool:
+        report = json.loads(stack.redis.get(Keys(MODEL).report) or b"{}")
+        return bool(report.get("unheeded") == event["reason"])
 
-    wait_until(shown, description="whoever watches is told")
+    wait_until(is_reported, description="the batcher's report has the reason")
 
 
-def test_a_batcher_that_takes_over_goes_by_the_rest_of_what_the_model_says(tmp_path: Path) -> None:
+def test_batcher_that_takes_over_uses_registered_settings_if_an_override_is_rejected(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         stack.worker("plain.py:Echo")
         stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
-        stack.send_packed(MODEL, [{"correlation_id": f"p{at}", "body": b"7"} for at in range(20)])
+        requests = [{"correlation_id": f"p{position}", "body": b"7"} for position in range(20)]
+        stack.send_packed(MODEL, requests)
         stack.batcher()
-        sizes = [stack.result(MODEL, f"p{at}")["batch_size"] for at in range(20)]
-        assert max(sizes) == 16, "the model's own max_batch_size"
+        sizes = [stack.result(MODEL, f"p{position}")["batch_size"] for position in range(20)]
+        assert max(sizes) == 16, "the registered max_batch_size"
 
 
-def test_one_that_cannot_be_found_ends_the_batcher_with_a_sentence(tmp_path: Path) -> None:
+def test_batcher_does_not_start_if_a_policy_cannot_be_found(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         batcher = stack.batcher("--policies", "policies.py:Nobody", ready=False)
         assert batcher.process.wait(20) == 1
-        (said,) = batcher.events("batcher cannot start")
-        assert said["reason"] == "'policies.py:Nobody': policies.py has no 'Nobody'"
+        (event,) = batcher.events("batcher cannot start")
+        assert event["reason"] == "'policies.py:Nobody': policies.py has no 'Nobody'"

@@ -1,4 +1,4 @@
-"""Redis behind TLS, a password, a socket: how one gets in, and what is said to whoever does not."""
+"""Redis with TLS, a password or a socket: connections that work, and the errors of those that do not."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from support.stack import START_S, Stack
 from support.waiting import wait_until
 
 OPENSSL: Final = shutil.which("openssl")
-PASSWORD: Final = "odd:@/?#%&+ ünd"  # noqa: S105 (all that a URL minds)
+PASSWORD: Final = "odd:@/?#%&+ ünd"  # noqa: S105 (with all characters that are special in a URL)
 
 
-def speaks_tls(server: Path) -> bool:
-    """Whether it was built with TLS: it says which directive it does not know, or goes on to the next."""
-    words = [str(server), "--port", "0", "--tls-port", "0", "--no-such-directive", "x"]
-    said = subprocess.run(words, capture_output=True, text=True, check=False)
-    return "no-such-directive" in said.stdout + said.stderr
+def supports_tls(server: Path) -> bool:
+    """Whether the server was built with TLS: then the first directive that it rejects is the last one."""
+    command = [str(server), "--port", "0", "--tls-port", "0", "--no-such-directive", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "no-such-directive" in done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=name_of)
 def tls_server(request: pytest.FixtureRequest) -> Path:
     binary: Path = request.param
     if OPENSSL is None:
-        pytest.skip("no openssl on PATH to make certificates with")
-    if not speaks_tls(binary):
+        pytest.skip("openssl is not on PATH; it makes the certificates")
+    if not supports_tls(binary):
         pytest.skip(f"{binary} is built without TLS")
     return binary
 
 
 class Certificates:
-    """An authority, a server's certificate of it, a client's, and another authority that nobody asked."""
+    """An authority, certificates that it signed for two servers and a client, and an untrusted authority."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
-        for name in ("authority", "impostor"):
+        for name in ("authority", "untrusted"):
             self._authority(name)
         self._signed("server", "DNS:localhost,IP:127.0.0.1")
         self._signed("elsewhere", "DNS:elsewhere.example")
@@ -60,7 +60,7 @@ class Certificates:
         return str(self._home / f"{name}.key")
 
     def of_server(self, name: str = "server", *, clients: str = "no") -> list[str]:
-        """Options for a redis-server."""
+        """Options for redis-server."""
         files = ["--tls-cert-file", self.certificate(name), "--tls-key-file", self.key(name)]
         return [*files, "--tls-ca-cert-file", self.certificate("authority"), "--tls-auth-clients", clients]
 
@@ -71,18 +71,18 @@ class Certificates:
         request, extensions = self._home / f"{name}.csr", self._home / f"{name}.ext"
         extensions.write_text(f"subjectAltName={names}\n")
         self._openssl("req", *self._new(name), "-out", str(request))
-        by = ["-CA", self.certificate("authority"), "-CAkey", self.key("authority"), "-CAcreateserial"]
-        what = ["-in", str(request), "-extfile", str(extensions), "-out", self.certificate(name)]
-        self._openssl("x509", "-req", "-days", "2", *by, *what)
+        issuer = ["-CA", self.certificate("authority"), "-CAkey", self.key("authority"), "-CAcreateserial"]
+        files = ["-in", str(request), "-extfile", str(extensions), "-out", self.certificate(name)]
+        self._openssl("x509", "-req", "-days", "2", *issuer, *files)
 
     def _new(self, name: str) -> list[str]:
         curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         return [*curve, "-subj", f"/CN={name}", "-keyout", self.key(name)]
 
     @staticmethod
-    def _openssl(*words: str) -> None:
+    def _openssl(*arguments: str) -> None:
         assert OPENSSL is not None
-        subprocess.run([OPENSSL, *words], check=True, capture_output=True)
+        subprocess.run([OPENSSL, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,7 @@ def certificates(tls_server: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def trusting(authority: str) -> str:
+    """A URL, without the port, that trusts this authority."""
     return f"rediss://localhost:{{port}}/0?ssl_ca_certs={authority}"
 
 
@@ -98,7 +99,7 @@ def trusting(authority: str) -> str:
 def stack(
     tls_server: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
-    """Services that find everything in their environment, as a container's do: host, CA, user, password."""
+    """A stack whose services are configured by variables, as in a container: host, CA, user, password."""
     home = tmp_path_factory.mktemp("tls")
     (home / "password").write_text(f"{PASSWORD}\n")
     server = ConfiguredRedis(
@@ -110,8 +111,8 @@ def stack(
         tls=True,
     )
     environment: dict[str, dict[str, str]] = {}
-    with Stack(home / "logs", server=server, environment=environment) as one:
-        one.redis.acl_setuser(
+    with Stack(home / "logs", server=server, environment=environment) as stack:
+        stack.redis.acl_setuser(
             "server", enabled=True, passwords=[f"+{PASSWORD}"], commands=["+@all"], keys=["*"]
         )
         access = {
@@ -121,45 +122,47 @@ def stack(
             "CARPOOL_REDIS_PASSWORD_FILE": str(home / "password"),
         }
         environment |= {"batcher": access, "worker": access, "producer": access}
-        one.serve("square", "plain.py:Echo")
-        yield one
+        stack.serve("square", "plain.py:Echo")
+        yield stack
 
 
-# --- The whole trip
+# --- end to end
 
 
-async def test_an_asyncio_producer_over_tls(stack: Stack) -> None:
+async def test_async_client_over_tls(stack: Stack) -> None:
     async with AsyncClient(stack.url, timeout=15) as client:
-        assert [one async for one in client.map("square", range(500))] == [n * n for n in range(500)]
+        assert [result async for result in client.map("square", range(500))] == [n * n for n in range(500)]
 
 
-async def test_bodies_that_take_many_records_of_tls(stack: Stack) -> None:
-    """A record holds 16 KiB at most: what arrives together is not what is read together."""
+async def test_bodies_larger_than_a_tls_record(stack: Stack) -> None:
+    """A record holds at most 16 KiB, so that a reply takes many reads."""
     bodies = [bytes([number]) * (200_000 + number) for number in range(24)]
     async with AsyncClient(stack.url, timeout=30) as client:
-        assert [one async for one in client.map("Echo", bodies)] == bodies
+        assert [result async for result in client.map("Echo", bodies)] == bodies
 
 
-def test_a_producer_with_threads_finds_its_results_after_the_connection_broke(stack: Stack) -> None:
+def test_client_gets_results_after_its_connection_was_closed(stack: Stack) -> None:
     with Client(stack.url, timeout=15) as client:
         assert client.infer("square", 2) == 4
-        for one in stack.redis.client_list():
-            if one["name"].startswith("py-"):
-                stack.redis.client_kill_filter(_id=one["id"])
+        for connection in stack.redis.client_list():
+            if connection["name"].startswith("py-"):
+                stack.redis.client_kill_filter(_id=connection["id"])
         assert client.infer("square", 3) == 9
 
 
-def test_the_services_sign_in_by_name_and_no_log_shows_the_password(stack: Stack) -> None:
+def test_services_authenticate_as_their_user_and_never_log_the_password(stack: Stack) -> None:
     with Client(stack.url, timeout=15) as client:
         client.infer("square", 1)
-    users = {one["name"].rpartition(":")[2]: one["user"] for one in stack.redis.client_list()}
-    assert {users[name] for name in ("moves", "reads", "directory", "intake", "commit")} == {"server"}
+    users = {
+        connection["name"].rpartition(":")[2]: connection["user"] for connection in stack.redis.client_list()
+    }
+    assert {users[name] for name in ("moves", "reads", "directory", "fetch", "commit")} == {"server"}
     for service in stack.services:
         assert "odd:" not in service.log.read_text()
         assert b"odd:" not in Path(f"/proc/{service.pid}/cmdline").read_bytes()
 
 
-def test_the_command_line_over_tls(stack: Stack) -> None:
+def test_command_line_over_tls(stack: Stack) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "carpool_cli", "infer", "square", "9"],
         env={**clean_environment(), **stack.environment["producer"]},
@@ -176,119 +179,115 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 
 
-# --- A link
+# --- a link
 
 
-def test_what_tls_has_decrypted_already_counts_as_readable(stack: Stack) -> None:
-    """One read takes less than a record holds: the rest is in no socket, and poll would wait for ever."""
+def test_decrypted_bytes_count_as_readable(stack: Stack) -> None:
+    """A read may take less than a record: the rest is not in the socket, and poll would wait forever."""
     link = Link(stack.url, name="link")
     link.call("PING")
     sock = link._connection._sock
     link.send("ECHO", b"x" * 8000)
     assert link.readable(5.0)
-    assert sock.recv(1) == b"$"  # the kernel's part is empty now
+    assert sock.recv(1) == b"$"  # now the kernel's buffer is empty
     assert sock.pending() > 0
     assert link.readable(0.0)
     link.close()
 
 
-def test_not_readable_while_there_is_nothing(stack: Stack) -> None:
+def test_link_without_data_is_not_readable(stack: Stack) -> None:
     link = Link(stack.url, name="link")
     link.call("PING")
     assert not link.readable(0.0)
-    assert not link.readable(0.05)  # nor for the tickets that TLS 1.3 sends after the handshake
+    assert not link.readable(0.05)  # the session tickets of TLS 1.3 do not count
     link.close()
 
 
-# --- Who does not get in
+# --- rejected connections
 
 
 @pytest.fixture
 def elsewhere(tls_server: Path, certificates: Certificates, tmp_path: Path) -> Iterator[ConfiguredRedis]:
-    """A server that can prove it is somebody else."""
+    """A server with a valid certificate for another host name."""
     options = (*NO_PERSISTENCE, *certificates.of_server("elsewhere"))
     with ConfiguredRedis(tmp_path / "redis", *options, binary=tls_server, tls=True) as server:
         yield server
 
 
-async def refusal(url: str) -> str:
-    """What both kinds of connections say who do not get in; the same."""
+async def connection_error(url: str) -> str:
+    """The error with which both kinds of links fail to connect; it must be the same."""
     link = Link(url, name="link", timeout_s=1.0)
-    with pytest.raises(LinkError) as blocking:
+    with pytest.raises(LinkError) as error:
         link.call("PING")
-    another = AsyncLink(url, name="link", on_reply=lambda _: None, on_lost=lambda _: None)
-    with pytest.raises(LinkError) as pipelined:
-        await another.connect()
-    assert str(blocking.value).rpartition(";")[2] == str(pipelined.value).rpartition(";")[2]
-    return str(blocking.value)
+    async_link = AsyncLink(url, name="link", on_reply=lambda _: None, on_lost=lambda _: None)
+    with pytest.raises(LinkError) as async_error:
+        await async_link.connect()
+    assert str(error.value).rpartition(";")[2] == str(async_error.value).rpartition(";")[2]
+    return str(error.value)
 
 
-async def test_an_authority_that_is_not_trusted(stack: Stack, certificates: Certificates) -> None:
+async def test_untrusted_authority_is_rejected(stack: Stack, certificates: Certificates) -> None:
     for url in (
-        trusting(certificates.certificate("impostor")).format(port=stack.server.port),
+        trusting(certificates.certificate("untrusted")).format(port=stack.server.port),
         f"rediss://localhost:{stack.server.port}/0",
     ):
-        said = await refusal(url)
-        assert "certificate verify failed" in said
-        assert "CARPOOL_REDIS_CA_FILE" in said
+        error = await connection_error(url)
+        assert "certificate verify failed" in error
+        assert "CARPOOL_REDIS_CA_FILE" in error
 
 
-async def test_a_host_that_is_not_who_it_should_be(
-    elsewhere: ConfiguredRedis, certificates: Certificates
-) -> None:
+async def test_wrong_host_name_is_rejected(elsewhere: ConfiguredRedis, certificates: Certificates) -> None:
     for host in ("localhost", "127.0.0.1"):
         url = f"rediss://{host}:{elsewhere.port}/0?ssl_ca_certs={certificates.certificate('authority')}"
-        said = await refusal(url)
-        assert f"not valid for '{host}'" in said
-        assert "a name that is in its certificate" in said
+        error = await connection_error(url)
+        assert f"not valid for '{host}'" in error
+        assert "a name that is in its certificate" in error
 
 
-async def test_plain_where_tls_is_spoken_and_tls_where_it_is_not(
-    stack: Stack, tls_server: Path, tmp_path: Path
-) -> None:
-    assert "begins with rediss://" in await refusal(f"redis://localhost:{stack.server.port}/0")
+async def test_plain_and_tls_mismatch_is_reported(stack: Stack, tls_server: Path, tmp_path: Path) -> None:
+    assert "begins with rediss://" in await connection_error(f"redis://localhost:{stack.server.port}/0")
     with ConfiguredRedis(tmp_path / "redis", *NO_PERSISTENCE, binary=tls_server) as plain:
-        assert "begins with redis://" in await refusal(f"rediss://localhost:{plain.port}/0")
+        assert "begins with redis://" in await connection_error(f"rediss://localhost:{plain.port}/0")
 
 
-async def test_a_server_that_wants_to_see_our_certificate(
+async def test_server_that_requires_a_client_certificate(
     tls_server: Path, certificates: Certificates, tmp_path: Path
 ) -> None:
     options = (*NO_PERSISTENCE, *certificates.of_server(clients="yes"))
     with ConfiguredRedis(tmp_path / "redis", *options, binary=tls_server, tls=True) as server:
         url = trusting(certificates.certificate("authority")).format(port=server.port)
-        assert "CARPOOL_REDIS_CERT_FILE" in await refusal(url)
-        ours = f"&ssl_certfile={certificates.certificate('client')}&ssl_keyfile={certificates.key('client')}"
-        link = Link(url + ours, name="link")
+        assert "CARPOOL_REDIS_CERT_FILE" in await connection_error(url)
+        client = (
+            f"&ssl_certfile={certificates.certificate('client')}&ssl_keyfile={certificates.key('client')}"
+        )
+        link = Link(url + client, name="link")
         assert link.call("PING") == b"PONG"
         link.close()
 
 
-async def test_a_password_that_is_missing_or_wrong(server: Path, tmp_path: Path) -> None:
+async def test_missing_or_wrong_password_is_reported(server: Path, tmp_path: Path) -> None:
     options = (*NO_PERSISTENCE, "--requirepass", "x" * 16)
     with ConfiguredRedis(tmp_path / "redis", *options, binary=server) as locked:
-        assert "CARPOOL_REDIS_PASSWORD_FILE" in await refusal(locked.url)
-        wrong = await refusal(f"redis://:not-for-a-log@127.0.0.1:{locked.port}/0")
-        assert "not-for-a-log" not in wrong
+        assert "CARPOOL_REDIS_PASSWORD_FILE" in await connection_error(locked.url)
+        error = await connection_error(f"redis://:not-for-a-log@127.0.0.1:{locked.port}/0")
+        assert "not-for-a-log" not in error
         with pytest.raises(UnavailableError, match="CARPOOL_REDIS_PASSWORD_FILE"):
             async with AsyncClient(locked.url):
                 pass
 
 
-# --- The configuration, and what `carpool up` says to paste
+# --- ops/redis/tls.conf, and the lines that `carpool up` prints
 
 
-def test_the_configuration_of_tls_on_top_of_the_other(
-    tls_server: Path, certificates: Certificates, tmp_path: Path
-) -> None:
-    """As in a container, but for where the files are: TLS alone, and nobody gets in without it."""
+def test_tls_conf_extends_redis_conf(tls_server: Path, certificates: Certificates, tmp_path: Path) -> None:
+    """As in a container, except for the paths: only TLS connections are accepted."""
     folder = Path(__file__).parents[2] / "ops" / "redis"
     users = tmp_path / "users.acl"
     users.write_text(f"user tester on >{'x' * 16} ~* &* +@all\n")
     conf = (folder / "tls.conf").read_text()
-    for ours, theirs in (("server.crt", "server"), ("ca.crt", "authority")):
-        assert f"/etc/carpool/tls/{ours}" in conf
-        conf = conf.replace(f"/etc/carpool/tls/{ours}", certificates.certificate(theirs))
+    for file, name in (("server.crt", "server"), ("ca.crt", "authority")):
+        assert f"/etc/carpool/tls/{file}" in conf
+        conf = conf.replace(f"/etc/carpool/tls/{file}", certificates.certificate(name))
     conf = conf.replace("/etc/carpool/tls/server.key", certificates.key("server"))
     (tmp_path / "tls.conf").write_text(conf)
     options = (str(folder / "redis.conf"), "--aclfile", str(users), "--include", str(tmp_path / "tls.conf"))
@@ -302,10 +301,10 @@ def test_the_configuration_of_tls_on_top_of_the_other(
         link.close()
 
 
-def test_what_is_pasted_works(stack: Stack) -> None:
-    """`redis-cli` finds the authority; it is told in another way than Carpool is."""
+def test_pasted_lines_work(stack: Stack) -> None:
+    """`redis-cli` gets the authority in another way than Carpool does."""
     if shutil.which("redis-cli") is None:
-        pytest.skip("no redis-cli on PATH")
+        pytest.skip("redis-cli is not on PATH")
     for line in paste.lines(stack.url, "square")[:2]:
         done = subprocess.run(
             ["/bin/sh", "-c", line],
@@ -318,10 +317,10 @@ def test_what_is_pasted_works(stack: Stack) -> None:
         assert "49" in done.stdout, f"{line}\n{done.stdout}{done.stderr}"
 
 
-# --- `carpool up` at a Redis that runs already: by its socket, with a password
+# --- `carpool up` with a running Redis: a socket, and a password
 
 
-def test_up_at_a_socket_with_a_password_that_nobody_shows(server: Path, tmp_path: Path) -> None:
+def test_up_with_a_socket_never_shows_the_password(server: Path, tmp_path: Path) -> None:
     secret = "s3cret/:@"  # noqa: S105
     (tmp_path / "password").write_text(secret)
     options = (*NO_PERSISTENCE, "--requirepass", secret)
@@ -350,9 +349,9 @@ def test_up_at_a_socket_with_a_password_that_nobody_shows(server: Path, tmp_path
                 timeout_s=2 * START_S,
             )
             assert up.poll() is None, err.read_text()
-            started = [pid for pid in descendants(up.pid) if pid != up.pid]
-            assert len(started) >= 3
-            for pid in (up.pid, *started):
+            children = [pid for pid in descendants(up.pid) if pid != up.pid]
+            assert len(children) >= 3
+            for pid in (up.pid, *children):
                 assert secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         finally:
             up.terminate()
@@ -362,5 +361,6 @@ def test_up_at_a_socket_with_a_password_that_nobody_shows(server: Path, tmp_path
 
 
 def descendants(pid: int) -> list[int]:
+    """This process and all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(one for child in children for one in descendants(int(child)))]
+    return [pid, *(descendant for child in children for descendant in descendants(int(child)))]

@@ -73,7 +73,7 @@ def top(stack: Stack, *flags: str) -> str:
 
 def read_report(stack: Stack) -> BatcherReport | None:
     """The batcher's report in Redis."""
-    data = stack.redis.get(KEYS.status)
+    data = stack.redis.get(KEYS.report)
     return None if data is None else BatcherReport.decode(data)
 
 
@@ -186,7 +186,7 @@ def test_report_is_published_once_a_second_and_expires(shared: Stack) -> None:
     for _ in range(3):
         times_us.append(wait_for_newer_report(shared, after_us=times_us[-1]))
     assert min(later - earlier for earlier, later in itertools.pairwise(times_us)) >= 1_000_000
-    assert 0 < shared.redis.pttl(KEYS.status) <= 5000
+    assert 0 < shared.redis.pttl(KEYS.report) <= 5000
 
 
 def test_report_is_published_while_redis_is_full(shared: Stack) -> None:
@@ -196,21 +196,21 @@ def test_report_is_published_while_redis_is_full(shared: Stack) -> None:
         wait_for_newer_report(shared, after_us=wait_for_newer_report(shared, after_us=before_us))
     finally:
         shared.redis.config_set("maxmemory", 0)
-    assert shared.events("status not published") == shared.events("batcher starts over") == []
+    assert shared.events("report not published") == shared.events("batcher failed, starting over") == []
 
 
 def test_batcher_without_permission_to_report_still_batches(served: Stack) -> None:
     """Given an ACL file without the key of the report, expect a warning, and that the model is served."""
-    served.redis.delete(KEYS.status)
+    served.redis.delete(KEYS.report)
     prefix = f"carpool:{{{MODEL}}}:"
     served.redis.execute_command(
         "ACL", "SETUSER", "default", "resetkeys", "~carpool:models", f"~{prefix}[^s]*", f"~{prefix}settled"
     )
-    wait_until(lambda: served.events("status not published"), description="the batcher warns")
+    wait_until(lambda: served.events("report not published"), description="the batcher warns")
     sent = served.send(MODEL, body="1")
     assert served.result(MODEL, sent)["status"] == "OK"
     assert len(served.events("batcher active")) == 1
-    assert len(served.events("status not published")) == 1
+    assert len(served.events("report not published")) == 1
 
 
 # --- the terminal ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A request's trip, as a producer sees it that knows nothing but Redis and PROTOCOL.md."""
+"""Requests from end to end, sent by a producer that uses only Redis commands and PROTOCOL.md."""
 
 from __future__ import annotations
 
@@ -22,46 +22,48 @@ EXPIRATIONS_MS: Final = range(300, 560, 32)
 
 
 ON_EVERY_SERVER: Final = ("square", "plain.py:Echo", "plain.py:Single", "plain.py:Few", "plain.py:Noop")
-ON_ONE: Final = (*ON_EVERY_SERVER, "plain.py:Priced", "plain.py:Ragged", "faulty.py:Faulty")
+ON_PREFERRED_SERVER: Final = (*ON_EVERY_SERVER, "plain.py:Priced", "plain.py:Ragged", "faulty.py:Faulty")
 
 
 @pytest.fixture
 def shared(stacks: Callable[[Path], Stack]) -> Stack:
-    """A stack shared by this module, on the preferred server."""
+    """The stack shared by this module, on the preferred server."""
     stack = stacks(SERVERS[0])
-    stack.serve(*ON_ONE)
+    stack.serve(*ON_PREFERRED_SERVER)
     return stack
 
 
 @pytest.fixture
-def core(server: Path, stacks: Callable[[Path], Stack]) -> Stack:
-    """A stack shared by this module, on every server in turn."""
+def shared_on(server: Path, stacks: Callable[[Path], Stack]) -> Stack:
+    """The stack shared by this module, on each server in turn."""
     stack = stacks(server)
-    stack.serve(*(ON_ONE if server == SERVERS[0] else ON_EVERY_SERVER))
+    stack.serve(*(ON_PREFERRED_SERVER if server == SERVERS[0] else ON_EVERY_SERVER))
     return stack
 
 
 @pytest.fixture
-def here(request: pytest.FixtureRequest) -> str:
-    """What this test's correlation IDs begin with."""
+def prefix(request: pytest.FixtureRequest) -> str:
+    """The prefix of this test's correlation IDs."""
     return f"t{abs(hash(request.node.nodeid)):x}"
 
 
 @contextmanager
-def held_up(stack: Stack, spec: str, gate: Path) -> Iterator[str]:
-    """Inside the block the model's one worker is busy, and what is sent waits."""
+def busy_worker(stack: Stack, spec: str, gate: Path) -> Iterator[str]:
+    """Inside the block the model's only worker is busy, so that requests wait."""
     model = stack.serve(spec)
     stack.wait_until_idle(model)
     batches = Keys(model).batches
     stack.send(model, body=json.dumps({"gate": str(gate)}))
-    wait_until(lambda: stack.redis.xlen(batches) == 1, description=f"{model} is held up")
-    # A busy worker may be given a second batch: with a full one ahead of it, nothing else leaves.
+    wait_until(lambda: stack.redis.xlen(batches) == 1, description=f"the worker of {model} waits at the gate")
+    # A busy worker may get a second batch. It is full, so that nothing else is dispatched.
     size, cost = stack.redis.hmget(Keys(model).registration, "max_batch_size", "max_batch_cost")
     if cost != b"none":
         stack.send(model, body="0", cost=int(cost))
     else:
-        stack.send_packed(model, [{"correlation_id": f"plug{at}", "body": b"0"} for at in range(int(size))])
-    wait_until(lambda: stack.redis.xlen(batches) == 2, description="a batch waits ahead")
+        stack.send_packed(
+            model, [{"correlation_id": f"blocking{number}", "body": b"0"} for number in range(int(size))]
+        )
+    wait_until(lambda: stack.redis.xlen(batches) == 2, description="a second batch is in flight")
     try:
         yield model
     finally:
@@ -73,25 +75,25 @@ def no_worker(stack: Stack, spec: str) -> Iterator[str]:
     """Inside the block the model is registered and has a batcher, but no worker."""
     model = stack.serve(spec)
     assert stack.served_by(model).terminate() == 0
-    wait_until(lambda: not stack.live_workers(model), description=f"no worker of {model} is left")
+    wait_until(lambda: not stack.live_workers(model), description=f"{model} has no worker")
     yield model
     stack.serve(spec)
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Opens what is held up, once it exists."""
+    """The model waits until this file exists."""
     return tmp_path / "gate"
 
 
-# --- Bodies and where their results are
+# --- bodies and results
 
 
-def test_a_body_and_a_blocking_pop(core: Stack) -> None:
+def test_xadd_and_blpop_are_enough(shared_on: Stack) -> None:
     model = "square"
 
-    entry_id = core.redis.execute_command("XADD", "carpool:{square}:requests", "*", "body", "7").decode()
-    key, data = core.redis.execute_command("BLPOP", f"carpool:{{square}}:result:{entry_id}", "5")
+    entry_id = shared_on.redis.execute_command("XADD", "carpool:{square}:requests", "*", "body", "7").decode()
+    key, data = shared_on.redis.execute_command("BLPOP", f"carpool:{{square}}:result:{entry_id}", "5")
 
     assert key.decode() == f"carpool:{{square}}:result:{entry_id}"
     result = json.loads(data)
@@ -106,278 +108,282 @@ def test_a_body_and_a_blocking_pop(core: Stack) -> None:
         "final": True,
         "batch_size": 1,
     }
-    core.wait_until_idle(model)
+    shared_on.wait_until_idle(model)
 
 
-def test_a_msgpack_body_gets_a_msgpack_envelope(core: Stack, here: str) -> None:
+def test_msgpack_body_gets_msgpack_envelope(shared_on: Stack, prefix: str) -> None:
     model = "Echo"
     value = {"numbers": [1, 2.5, None], "text": "zwölf", "bytes": b"\x00\xff"}
 
-    core.send(model, correlation_id=here, content_type="application/msgpack", body=msgpack.packb(value))
-    result = core.result(model, here)
+    shared_on.send(
+        model, correlation_id=prefix, content_type="application/msgpack", body=msgpack.packb(value)
+    )
+    result = shared_on.result(model, prefix)
 
     assert (result["status"], result["content_type"]) == ("OK", "application/msgpack")
     assert isinstance(result["body"], bytes)
     assert msgpack.unpackb(result["body"]) == value
 
 
-def test_raw_bytes_come_back_as_raw_bytes(core: Stack, here: str) -> None:
+def test_raw_body_gets_raw_result(shared_on: Stack, prefix: str) -> None:
     model = "Echo"
     body = bytes(range(256))
 
-    core.send(model, correlation_id=here, content_type="application/octet-stream", body=body)
-    result = core.result(model, here)
+    shared_on.send(model, correlation_id=prefix, content_type="application/octet-stream", body=body)
+    result = shared_on.result(model, prefix)
 
     assert (result["content_type"], result["body"]) == ("application/octet-stream", body)
 
 
-def test_a_result_can_be_left_to_be_read_again_and_expires(shared: Stack, here: str) -> None:
+def test_result_can_be_read_repeatedly_and_expires(shared: Stack, prefix: str) -> None:
     model = "Echo"
-    key = Keys(model).result(here)
+    key = Keys(model).result(prefix)
 
-    shared.send(model, correlation_id=here, body='"again"')
+    shared.send(model, correlation_id=prefix, body='"again"')
     first = shared.redis.execute_command("BLMOVE", key, key, "LEFT", "LEFT", "5")
 
     assert shared.redis.lrange(key, 0, -1) == [first]
     assert 0 < shared.redis.pttl(key) <= 60_000
 
 
-def test_results_of_one_reply_stream_share_entries(core: Stack, here: str) -> None:
+def test_results_in_one_reply_stream_share_entries(shared_on: Stack, prefix: str) -> None:
     model = "Echo"
-    requests = [{"correlation_id": f"{here}-{number}", "body": b"%d" % number} for number in range(12)]
+    requests = [{"correlation_id": f"{prefix}-{number}", "body": b"%d" % number} for number in range(12)]
 
-    core.send_packed(model, requests, reply_to=here)
-    wait_until(lambda: len(core.replies(model, here)) == 12, description="12 results are on the stream")
+    shared_on.send_packed(model, requests, reply_to=prefix)
+    wait_until(
+        lambda: len(shared_on.replies(model, prefix)) == 12, description="12 results are on the stream"
+    )
 
-    results = core.replies(model, here)
-    assert {one["correlation_id"]: one["body"] for one in results} == {
-        one["correlation_id"]: one["body"] for one in requests
+    results = shared_on.replies(model, prefix)
+    assert {result["correlation_id"]: result["body"] for result in results} == {
+        request["correlation_id"]: request["body"] for request in requests
     }
-    stream = Keys(model).replies(here)
-    assert core.redis.xlen(stream) == 1
-    assert 0 < core.redis.pttl(stream) <= 60_000
+    stream = Keys(model).replies(prefix)
+    assert shared_on.redis.xlen(stream) == 1
+    assert 0 < shared_on.redis.pttl(stream) <= 60_000
 
 
-def test_what_carpool_does_not_know_reaches_the_model_and_the_id_is_the_producers(
-    shared: Stack, here: str
-) -> None:
-    name = f"{here}:A.b_c-9"
+def test_unknown_fields_and_correlation_id_reach_the_model(shared: Stack, prefix: str) -> None:
+    name = f"{prefix}:A.b_c-9"
     shared.send("Echo", correlation_id=name, body='"about"', lane="fr", tenant="acme", traceparent="00-4b")
     assert shared.result("Echo", name)["body"] == [name, "fr", {"tenant": "acme", "traceparent": "00-4b"}]
 
 
-def test_the_same_correlation_id_twice_is_two_requests(shared: Stack, here: str) -> None:
+def test_same_correlation_id_twice_is_two_requests(shared: Stack, prefix: str) -> None:
     model = "Echo"
     for body in ("1", "2"):
-        shared.send(model, correlation_id=here, body=body)
-    assert sorted(shared.result(model, here)["body"] for _ in range(2)) == [1, 2]
+        shared.send(model, correlation_id=prefix, body=body)
+    assert sorted(shared.result(model, prefix)["body"] for _ in range(2)) == [1, 2]
 
 
-# --- Batches
+# --- batches
 
 
-def test_a_packed_entry_larger_than_a_batch_leaves_in_parts_and_keeps_its_arrival(
-    core: Stack, gate: Path, here: str
+def test_packed_entry_larger_than_a_batch_is_split_and_keeps_its_arrival(
+    shared_on: Stack, gate: Path, prefix: str
 ) -> None:
-    """Given room for a batch of 16 and a full one ahead, of 40 requests in one entry 8 are put back."""
+    """Given capacity for two batches of 16, 8 of the 40 requests in one entry are put back."""
     model, stream = "Echo", Keys("Echo").requests
     bodies = [json.dumps({"gate": str(gate)}), *map(str, range(1, 40))]
-    names = [f"{here}-{number}" for number in range(40)]
+    names = [f"{prefix}-{number}" for number in range(40)]
 
-    entry_id = core.send_packed(
+    entry_id = shared_on.send_packed(
         model, [{"correlation_id": name, "body": body} for name, body in zip(names, bodies, strict=True)]
     )
-    wait_until(lambda: core.redis.xlen(Keys(model).batches) == 2, description="two batches left")
+    wait_until(
+        lambda: shared_on.redis.xlen(Keys(model).batches) == 2, description="two batches are dispatched"
+    )
 
-    ((new_id, fields),) = core.redis.xrange(stream)
+    ((new_id, fields),) = shared_on.redis.xrange(stream)
     assert new_id.decode() != entry_id
     assert fields[b"arrival"].decode() == entry_id.partition("-")[0]
     assert len(msgpack.unpackb(fields[b"requests"])) == 8
     gate.touch()
-    results = [core.result(model, name) for name in names]
-    assert [one["body"] for one in results[1:]] == list(range(1, 40))
-    assert [one["batch_size"] for one in results] == [16] * 32 + [8] * 8
-    core.wait_until_idle(model)
+    results = [shared_on.result(model, name) for name in names]
+    assert [result["body"] for result in results[1:]] == list(range(1, 40))
+    assert [result["batch_size"] for result in results] == [16] * 32 + [8] * 8
+    shared_on.wait_until_idle(model)
 
 
-def test_lanes_never_share_a_batch(shared: Stack, gate: Path, here: str) -> None:
-    with held_up(shared, "plain.py:Echo", gate) as model:
+def test_lanes_never_share_a_batch(shared: Stack, gate: Path, prefix: str) -> None:
+    with busy_worker(shared, "plain.py:Echo", gate) as model:
         lanes = ["a", "b", "a", "", "b", "a", "a", "", "b", "b", "b"]
         for number, lane in enumerate(lanes):
             fields = {"lane": lane} if lane else {}
-            shared.send(model, correlation_id=f"{here}-{number}", body="0", **fields)
-    sizes = [shared.result(model, f"{here}-{number}")["batch_size"] for number in range(len(lanes))]
+            shared.send(model, correlation_id=f"{prefix}-{number}", body="0", **fields)
+    sizes = [shared.result(model, f"{prefix}-{number}")["batch_size"] for number in range(len(lanes))]
     assert dict(zip(lanes, sizes, strict=True)) == {"a": 4, "b": 5, "": 2}
     assert sizes == [lanes.count(lane) for lane in lanes]
 
 
-def test_higher_priorities_leave_first_and_equals_in_order_of_arrival(
-    shared: Stack, gate: Path, here: str
-) -> None:
-    with held_up(shared, "plain.py:Single", gate) as model:
+def test_dispatch_is_in_order_of_priority_and_arrival(shared: Stack, gate: Path, prefix: str) -> None:
+    with busy_worker(shared, "plain.py:Single", gate) as model:
         for number, priority in enumerate((0, 4, None, 9, 0, 9)):
             fields = {} if priority is None else {"priority": priority}
-            shared.send(model, correlation_id=f"{here}-{number}", body="0", reply_to=here, **fields)
-    wait_until(lambda: len(shared.replies(model, here)) == 6, description="6 results are on the stream")
-    order = [one["correlation_id"].removeprefix(f"{here}-") for one in shared.replies(model, here)]
+            shared.send(model, correlation_id=f"{prefix}-{number}", body="0", reply_to=prefix, **fields)
+    wait_until(lambda: len(shared.replies(model, prefix)) == 6, description="6 results are on the stream")
+    order = [reply["correlation_id"].removeprefix(f"{prefix}-") for reply in shared.replies(model, prefix)]
     assert order == ["3", "5", "1", "2", "0", "4"]
 
 
-def test_a_batch_keeps_within_its_cost(shared: Stack, gate: Path, here: str) -> None:
-    with held_up(shared, "plain.py:Priced", gate) as model:
+def test_batch_does_not_exceed_its_cost_limit(shared: Stack, gate: Path, prefix: str) -> None:
+    with busy_worker(shared, "plain.py:Priced", gate) as model:
         for number, cost in enumerate((6, 6, 4, 10, 11)):
-            shared.send(model, correlation_id=f"{here}-{number}", body="0", cost=cost)
-    results = [shared.result(model, f"{here}-{number}") for number in range(5)]
-    assert [one["batch_size"] for one in results] == [1, 2, 2, 1, 0]
+            shared.send(model, correlation_id=f"{prefix}-{number}", body="0", cost=cost)
+    results = [shared.result(model, f"{prefix}-{number}") for number in range(5)]
+    assert [result["batch_size"] for result in results] == [1, 2, 2, 1, 0]
     assert results[4]["status"] == "INVALID_ARGUMENT"
     assert "max_batch_cost 10" in results[4]["detail"]
 
 
-def test_settings_change_while_running(shared: Stack, gate: Path, here: str) -> None:
-    """Given a served model, when its registration gets a default expiration, what comes next goes by it."""
+def test_changed_registration_takes_effect_while_running(shared: Stack, gate: Path, prefix: str) -> None:
+    """Given a served model, when its registration gets a default expiration, it applies to later requests."""
     key = Keys("Single").registration
 
-    def changed(value: str | None) -> bool:
-        changes = [one for one in shared.events("settings changed") if one["model"] == "Single"]
+    def is_changed_to(value: str | None) -> bool:
+        changes = [event for event in shared.events("settings changed") if event["model"] == "Single"]
         return bool(changes) and changes[-1].get("default_expiration_ms") == value
 
-    with held_up(shared, "plain.py:Single", gate) as model:
-        shared.send(model, correlation_id=f"{here}-before", body="0")
+    with busy_worker(shared, "plain.py:Single", gate) as model:
+        shared.send(model, correlation_id=f"{prefix}-before", body="0")
         shared.redis.hset(key, "default_expiration_ms", 100)
-        wait_until(lambda: changed("100"), description="the batcher knows of the change")
-        shared.send(model, correlation_id=f"{here}-after", body="0")
-        assert shared.result(model, f"{here}-after")["status"] == "DEADLINE_EXCEEDED"
-    assert shared.result(model, f"{here}-before")["status"] == "OK"
+        wait_until(lambda: is_changed_to("100"), description="the batcher has read the change")
+        shared.send(model, correlation_id=f"{prefix}-after", body="0")
+        assert shared.result(model, f"{prefix}-after")["status"] == "DEADLINE_EXCEEDED"
+    assert shared.result(model, f"{prefix}-before")["status"] == "OK"
     shared.redis.hdel(key, "default_expiration_ms")
-    wait_until(lambda: changed(None), description="the batcher knows of the change back")
+    wait_until(lambda: is_changed_to(None), description="the batcher has read that the change was undone")
 
 
-# --- Withdrawing
+# --- withdrawal
 
 
-def test_an_entry_that_is_deleted_while_it_waits_is_never_executed(
-    core: Stack, gate: Path, here: str
+def test_entry_deleted_while_it_waits_is_never_executed(shared_on: Stack, gate: Path, prefix: str) -> None:
+    with busy_worker(shared_on, "plain.py:Echo", gate) as model:
+        entry_id = shared_on.send(model, correlation_id=f"{prefix}-deleted", body='"deleted"')
+        shared_on.send(model, correlation_id=f"{prefix}-kept", body='"kept"')
+        assert shared_on.redis.xdel(Keys(model).requests, entry_id) == 1
+    assert shared_on.result(model, f"{prefix}-kept")["batch_size"] == 1
+    shared_on.wait_until_idle(model)
+    assert not shared_on.redis.exists(Keys(model).result(f"{prefix}-deleted"))
+
+
+def test_requests_are_withdrawn_by_correlation_id_also_from_a_packed_entry(
+    shared_on: Stack, gate: Path, prefix: str
 ) -> None:
-    with held_up(core, "plain.py:Echo", gate) as model:
-        entry_id = core.send(model, correlation_id=f"{here}-gone", body='"gone"')
-        core.send(model, correlation_id=f"{here}-stays", body='"stays"')
-        assert core.redis.xdel(Keys(model).requests, entry_id) == 1
-    assert core.result(model, f"{here}-stays")["batch_size"] == 1
-    core.wait_until_idle(model)
-    assert not core.redis.exists(Keys(model).result(f"{here}-gone"))
-
-
-def test_requests_are_withdrawn_by_name_one_out_of_a_packed_entry_too(
-    core: Stack, gate: Path, here: str
-) -> None:
-    with held_up(core, "plain.py:Echo", gate) as model:
-        names = [f"{here}-{number}" for number in range(3)]
-        core.send_packed(model, [{"correlation_id": name, "body": b"0"} for name in names])
-        core.send(model, correlation_id=f"{here}-alone", body="0")
-        core.send(model, withdraw=f"{names[1]} {here}-alone no-such-request")
-        for name in (names[1], f"{here}-alone"):
-            result = core.result(model, name)
+    with busy_worker(shared_on, "plain.py:Echo", gate) as model:
+        names = [f"{prefix}-{number}" for number in range(3)]
+        shared_on.send_packed(model, [{"correlation_id": name, "body": b"0"} for name in names])
+        shared_on.send(model, correlation_id=f"{prefix}-alone", body="0")
+        shared_on.send(model, withdraw=f"{names[1]} {prefix}-alone no-such-request")
+        for name in (names[1], f"{prefix}-alone"):
+            result = shared_on.result(model, name)
             assert (result["status"], result["final"], "body" in result) == ("CANCELLED", True, False)
-        assert core.redis.xlen(Keys(model).requests) == 1  # the other two; the withdrawal has gone too
-    assert [core.result(model, name)["status"] for name in (names[0], names[2])] == ["OK", "OK"]
-    core.wait_until_idle(model)
+        assert (
+            shared_on.redis.xlen(Keys(model).requests) == 1
+        )  # the other two requests; the entry with `withdraw` is deleted
+    assert [shared_on.result(model, name)["status"] for name in (names[0], names[2])] == ["OK", "OK"]
+    shared_on.wait_until_idle(model)
 
 
-# --- Deadlines
+# --- deadlines
 
 
-def test_requests_expire_while_they_wait_each_at_its_deadline_and_not_when_a_batch_forms(
-    core: Stack, here: str
-) -> None:
-    with no_worker(core, "plain.py:Echo") as model:
+def test_waiting_requests_expire_each_at_its_deadline(shared_on: Stack, prefix: str) -> None:
+    with no_worker(shared_on, "plain.py:Echo") as model:
         sent = [
-            (core.send(model, body="0", reply_to=here, expiration=expiration_ms), expiration_ms)
+            (shared_on.send(model, body="0", reply_to=prefix, expiration=expiration_ms), expiration_ms)
             for expiration_ms in EXPIRATIONS_MS
         ]
-        wait_until(lambda: len(core.replies(model, here)) == len(sent), description="all are answered")
-        for one in core.replies(model, here):
-            assert (one["status"], "waiting" in one["detail"]) == ("DEADLINE_EXCEEDED", True)
-        assert_in_time(core, model, here, sent)
-        core.wait_until_idle(model)
+        wait_until(lambda: len(shared_on.replies(model, prefix)) == len(sent), description="all are answered")
+        for reply in shared_on.replies(model, prefix):
+            assert (reply["status"], "waiting" in reply["detail"]) == ("DEADLINE_EXCEEDED", True)
+        assert_in_time(shared_on, model, prefix, sent)
+        shared_on.wait_until_idle(model)
 
 
-def test_requests_expire_in_flight_while_the_model_computes_and_get_no_second_result(
-    core: Stack, gate: Path, here: str
+def test_requests_expire_in_flight_and_get_no_second_result(
+    shared_on: Stack, gate: Path, prefix: str
 ) -> None:
     model = "Echo"
-    core.wait_until_idle(model)
+    shared_on.wait_until_idle(model)
     packed = [
-        {"correlation_id": f"{here}-{expiration_ms}", "body": b"0", "expiration": expiration_ms}
+        {"correlation_id": f"{prefix}-{expiration_ms}", "body": b"0", "expiration": expiration_ms}
         for expiration_ms in EXPIRATIONS_MS
     ]
-    packed.append({"correlation_id": f"{here}-gate", "body": json.dumps({"gate": str(gate)})})
+    packed.append({"correlation_id": f"{prefix}-gate", "body": json.dumps({"gate": str(gate)})})
 
-    entry_id = core.send_packed(model, packed, reply_to=here)
-    wait_until(lambda: len(core.replies(model, here)) == len(EXPIRATIONS_MS), description="all are answered")
+    entry_id = shared_on.send_packed(model, packed, reply_to=prefix)
+    wait_until(
+        lambda: len(shared_on.replies(model, prefix)) == len(EXPIRATIONS_MS), description="all are answered"
+    )
 
-    assert {one["status"] for one in core.replies(model, here)} == {"DEADLINE_EXCEEDED"}
-    assert core.redis.xlen(Keys(model).batches) == 1, "the model still computes"
-    assert_in_time(core, model, here, [(entry_id, expiration_ms) for expiration_ms in EXPIRATIONS_MS])
+    assert {reply["status"] for reply in shared_on.replies(model, prefix)} == {"DEADLINE_EXCEEDED"}
+    assert shared_on.redis.xlen(Keys(model).batches) == 1, "the batch must still be in flight"
+    assert_in_time(shared_on, model, prefix, [(entry_id, expiration_ms) for expiration_ms in EXPIRATIONS_MS])
     gate.touch()
-    core.wait_until_idle(model)
-    results = core.replies(model, here)[len(EXPIRATIONS_MS) :]
-    assert [one["correlation_id"] for one in results] == [f"{here}-gate"], "a second result was written"
-    assert core.keys_without_ttl() <= set().union(*map(fixed_keys, core.models()))
+    shared_on.wait_until_idle(model)
+    results = shared_on.replies(model, prefix)[len(EXPIRATIONS_MS) :]
+    assert [result["correlation_id"] for result in results] == [f"{prefix}-gate"], (
+        "a second result was written"
+    )
+    assert shared_on.keys_without_ttl() <= set().union(*map(fixed_keys, shared_on.models()))
 
 
 def assert_in_time(stack: Stack, model: str, reply_to: str, sent: list[tuple[str, int]]) -> None:
-    """By Redis's clock none was answered before its deadline, and most right at it.
+    """By Redis's clock, no request was answered before its deadline, and most were answered right after it.
 
-    The deadlines are spread over the quarter of a second in which a batcher looks around in any case.
+    The deadlines are spread over 250 ms, after which a batcher wakes up in any case.
     """
     deadlines_ms = sorted(int(entry_id.partition("-")[0]) + expiration_ms for entry_id, expiration_ms in sent)
     answered_ms: list[int] = []
     for entry_id, fields in stack.redis.xrange(Keys(model).replies(reply_to)):
         answered_ms += [int(entry_id.partition(b"-")[0])] * len(msgpack.unpackb(fields[b"results"]))
-    late_ms = [at - due for at, due in zip(answered_ms, deadlines_ms, strict=True)]
+    late_ms = [at - deadline for at, deadline in zip(answered_ms, deadlines_ms, strict=True)]
     assert min(late_ms) >= 0
     assert statistics.median(late_ms) < 50, late_ms
 
 
-def test_what_expires_behind_a_long_batch_is_answered_at_its_deadline(
-    shared: Stack, gate: Path, here: str
+def test_requests_behind_a_long_batch_expire_at_their_deadline(
+    shared: Stack, gate: Path, prefix: str
 ) -> None:
-    """Given one batch under way, one dispatched ahead and one that waits, the last two expire at once."""
+    """Given one request executing, one dispatched ahead and one waiting, the last two expire at once."""
     model = "Single"
     shared.wait_until_idle(model)
-    shared.send(model, correlation_id=f"{here}-long", body=json.dumps({"gate": str(gate)}))
+    shared.send(model, correlation_id=f"{prefix}-long", body=json.dumps({"gate": str(gate)}))
     for number in range(2):
-        shared.send(model, correlation_id=f"{here}-{number}", body="0", expiration=300)
+        shared.send(model, correlation_id=f"{prefix}-{number}", body="0", expiration=300)
     keys = Keys(model)
     wait_until(lambda: shared.redis.xlen(keys.batches) == 2, description="one batch is dispatched ahead")
 
-    assert [shared.result(model, f"{here}-{number}")["status"] for number in range(2)] == [
+    assert [shared.result(model, f"{prefix}-{number}")["status"] for number in range(2)] == [
         "DEADLINE_EXCEEDED"
     ] * 2
     assert shared.redis.xlen(keys.requests) == 0
-    assert shared.redis.xlen(keys.batches) == 2, "the long batch is still under way"
+    assert shared.redis.xlen(keys.batches) == 2, "the long batch must still be in flight"
     gate.touch()
-    assert shared.result(model, f"{here}-long")["status"] == "OK"
+    assert shared.result(model, f"{prefix}-long")["status"] == "OK"
     shared.wait_until_idle(model)
-    assert not shared.redis.exists(keys.result(f"{here}-0")), "a second result was written by the commit"
+    assert not shared.redis.exists(keys.result(f"{prefix}-0")), "a second result was written by the commit"
 
 
-# --- Refusals
+# --- refusals
 
 
-def test_a_full_queue_refuses_the_newest_and_keeps_the_oldest(core: Stack, gate: Path, here: str) -> None:
-    with held_up(core, "plain.py:Few", gate) as model:
+def test_full_queue_refuses_the_newest_requests(shared_on: Stack, gate: Path, prefix: str) -> None:
+    with busy_worker(shared_on, "plain.py:Few", gate) as model:
         for number in range(5):
-            core.send(model, correlation_id=f"{here}-{number}", body=str(number))
-        refused = [core.result(model, f"{here}-{number}") for number in (2, 3, 4)]
-        assert {one["status"] for one in refused} == {"RESOURCE_EXHAUSTED"}
+            shared_on.send(model, correlation_id=f"{prefix}-{number}", body=str(number))
+        refused = [shared_on.result(model, f"{prefix}-{number}") for number in (2, 3, 4)]
+        assert {result["status"] for result in refused} == {"RESOURCE_EXHAUSTED"}
         assert "max_queue_size" in refused[0]["detail"]
-        assert core.redis.xlen(Keys(model).requests) == 2
-    assert [core.result(model, f"{here}-{number}")["body"] for number in (0, 1)] == [0, 1]
+        assert shared_on.redis.xlen(Keys(model).requests) == 2
+    assert [shared_on.result(model, f"{prefix}-{number}")["body"] for number in (0, 1)] == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "named"),
+    ("fields", "status", "field"),
     [
         ({"body": "1", "content_type": "text/plain"}, "INVALID_ARGUMENT", "content_type"),
         ({"content_type": "application/json"}, "INVALID_ARGUMENT", "body"),
@@ -390,17 +396,17 @@ def test_a_full_queue_refuses_the_newest_and_keeps_the_oldest(core: Stack, gate:
         ({"requests": "not msgpack"}, "INVALID_ARGUMENT", "requests"),
     ],
 )
-def test_what_cannot_be_understood_is_answered_and_the_field_named(
-    shared: Stack, here: str, fields: dict[str, Any], status: str, named: str
+def test_invalid_request_is_answered_with_the_name_of_the_field(
+    shared: Stack, prefix: str, fields: dict[str, Any], status: str, field: str
 ) -> None:
     model = "Echo"
-    shared.send(model, correlation_id=here, **fields)
-    result = shared.result(model, here)
-    assert (result["correlation_id"], result["status"], result["final"]) == (here, status, True)
-    assert result["detail"].startswith(named)
+    shared.send(model, correlation_id=prefix, **fields)
+    result = shared.result(model, prefix)
+    assert (result["correlation_id"], result["status"], result["final"]) == (prefix, status, True)
+    assert result["detail"].startswith(field)
 
 
-def test_an_invalid_correlation_id_is_answered_at_the_entrys_own(shared: Stack) -> None:
+def test_request_with_invalid_correlation_id_is_answered_at_its_entry_id(shared: Stack) -> None:
     model = "Echo"
     entry_id = shared.send(model, correlation_id="no spaces", body="1")
     result = shared.result(model, entry_id)
@@ -408,7 +414,7 @@ def test_an_invalid_correlation_id_is_answered_at_the_entrys_own(shared: Stack) 
     assert result["detail"].startswith("correlation_id")
 
 
-# --- Models that fail
+# --- models that fail
 
 
 @pytest.mark.parametrize(
@@ -422,11 +428,11 @@ def test_an_invalid_correlation_id_is_answered_at_the_entrys_own(shared: Stack) 
         ("nan", "INTERNAL", "cannot be written"),
     ],
 )
-def test_one_poison_request_fails_alone(
-    shared: Stack, here: str, poison: str, status: str, detail: str
+def test_poison_request_fails_alone(
+    shared: Stack, prefix: str, poison: str, status: str, detail: str
 ) -> None:
     bodies = ["good"] * 5 + [poison] + ["good"] * 5
-    names = [f"{here}-{number}" for number in range(len(bodies))]
+    names = [f"{prefix}-{number}" for number in range(len(bodies))]
 
     shared.send_packed(
         "Faulty",
@@ -437,62 +443,64 @@ def test_one_poison_request_fails_alone(
     )
     results = [shared.result("Faulty", name) for name in names]
 
-    assert [one["status"] for one in results] == ["OK"] * 5 + [status] + ["OK"] * 5
+    assert [result["status"] for result in results] == ["OK"] * 5 + [status] + ["OK"] * 5
     assert detail in results[5]["detail"]
-    assert "Error" not in results[5]["detail"], "an exception's class is nobody's business"
+    assert "Error" not in results[5]["detail"], "the class of an exception must not be exposed"
     shared.wait_until_idle("Faulty")
 
 
-def test_a_wrong_number_of_results_fails_the_batch_and_the_next_is_served(shared: Stack, here: str) -> None:
-    """Nobody can know whose is missing, so nobody may get his neighbour's."""
-    bodies = {f"{here}-0": '"good"', f"{here}-1": '"too few"', f"{here}-2": '"good"'}
+def test_wrong_number_of_results_fails_only_that_batch(shared: Stack, prefix: str) -> None:
+    """It is not known which result is missing, so no request may get any of them."""
+    bodies = {f"{prefix}-0": '"good"', f"{prefix}-1": '"too few"', f"{prefix}-2": '"good"'}
     shared.send_packed("Faulty", [{"correlation_id": name, "body": body} for name, body in bodies.items()])
     for name in bodies:
         result = shared.result("Faulty", name)
         assert (result["status"], "2 results for 3 requests" in result["detail"]) == ("INTERNAL", True)
 
-    shared.send("Faulty", correlation_id=f"{here}-3", body='"good"')
-    assert shared.result("Faulty", f"{here}-3")["body"] == "good"
+    shared.send("Faulty", correlation_id=f"{prefix}-3", body='"good"')
+    assert shared.result("Faulty", f"{prefix}-3")["body"] == "good"
 
 
-def test_msgpack_can_hold_what_json_cannot(shared: Stack, here: str) -> None:
+def test_nan_is_returned_in_msgpack(shared: Stack, prefix: str) -> None:
     body = msgpack.packb("nan")
-    shared.send("Faulty", correlation_id=here, content_type="application/msgpack", body=body)
-    assert math.isnan(msgpack.unpackb(shared.result("Faulty", here)["body"]))
+    shared.send("Faulty", correlation_id=prefix, content_type="application/msgpack", body=body)
+    assert math.isnan(msgpack.unpackb(shared.result("Faulty", prefix)["body"]))
 
 
-# --- Tensors
+# --- tensors
 
 
-def test_large_tensors_of_many_shapes_in_one_batch_do_not_block_the_pipe(shared: Stack, here: str) -> None:
-    """Given requests that do not stack, each several times what the pipe to the model process holds."""
+def test_large_tensors_of_many_shapes_do_not_block_the_pipe(shared: Stack, prefix: str) -> None:
+    """Given tensors that cannot be stacked, each several times as large as the buffer of a pipe."""
     model = "Ragged"
     lengths = [700_000 + number for number in range(7)]
     requests = [
-        {"correlation_id": f"{here}-{length}", "body": tensor(b"\1\2\3\4" * length)} for length in lengths
+        {"correlation_id": f"{prefix}-{length}", "body": tensor(b"\1\2\3\4" * length)} for length in lengths
     ]
     shared.send_packed(model, requests, content_type="application/msgpack")
     for length, request in zip(lengths, requests, strict=True):
-        result = shared.result(model, f"{here}-{length}")
+        result = shared.result(model, f"{prefix}-{length}")
         assert (result["status"], result["body"] == request["body"]) == ("OK", True)
 
 
-def test_tensors_travel_in_msgpack_json_and_raw(core: Stack, here: str) -> None:
+def test_tensors_are_accepted_in_msgpack_json_and_raw(shared_on: Stack, prefix: str) -> None:
     model = "Noop"
     raw = bytes(range(4)) * 128
     numbers = [0.5] * 128
-    core.send(model, correlation_id=f"{here}-msgpack", content_type="application/msgpack", body=tensor(raw))
-    core.send(model, correlation_id=f"{here}-raw", content_type="application/octet-stream", body=raw)
-    core.send(
+    shared_on.send(
+        model, correlation_id=f"{prefix}-msgpack", content_type="application/msgpack", body=tensor(raw)
+    )
+    shared_on.send(model, correlation_id=f"{prefix}-raw", content_type="application/octet-stream", body=raw)
+    shared_on.send(
         model,
-        correlation_id=f"{here}-json",
+        correlation_id=f"{prefix}-json",
         body=json.dumps({"datatype": "FP32", "shape": [128], "data": numbers}),
     )
-    core.send(model, correlation_id=f"{here}-list", body=json.dumps(numbers))
-    assert core.result(model, f"{here}-msgpack")["body"] == tensor(raw)
-    assert core.result(model, f"{here}-raw")["body"] == raw
+    shared_on.send(model, correlation_id=f"{prefix}-list", body=json.dumps(numbers))
+    assert shared_on.result(model, f"{prefix}-msgpack")["body"] == tensor(raw)
+    assert shared_on.result(model, f"{prefix}-raw")["body"] == raw
     for name in ("json", "list"):
-        body = core.result(model, f"{here}-{name}")["body"]
+        body = shared_on.result(model, f"{prefix}-{name}")["body"]
         assert body == {"datatype": "FP32", "shape": [128], "data": numbers}
 
 

@@ -1,4 +1,4 @@
-"""Two workers of one model: who takes which batch."""
+"""Two workers of one model: which of them takes a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.stack import Stack
 from support.waiting import wait_until
 
 
-def test_a_batch_is_left_to_the_idle_one_while_the_other_computes_its_first(
+def test_batch_goes_to_the_idle_worker_while_the_other_executes_its_first(
     stack: Stack, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -17,7 +17,7 @@ def test_a_batch_is_left_to_the_idle_one_while_the_other_computes_its_first(
     stack.worker("plain.py:Echo")
     stack.wait_for_model("Echo")
     held = stack.send("Echo", body=json.dumps({"gate": str(gate)}))
-    wait_until(lambda: stack.pending("Echo") == 1, description="one has its first batch in hand")
+    wait_until(lambda: stack.pending("Echo") == 1, description="the first worker has a batch in hand")
     stack.worker("plain.py:Echo")
     stack.wait_for_model("Echo", workers=2)
 

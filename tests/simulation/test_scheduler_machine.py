@@ -1,9 +1,10 @@
-"""The scheduler in virtual time, against a plain account of who waits, who rides and who is answered.
+"""The scheduler in virtual time, compared with a plain reference model under random events.
 
-The account knows the rules at the top of `core/scheduler.py` and nothing of how they are kept: it looks at
-every request each time. Whatever happens, in whatever order, both must agree. What a batch takes to compute,
-and when a process is free, it believes (`tests/unit/test_latency.py`, `test_fleet.py`). Whose turn it is
-among tenants it holds to what is fair, and not to one order.
+The reference records which requests wait, are in flight, or are answered. It checks the rules at the top of
+`core/scheduler.py` by looking at every request each time, and knows nothing of the data structures. It takes
+from the scheduler how long a batch takes, when a process becomes free, and how dispatches are spaced: these
+have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks fairness, and not
+one order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from carpool.messages import Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core import deadlines, queue
-from carpool_batcher.core.lane import NEVER
+from carpool_batcher.core.deadlines import RequestTimer
+from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
@@ -33,7 +35,7 @@ MAX_COST = 5
 
 @dataclass(frozen=True)
 class Traits:
-    """What a producer says of a request, and when it arrived: before now, or after, by clocks that differ."""
+    """The fields of a request. `ago_us` is the time since its arrival; negative if clocks differ."""
 
     lane: str
     tenant: str
@@ -72,13 +74,16 @@ model_settings = st.builds(
     policy=st.sampled_from(("eager", "eager", "deferred")),
     target_latency_ms=st.sampled_from((None, None, 8)),
 )
-numbers_of_workers = st.integers(0, 3)
+numbers_of_processes = st.integers(0, 3)
 numbers = st.integers(0, 1000)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """`waiting`, `riding` and `answered` are the account: where each request is that was admitted. Of those
-    that wait, `late` have expired and are served all the same."""
+    """The reference is `waiting`, `in_flight` and `answered`: where each admitted request is.
+
+    Of those that wait, `delayed` have expired and are served all the same. `waiting` maps to the order of
+    arrival.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,77 +94,87 @@ class SchedulerMachine(RuleBasedStateMachine):
             limit.start()
         self.now_us = START_US
         self.waiting: dict[Request, int] = {}
-        self.undated: set[Request] = set()  # in flight without a deadline
-        self.deadlines_us: dict[Request, int | None] = {}  # as they were when each arrived
-        self.late: set[Request] = set()
-        self.leads: dict[tuple[str, int, str, str], tuple[float, float, float]] = {}  # see _take_turns
-        self.riding: dict[str, list[Request]] = {}
+        self.undated: set[Request] = set()  # in flight, without a deadline there
+        self.deadlines_us: dict[Request, int | None] = {}  # on arrival
+        self.delayed: set[Request] = set()
+        self.leads: dict[tuple[str, int, str, str], tuple[float, float, float]] = {}  # see _check_fairness
+        self.in_flight: dict[str, list[Request]] = {}
         self.answered: set[Request] = set()
-        self.polled = False  # nothing happened since the last poll, and no time passed
+        self.polled = False  # no event since the last poll, and no time passed
         self.number = 0
-        self.longest_ride_us = 0
-        self.most_processes = 0
-        self.most_waiting_bytes = 0
+        self.turnaround_us_max = 0
+        self.processes_max = 0
+        self.waiting_bytes_max = 0
 
     def teardown(self) -> None:
         try:
-            self._everybody_arrives()
+            self._check_that_all_requests_settle()
         finally:
             for limit in self.limits:
                 limit.stop()
 
-    # --- what happens --------------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------------------
 
-    @initialize(settings=model_settings, workers=numbers_of_workers, found=st.lists(traits, max_size=3))
-    def take_over(self, settings: ModelSettings, workers: int, found: list[Traits]) -> None:
-        self.scheduler = Scheduler(settings, workers)
+    @initialize(settings=model_settings, processes=numbers_of_processes, found=st.lists(traits, max_size=3))
+    def take_over(self, settings: ModelSettings, processes: int, found: list[Traits]) -> None:
+        self.scheduler = Scheduler(settings, processes)
         if found:
-            riders = [self._request(Entry("0-0", START_US), one) for one in found]
-            self.riding["found"] = riders
-            self.scheduler.adopt("found", Dispatch(riders, "idle", riders[0].lane), self.now_us - 1000)
+            requests = [self._request(Entry("0-0", START_US), fields) for fields in found]
+            self.in_flight["found"] = requests
+            dispatch = Dispatch(requests, "idle", requests[0].lane)
+            self.scheduler.adopt("found", dispatch, self.now_us - 1000)
 
     @rule(of_entry=st.lists(traits, min_size=1, max_size=6))
     def offer(self, of_entry: list[Traits]) -> None:
         entry = Entry(f"{self.number}-0", self.now_us)
-        entry.requests = [self._request(entry, one) for one in of_entry]
+        entry.requests = [self._request(entry, fields) for fields in of_entry]
         for request in entry.requests:
             self._offer(request)
 
-    @rule(one=traits, number=st.integers(2, 12))
-    def offer_alike(self, one: Traits, number: int) -> None:
-        self.offer([one] * number)
+    @rule(fields=traits, number=st.integers(2, 12))
+    def offer_alike(self, fields: Traits, number: int) -> None:
+        self.offer([fields] * number)
 
     @rule(passes_us=st.sampled_from((0, 1, 500, 2_000, 10_000, 60_000)))
     def time_passes(self, passes_us: int) -> None:
-        """As the batcher spends it: it polls whenever it is told to, and at the end."""
+        """As a batcher does, poll at each wake-up time, and at the end."""
         end_us = self.now_us + passes_us
         polls = 0
         while (wake_us := self.scheduler.wake_at_us()) is not None and wake_us <= end_us:
             self._advance(max(self.now_us, wake_us))
             self.poll(fate=None)
             polls += 1
-            assert polls <= 100 + 4 * self.number, "it is woken up in vain"
+            assert polls <= 100 + 4 * self.number, "wake-up without effect"
         self._advance(end_us)
         self.poll(fate=None)
 
     @rule(passes_us=st.sampled_from((1, 3_000, 30_000)))
-    def busy_elsewhere(self, passes_us: int) -> None:
-        """Nobody polls when it is time to."""
+    def time_passes_without_polling(self, passes_us: int) -> None:
+        """The batcher is busy, and misses wake-up times."""
         self._advance(self.now_us + passes_us)
 
     @rule(choice=numbers, compute_us=st.sampled_from((0, 500, 3_000, 3_200, 20_000)))
-    @precondition(lambda self: self.riding)
+    @precondition(lambda self: self.in_flight)
     def settle(self, choice: int, compute_us: int) -> None:
-        batch_id = list(self.riding)[choice % len(self.riding)]
-        self.answered.update(self.riding.pop(batch_id))
-        self.longest_ride_us = max(self.longest_ride_us, self.now_us - START_US + 1000)
+        batch_id = list(self.in_flight)[choice % len(self.in_flight)]
+        self.answered.update(self.in_flight.pop(batch_id))
+        self.turnaround_us_max = max(self.turnaround_us_max, self.now_us - START_US + 1000)
         self.polled = False
         self.scheduler.settle(batch_id, compute_us, self.now_us)
-        self.scheduler.settle(batch_id, compute_us, self.now_us)  # a word that comes twice says nothing new
+        self.scheduler.settle(batch_id, compute_us, self.now_us)  # twice has no further effect
 
-    @rule(workers=numbers_of_workers)
-    def workers_come_and_go(self, workers: int) -> None:
-        self.scheduler.model_processes = workers
+    @rule(choice=numbers)
+    @precondition(lambda self: self.in_flight)
+    def lose_batch(self, choice: int) -> None:
+        """A batch is no longer in Redis, and the batcher did not see it settle."""
+        batch_id = list(self.in_flight)[choice % len(self.in_flight)]
+        self.answered.update(self.in_flight.pop(batch_id))
+        self.polled = False
+        self.scheduler.forget_batch(batch_id, self.now_us)
+
+    @rule(processes=numbers_of_processes)
+    def model_processes_change(self, processes: int) -> None:
+        self.scheduler.model_processes = processes
         self.polled = False
 
     @rule(settings=model_settings)
@@ -170,151 +185,161 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(choices=st.sets(numbers, max_size=4))
     def withdraw(self, choices: set[int]) -> None:
-        everybody = [*self.waiting, *self.answered]
-        named = {everybody[choice % len(everybody)] for choice in choices if everybody}
-        refusals = self.scheduler.withdraw(frozenset(one.correlation_id for one in named))
-        assert [one.status for one in refusals] == ["CANCELLED"] * len(refusals)
-        self._leave([one.request for one in refusals], expected=named & self.waiting.keys())
+        known = [*self.waiting, *self.answered]
+        named = {known[choice % len(known)] for choice in choices if known}
+        refusals = self.scheduler.withdraw(frozenset(r.correlation_id for r in named))
+        assert [refusal.status for refusal in refusals] == ["CANCELLED"] * len(refusals)
+        self._remove([refusal.request for refusal in refusals], expected=named & self.waiting.keys())
 
     @rule(choices=st.sets(numbers, max_size=4))
     def forget(self, choices: set[int]) -> None:
-        """Requests are gone from Redis, some of them ours to forget and some not."""
-        everybody = [
+        """Requests are no longer in Redis, whether they wait here or not."""
+        known = [
             *self.waiting,
             *self.answered,
-            *(one for riders in self.riding.values() for one in riders),
+            *(r for batch in self.in_flight.values() for r in batch),
         ]
-        named = {everybody[choice % len(everybody)] for choice in choices if everybody}
+        named = {known[choice % len(known)] for choice in choices if known}
         self.scheduler.forget(named)
-        gone = named & self.waiting.keys()
-        self._leave(gone, expected=gone)
+        forgotten = named & self.waiting.keys()
+        self._remove(forgotten, expected=forgotten)
 
     @rule(fate=st.one_of(st.none(), numbers))
     def poll(self, fate: int | None) -> None:
-        """Check every decision, and carry it out. `fate` is the number of a dispatch that finds nobody, or
-        only some, still there: another batcher was faster."""
-        past = self._past_deadline(self.waiting) - self.late
-        delayed = {one for one in past if self.scheduler.settings.delays_expired(one.priority)}
+        """Check every decision, and carry it out.
+
+        With a `fate`, some or all requests of the first dispatch are no longer in Redis, because another
+        batcher dispatched them.
+        """
+        past = self._past_deadline(self.waiting) - self.delayed
+        delayed = {r for r in past if self.scheduler.settings.delays_expired(r.priority)}
         overdue = {
-            (batch_id, position, one)
-            for batch_id, riders in self.riding.items()
-            for position, one in enumerate(riders)
-            if one in self._past_deadline(riders) and one not in self.answered
+            (batch_id, position, r)
+            for batch_id, batch in self.in_flight.items()
+            for position, r in enumerate(batch)
+            if r in self._past_deadline(batch) and r not in self.answered
         }
         decisions = self.scheduler.poll(self.now_us)
 
-        refusals = [one for one in decisions if isinstance(one, Refusal)]
-        assert {one.status for one in refusals} <= {"DEADLINE_EXCEEDED"}
-        self._leave([one.request for one in refusals if one.reason == "waiting"], expected=past - delayed)
-        self._put_behind(delayed, [one for one in decisions if isinstance(one, Dispatch)])
-        self._check_late_ones_only_wait()
+        refusals = [decision for decision in decisions if isinstance(decision, Refusal)]
+        assert {refusal.status for refusal in refusals} <= {"DEADLINE_EXCEEDED"}
+        expired_waiting = [refusal.request for refusal in refusals if refusal.reason == "waiting"]
+        self._remove(expired_waiting, expected=past - delayed)
+        self._delay(delayed, [decision for decision in decisions if isinstance(decision, Dispatch)])
+        self._check_that_delayed_requests_wait()
 
-        expired = [tuple(one) for one in decisions if isinstance(one, Expire)]
+        expired = [tuple(decision) for decision in decisions if isinstance(decision, Expire)]
         assert len(expired) == len(overdue) and set(expired) == overdue
-        self.answered.update(one for _, _, one in overdue)
+        self.answered.update(r for _, _, r in overdue)
 
         dispatches: list[Dispatch] = []
-        for early, group in groupby(decisions, key=lambda one: isinstance(one, Refusal)):
-            if early:
-                self._check_given_up([r for r in group if isinstance(r, Refusal) and r.reason != "waiting"])
+        for are_refusals, group in groupby(decisions, key=lambda decision: isinstance(decision, Refusal)):
+            if are_refusals:
+                self._check_early([r for r in group if isinstance(r, Refusal) and r.reason != "waiting"])
                 continue
-            for dispatch in (one for one in group if isinstance(one, Dispatch)):
-                self._check_dispatch(dispatch, departing=len(dispatches))
+            for dispatch in (decision for decision in group if isinstance(decision, Dispatch)):
+                self._check_dispatch(dispatch, reserved=len(dispatches))
                 dispatches.append(dispatch)
-        self._check_nobody_was_overlooked(len(dispatches))
-        for number, one in enumerate(dispatches):
-            self._depart(one, fate if number == 0 else None)
+        self._check_that_no_batch_was_missed(len(dispatches))
+        for number, dispatch in enumerate(dispatches):
+            self._carry_out(dispatch, fate if number == 0 else None)
         self.polled = not dispatches
         if self.polled:
             wake_us = self.scheduler.wake_at_us()
-            assert wake_us is None or wake_us > self.now_us, "it would be woken up at once, for nothing"
+            assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
 
-    # --- what must hold ------------------------------------------------------------------------------------
+    # --- invariants ----------------------------------------------------------------------------------------
 
     @invariant()
-    def everybody_is_in_one_place(self) -> None:
-        riders = [one for riders in self.riding.values() for one in riders]
-        assert len(riders) == len(set(riders)) and not self.waiting.keys() & set(riders)
+    def each_request_is_in_one_place(self) -> None:
+        in_flight = [r for batch in self.in_flight.values() for r in batch]
+        assert len(in_flight) == len(set(in_flight)) and not self.waiting.keys() & set(in_flight)
         assert not self.answered & self.waiting.keys()
-        assert list(self.scheduler.in_flight()) == list(self.riding)
+        assert list(self.scheduler.in_flight()) == list(self.in_flight)
 
     @invariant()
-    def the_queue_is_what_it_says(self) -> None:
+    def totals_of_the_queue_are_right(self) -> None:
         assert self.scheduler.waiting == len(self.waiting)
-        assert self.scheduler.waiting_bytes == sum(map(size_of, self.waiting))
-        held = [one for lane in self.scheduler._queue.lanes.values() for one in lane]
-        assert len(held) == len(self.waiting) and set(held) == self.waiting.keys()
-        late = [one for lane in self.scheduler._queue.lanes.values() for one in lane.late]
-        assert self.late == set(late)
+        assert self.scheduler.waiting_bytes == sum(map(bytes_of, self.waiting))
+        waiting = [r for lane in self.scheduler._queue.lanes.values() for r in lane]
+        assert len(waiting) == len(self.waiting) and set(waiting) == self.waiting.keys()
+        delayed = [r for lane in self.scheduler._queue.lanes.values() for r in lane.expired]
+        assert self.delayed == set(delayed)
 
     @invariant()
-    def never_more_than_two_batches_for_each_process(self) -> None:
-        self.most_processes = max(self.most_processes, self.scheduler.model_processes)
-        assert len(self.riding.keys() - {"found"}) <= 2 * self.most_processes
+    def at_most_two_batches_per_process_are_in_flight(self) -> None:
+        self.processes_max = max(self.processes_max, self.scheduler.model_processes)
+        assert len(self.in_flight.keys() - {"found"}) <= 2 * self.processes_max
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.scheduler._queue.lanes) <= 1 + len({one.lane for one in self.waiting})
-        # What alarms hold on to is looked at now and then, while others begin to be watched.
-        self.most_waiting_bytes = max(
-            self.most_waiting_bytes, self.scheduler.waiting_bytes + 1000 * len(self.waiting)
+        assert len(self.scheduler._queue.lanes) <= 1 + len({r.lane for r in self.waiting})
+        # Outdated timers are dropped from time to time only.
+        self.waiting_bytes_max = max(
+            self.waiting_bytes_max, self.scheduler.waiting_bytes + 1000 * len(self.waiting)
         )
-        watched = [one for _, _, alarm in self.scheduler._deadlines._heap for one in alarm.requests]
-        held_bytes = sum(map(size_of, watched)) + 1000 * len(watched)
-        assert held_bytes <= 3 * self.most_waiting_bytes + MAX_BATCH_BYTES
+        timers = [timer for _, _, timer in self.scheduler._deadlines._timers]
+        held = [r for timer in timers if isinstance(timer, RequestTimer) for r in timer.requests]
+        held_bytes = sum(map(bytes_of, held)) + 1000 * len(held)
+        assert held_bytes <= 3 * self.waiting_bytes_max + MAX_BATCH_BYTES
 
     @invariant()
-    def nobody_is_woken_up_late(self) -> None:
-        """By time alone: what happens is followed by a poll anyway."""
+    def wake_up_is_never_too_late(self) -> None:
+        """After a poll. An event is followed by a poll in any case."""
         if not self.polled:
             return
-        moments = [
-            one.deadline_us for one in self.waiting if one.deadline_us is not None and one not in self.late
+        times_us = [
+            r.deadline_us for r in self.waiting if r.deadline_us is not None and r not in self.delayed
         ]
-        moments += [
-            one.deadline_us
-            for riders in self.riding.values()
-            for one in riders
-            if one.deadline_us is not None and one not in self.answered | self.undated
+        times_us += [
+            r.deadline_us
+            for batch in self.in_flight.values()
+            for r in batch
+            if r.deadline_us is not None and r not in self.answered | self.undated
         ]
-        room_at_us = self.scheduler.capacity.room_at_us()
-        assert (room_at_us == 0) == (self.scheduler.model_processes > len(self.riding))
-        if room_at_us is not None:
-            moments += [max(room_at_us, self._leaves_at_us(lane)) for lane in LANES if self._in_lane(lane)]
-        if moments:
+        free_at_us = self.scheduler.capacity.free_at_us(self.now_us)
+        if self.scheduler.model_processes > len(self.in_flight):
+            assert free_at_us == self.now_us
+        else:
+            capacity = self.scheduler.capacity
+            free_us = {settles_us - capacity.round_trip_us for settles_us, _ in capacity._executing}
+            assert free_at_us is None or free_at_us in free_us
+        if free_at_us is not None:
+            times_us += [max(free_at_us, self._ready_at_us(lane)) for lane in LANES if self._in_lane(lane)]
+        if times_us:
             wake_us = self.scheduler.wake_at_us()
-            assert wake_us is not None and wake_us <= min(moments)
+            assert wake_us is not None and wake_us <= min(times_us)
 
-    # --- the account ---------------------------------------------------------------------------------------
+    # --- the reference -------------------------------------------------------------------------------------
 
-    def _request(self, entry: Entry, one: Traits) -> Request:
+    def _request(self, entry: Entry, fields: Traits) -> Request:
         self.number += 1
-        arrival_us = self.now_us - one.ago_us
+        arrival_us = self.now_us - fields.ago_us
         request = Request(
             entry,
             f"r{self.number}",
-            b"x" * one.size_bytes,
+            b"x" * fields.size_bytes,
             arrival_us=arrival_us,
-            deadline_us=None if one.expiration_us is None else arrival_us + one.expiration_us,
-            priority=one.priority,
-            lane=one.lane,
-            tenant=one.tenant,
-            cost=one.cost,
-            extra={"": b"x" * one.extra_bytes} if one.extra_bytes else None,
+            deadline_us=None if fields.expiration_us is None else arrival_us + fields.expiration_us,
+            priority=fields.priority,
+            lane=fields.lane,
+            tenant=fields.tenant,
+            cost=fields.cost,
+            extra={"": b"x" * fields.extra_bytes} if fields.extra_bytes else None,
         )
         self.deadlines_us[request] = request.deadline_us
         return request
 
     def _offer(self, request: Request) -> None:
         settings = self.scheduler.settings
-        waiting_bytes = sum(map(size_of, self.waiting)) + size_of(request)
+        waiting_bytes = sum(map(bytes_of, self.waiting)) + bytes_of(request)
         expected = None
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
             expected = "INVALID_ARGUMENT"
         elif (
             len(self.waiting) >= settings.max_queue_size
             or waiting_bytes > settings.max_queue_bytes
-            or self._level_is_full(request.priority)
+            or self._is_priority_full(request.priority)
         ):
             expected = "RESOURCE_EXHAUSTED"
         refused = self.scheduler.offer(request, self.now_us)
@@ -324,301 +349,307 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.waiting[request] = self.number
         self.polled = False
 
-    def _level_is_full(self, priority: int) -> bool:
+    def _is_priority_full(self, priority: int) -> bool:
         policy = self.scheduler.settings.priority_policies.get(priority)
-        alike = [one for one in self.waiting if one.priority == priority]
-        return (
-            policy is not None and policy.max_queue_size is not None and len(alike) >= policy.max_queue_size
-        )
+        same = [r for r in self.waiting if r.priority == priority]
+        return policy is not None and policy.max_queue_size is not None and len(same) >= policy.max_queue_size
 
     def _advance(self, now_us: int) -> None:
         self.polled = self.polled and now_us == self.now_us
         self.now_us = now_us
 
-    def _leave(self, gone: Iterable[Request | None], *, expected: set[Request]) -> None:
-        listed = [one for one in gone if one is not None]
+    def _remove(self, removed: Iterable[Request | None], *, expected: set[Request]) -> None:
+        listed = [r for r in removed if r is not None]
         assert len(listed) == len(set(listed)) and set(listed) == expected
         for request in listed:
             del self.waiting[request]
-            self.late.discard(request)
+            self.delayed.discard(request)
             self.answered.add(request)
         self._forget_leads()
 
     def _past_deadline(self, requests: Iterable[Request]) -> set[Request]:
         return {
-            one
-            for one in requests
-            if one not in self.undated and one.deadline_us is not None and one.deadline_us <= self.now_us
+            r
+            for r in requests
+            if r not in self.undated and r.deadline_us is not None and r.deadline_us <= self.now_us
         }
 
     def _in_lane(self, lane: str) -> list[Request]:
-        """Who waits in a lane, in the order in which they are to leave if all were one tenant's."""
+        """The waiting requests of a lane, in the order of dispatch if all were of one tenant."""
         return sorted(
-            (one for one in self.waiting if one.lane == lane),
-            key=lambda one: (-self._level(one), one.arrival_us, self.waiting[one]),
+            (r for r in self.waiting if r.lane == lane),
+            key=lambda r: (-self._rank_of(r), r.arrival_us, self.waiting[r]),
         )
 
-    def _level(self, request: Request) -> int:
-        return -1 if request in self.late else request.priority
+    def _rank_of(self, request: Request) -> int:
+        return -1 if request in self.delayed else request.priority
 
     def _oldest_us(self, lane: str) -> int:
         queue = self._in_lane(lane)
-        return min(one.arrival_us for one in [one for one in queue if one not in self.late] or queue)
+        return min(r.arrival_us for r in [r for r in queue if r not in self.delayed] or queue)
 
     def _delay_ends_us(self, lane: str) -> int:
         return self._oldest_us(lane) + int(self.scheduler.settings.max_queue_delay_ms * 1000)
 
-    def _leaves_at_us(self, lane: str) -> int:
-        """When, by time alone, a batch of a lane is to leave if there is room; 0: now."""
+    def _ready_at_us(self, lane: str) -> int:
+        """When a batch of a lane is ready by time alone; 0 if it is ready now."""
         settings = self.scheduler.settings
-        if self._is_full(lane) or self._preferred(lane):
+        if self._is_full(lane) or self._preferred_size(lane):
             return 0
-        if not self._defers(lane):
-            return self._delay_ends_us(lane)
-        if len(self._in_lane(lane)) >= self._efficient(lane):
+        if not self._is_deferred(lane):
+            if settings.max_queue_delay_ms:
+                return self._delay_ends_us(lane)
+            return max(self._delay_ends_us(lane), self.scheduler.capacity.spacing_ends_us())
+        if len(self._in_lane(lane)) >= self._efficient_size(lane):
             return 0
-        ends_us = self._delay_ends_us(lane) if settings.max_queue_delay_ms else NEVER
+        ends_us = self._delay_ends_us(lane) if settings.max_queue_delay_ms else NEVER_US
         return min(ends_us, self._latest_start_us(lane))
 
-    def _preferred(self, lane: str) -> int:
+    def _preferred_size(self, lane: str) -> int:
         sizes = self.scheduler.settings.preferred_batch_sizes
         return max((size for size in sizes if size <= len(self._in_lane(lane))), default=0)
 
     # --- the policy deferred -------------------------------------------------------------------------------
 
-    def _objective_us(self, request: Request) -> int:
+    def _due_us(self, request: Request) -> int:
         target_ms = self.scheduler.settings.target_latency_ms
         if (deadline_us := self.deadlines_us[request]) is not None:
             return deadline_us
-        return NEVER if target_ms is None else request.arrival_us + int(target_ms * 1000)
+        return NEVER_US if target_ms is None else request.arrival_us + int(target_ms * 1000)
 
-    def _earliest_us(self, lane: str) -> int:
-        return min((self._objective_us(r) for r in self._in_lane(lane) if r not in self.late), default=NEVER)
+    def _earliest_due_us(self, lane: str) -> int:
+        return min((self._due_us(r) for r in self._in_lane(lane) if r not in self.delayed), default=NEVER_US)
 
-    def _defers(self, lane: str) -> bool:
+    def _is_deferred(self, lane: str) -> bool:
         deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
-        return deferred and self._earliest_us(lane) < NEVER
+        return deferred and self._earliest_due_us(lane) < NEVER_US
 
-    def _efficient(self, lane: str) -> int:
+    def _efficient_size(self, lane: str) -> int:
         latency, most = self.scheduler.capacity.latency_of(lane), self.scheduler.settings.max_batch_size
         rates = {size: size / max(1, latency.of(size)) for size in range(1, most + 1)}
         return min(size for size, rate in rates.items() if rate >= 0.85 * rates[most])
 
-    def _done_us(self, lane: str, size: int) -> int:
+    def _settles_us(self, lane: str, size: int) -> int:
         capacity = self.scheduler.capacity
-        return self.now_us + capacity.trip_us + capacity.latency_of(lane).at_most(size)
+        return self.now_us + capacity.round_trip_us + capacity.latency_of(lane).at_most(size)
 
     def _latest_start_us(self, lane: str) -> int:
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
-        return self._earliest_us(lane) - (self._done_us(lane, more) - self.now_us)
+        return self._earliest_due_us(lane) - (self._settles_us(lane, more) - self.now_us)
 
-    def _must_be_done_us(self, request: Request) -> int:
+    def _strict_deadline_us(self, request: Request) -> int:
         deadline_us = self.deadlines_us[request]
-        soft = request in self.late or self.scheduler.settings.delays_expired(request.priority)
-        return NEVER if deadline_us is None or soft else deadline_us
+        is_soft = request in self.delayed or self.scheduler.settings.delays_expired(request.priority)
+        return NEVER_US if deadline_us is None or is_soft else deadline_us
 
-    def _check_given_up(self, refusals: list[Refusal]) -> None:
-        """Each cannot be met at all, or its lane cannot be as one batch that leaves now."""
+    def _check_early(self, refusals: list[Refusal]) -> None:
+        """A refused request cannot be in time, or not all of its lane can, as one batch dispatched now."""
         settings = self.scheduler.settings
-        given_up = [one.request for one in refusals if one.request is not None]
-        assert settings.policy == "deferred" or not given_up
-        assert {one.reason for one in refusals} <= {"early"}
-        possible = [one for one in given_up if self._done_us(one.lane, 1) <= self._must_be_done_us(one)]
-        assert all(self._must_be_done_us(one) < NEVER for one in given_up)
-        for lane in {one.lane for one in possible}:
-            others = [
-                one for one in self._in_lane(lane) if self._done_us(one.lane, 1) <= self._must_be_done_us(one)
-            ]
+        refused = [refusal.request for refusal in refusals if refusal.request is not None]
+        assert settings.policy == "deferred" or not refused
+        assert {refusal.reason for refusal in refusals} <= {"early"}
+        assert all(self._strict_deadline_us(r) < NEVER_US for r in refused)
+        possible = [r for r in refused if self._is_possible(r)]
+        for lane in {r.lane for r in possible}:
+            others = [r for r in self._in_lane(lane) if self._is_possible(r)]
             size = len(others)
-            earliest_us = min(map(self._must_be_done_us, others))
-            assert size > settings.max_batch_size or self._done_us(lane, size) > earliest_us
-            assert len([one for one in possible if one.lane == lane]) < size, "nobody gains by it"
-        self._leave(given_up, expected=self.waiting.keys() & set(given_up))
+            earliest_us = min(map(self._strict_deadline_us, others))
+            assert size > settings.max_batch_size or self._settles_us(lane, size) > earliest_us
+            assert len([r for r in possible if r.lane == lane]) < size, "no other request gains by it"
+        self._remove(refused, expected=self.waiting.keys() & set(refused))
 
-    def _put_behind(self, delayed: set[Request], dispatches: list[Dispatch]) -> None:
-        """These expired, and stand behind all others. In which order, those of one poll, it believes."""
-        self.late |= delayed
-        in_order = [one for dispatch in dispatches for one in dispatch.requests]
-        in_order += [one for lane in self.scheduler._queue.lanes.values() for one in lane]
+    def _is_possible(self, request: Request) -> bool:
+        """Whether a request is in time as a batch of one, dispatched now."""
+        return self._settles_us(request.lane, 1) <= self._strict_deadline_us(request)
+
+    def _delay(self, delayed: set[Request], dispatches: list[Dispatch]) -> None:
+        """These requests expired, and are behind all others. Their order among each other is not checked."""
+        self.delayed |= delayed
+        in_order = [r for dispatch in dispatches for r in dispatch.requests]
+        in_order += [r for lane in self.scheduler._queue.lanes.values() for r in lane]
         for request in in_order:
             if request in delayed:
                 self.number += 1
                 self.waiting[request] = self.number
 
-    def _check_late_ones_only_wait(self) -> None:
-        assert self.late <= self.waiting.keys()
-        assert not self.late & self.answered
+    def _check_that_delayed_requests_wait(self) -> None:
+        assert self.delayed <= self.waiting.keys()
+        assert not self.delayed & self.answered
 
-    # --- turns ---------------------------------------------------------------------------------------------
+    # --- fairness ------------------------------------------------------------------------------------------
 
-    def _take_turns(self, batch: list[Request]) -> None:
-        """Tenants that wait all the while are served alike, by weight, to within one request of each: by how
-        much each leads each other one, with the least and the most it was since both wait."""
+    def _check_fairness(self, batch: list[Request]) -> None:
+        """Tenants that wait all the while are served alike, by weight, to within one request of each.
+
+        `leads` has, for each pair of tenants, by how much the first is ahead of the second, with the minimum
+        and the maximum since both wait.
+        """
         weights = self.scheduler.settings.tenant_weights
         for request in batch:
-            level = self._level(request)
+            rank = self._rank_of(request)
             share = max(1, request.cost) / weights.get(request.tenant, 1)
-            others = {one.tenant for one in self._in_lane(request.lane) if self._level(one) == level}
+            others = {r.tenant for r in self._in_lane(request.lane) if self._rank_of(r) == rank}
             for other in others - {request.tenant}:
-                for one, two, by in ((request.tenant, other, share), (other, request.tenant, -share)):
-                    lead, least, most = self.leads.get((request.lane, level, one, two), (0.0, 0.0, 0.0))
-                    lead += by
-                    least, most = min(least, lead), max(most, lead)
-                    self.leads[request.lane, level, one, two] = lead, least, most
-                    fair = MAX_COST / weights.get(one, 1) + MAX_COST / weights.get(two, 1)
-                    assert most - least <= fair + 1e-6, f"{one!r} and {two!r} are not served alike"
+                for first, second, gain in ((request.tenant, other, share), (other, request.tenant, -share)):
+                    lead, lead_min, lead_max = self.leads.get(
+                        (request.lane, rank, first, second), (0.0, 0.0, 0.0)
+                    )
+                    lead += gain
+                    lead_min, lead_max = min(lead_min, lead), max(lead_max, lead)
+                    self.leads[request.lane, rank, first, second] = lead, lead_min, lead_max
+                    limit = MAX_COST / weights.get(first, 1) + MAX_COST / weights.get(second, 1)
+                    assert lead_max - lead_min <= limit + 1e-6, f"unfair: {first!r} and {second!r}"
             del self.waiting[request]
-            self.late.discard(request)
+            self.delayed.discard(request)
             self._forget_leads()
 
     def _forget_leads(self) -> None:
-        """Who does not wait has no claim."""
-        there = {(one.lane, self._level(one), one.tenant) for one in self.waiting}
+        """Forget the leads of tenants without waiting requests."""
+        waiting = {(r.lane, self._rank_of(r), r.tenant) for r in self.waiting}
         self.leads = {
-            (lane, level, one, two): lead
-            for (lane, level, one, two), lead in self.leads.items()
-            if {(lane, level, one), (lane, level, two)} <= there
+            (lane, rank, first, second): lead
+            for (lane, rank, first, second), lead in self.leads.items()
+            if {(lane, rank, first), (lane, rank, second)} <= waiting
         }
 
-    # --- what may leave ------------------------------------------------------------------------------------
+    # --- dispatches ----------------------------------------------------------------------------------------
 
     def _is_full(self, lane: str) -> bool:
         queue, settings = self._in_lane(lane), self.scheduler.settings
         return (
             len(queue) >= settings.max_batch_size
-            or sum(map(size_of, queue)) >= MAX_BATCH_BYTES
-            or (
-                settings.max_batch_cost is not None
-                and sum(one.cost for one in queue) >= settings.max_batch_cost
-            )
+            or sum(map(bytes_of, queue)) >= MAX_BATCH_BYTES
+            or (settings.max_batch_cost is not None and sum(r.cost for r in queue) >= settings.max_batch_cost)
         )
 
     def _over(self, batch: list[Request]) -> bool:
         settings = self.scheduler.settings
-        return sum(map(size_of, batch)) > MAX_BATCH_BYTES or (
-            settings.max_batch_cost is not None and sum(one.cost for one in batch) > settings.max_batch_cost
+        return sum(map(bytes_of, batch)) > MAX_BATCH_BYTES or (
+            settings.max_batch_cost is not None and sum(r.cost for r in batch) > settings.max_batch_cost
         )
 
-    def _check_who_leaves(self, dispatch: Dispatch) -> None:
-        """From the front of one lane, level by level and each tenant in order; as many as may."""
+    def _check_requests(self, dispatch: Dispatch) -> None:
+        """From the front of one lane, rank by rank and each tenant in order; as many as fit."""
         batch, settings = dispatch.requests, self.scheduler.settings
         assert batch and set(batch) <= self.waiting.keys() and len(set(batch)) == len(batch)
-        levels = [self._level(one) for one in batch]
-        assert levels == sorted(levels, reverse=True)
-        rest = [one for one in self._in_lane(dispatch.lane) if one not in batch]
-        assert all(self._level(one) <= levels[-1] for one in rest)
-        for level, tenant in {(self._level(one), one.tenant) for one in batch}:
-            mine = [one for one in batch if (self._level(one), one.tenant) == (level, tenant)]
-            queue = [one for one in self._in_lane(dispatch.lane) if one.tenant == tenant]
-            assert mine == [one for one in queue if self._level(one) == level][: len(mine)]
-        size = self._preferred(dispatch.lane) if dispatch.reason == "preferred" else settings.max_batch_size
+        ranks = [self._rank_of(r) for r in batch]
+        assert ranks == sorted(ranks, reverse=True)
+        rest = [r for r in self._in_lane(dispatch.lane) if r not in batch]
+        assert all(self._rank_of(r) <= ranks[-1] for r in rest)
+        for rank, tenant in {(self._rank_of(r), r.tenant) for r in batch}:
+            of_tenant = [r for r in batch if (self._rank_of(r), r.tenant) == (rank, tenant)]
+            queue = [r for r in self._in_lane(dispatch.lane) if r.tenant == tenant]
+            assert of_tenant == [r for r in queue if self._rank_of(r) == rank][: len(of_tenant)]
+        is_preferred = dispatch.reason == "preferred"
+        size = self._preferred_size(dispatch.lane) if is_preferred else settings.max_batch_size
         assert len(batch) <= size and (len(batch) == 1 or not self._over(batch))
-        if self._defers(dispatch.lane):
-            done_us = self._done_us(dispatch.lane, len(batch))
-            in_time = all(done_us <= self._must_be_done_us(one) for one in batch)
-            assert in_time or self._may_be_tried(dispatch)
+        if self._is_deferred(dispatch.lane):
+            settles_us = self._settles_us(dispatch.lane, len(batch))
+            in_time = all(settles_us <= self._strict_deadline_us(r) for r in batch)
+            assert in_time or self._is_trial(dispatch)
         elif rest and len(batch) < size:
-            first = {one.tenant: one for one in reversed(rest) if self._level(one) == self._level(rest[0])}
-            assert any(self._over([*batch, one]) for one in first.values())
+            first = {r.tenant: r for r in reversed(rest) if self._rank_of(r) == self._rank_of(rest[0])}
+            assert any(self._over([*batch, r]) for r in first.values())
 
-    def _may_be_tried(self, dispatch: Dispatch) -> bool:
-        """Nobody could be met, and so nothing would be learned."""
+    def _is_trial(self, dispatch: Dispatch) -> bool:
+        """No request of the lane can be in time, so that without a trial nothing would be learned."""
         lane = dispatch.lane
-        soonest_us = self._done_us(lane, 1)
-        none_in_time = all(self._must_be_done_us(one) < soonest_us for one in self._in_lane(lane))
-        return none_in_time and all(riders[0].lane != lane for riders in self.riding.values())
+        soonest_us = self._settles_us(lane, 1)
+        none_in_time = all(self._strict_deadline_us(r) < soonest_us for r in self._in_lane(lane))
+        return none_in_time and all(batch[0].lane != lane for batch in self.in_flight.values())
 
-    def _check_dispatch(self, dispatch: Dispatch, departing: int) -> None:
+    def _check_dispatch(self, dispatch: Dispatch, reserved: int) -> None:
         lane, settings = dispatch.lane, self.scheduler.settings
-        outside = len(self.riding) + departing
+        taken = len(self.in_flight) + reserved
         assert not self._past_deadline(set(dispatch.requests) - dispatch.undated)
-        # Who is to be served though it expires has no deadline on its ride.
-        for one in dispatch.requests:
-            deadline_us = self._must_be_done_us(one)
-            assert dispatch.deadline_us(one) == (None if deadline_us == NEVER else deadline_us)
-        self._check_who_leaves(dispatch)
-        # Why: the first reason that holds.
+        # A request that is served even after its deadline has none in flight.
+        for r in dispatch.requests:
+            deadline_us = self._strict_deadline_us(r)
+            assert dispatch.deadline_us(r) == (None if deadline_us == NEVER_US else deadline_us)
+        self._check_requests(dispatch)
+        # The reason is the first that applies.
         queue = self._in_lane(lane)
-        hurry_us = 1.5 * self.longest_ride_us + 2000
-        deadlines_us = [self.deadlines_us[one] for one in queue]
-        in_a_hurry = any(one and one <= self.now_us + hurry_us for one in deadlines_us)
+        lead_us_max = 1.5 * self.turnaround_us_max + 2000
+        deadlines_us = [self.deadlines_us[r] or NEVER_US for r in queue]
+        is_urgent = any(deadline_us <= self.now_us + lead_us_max for deadline_us in deadlines_us)
         if self._is_full(lane):
             assert dispatch.reason == "full"
-        elif self._preferred(lane):
+        elif self._preferred_size(lane):
             assert dispatch.reason == "preferred"
         elif dispatch.reason == "efficient":
-            assert self._defers(lane) and len(queue) >= self._efficient(lane)
+            assert self._is_deferred(lane) and len(queue) >= self._efficient_size(lane)
         elif dispatch.reason == "deadline":
-            assert in_a_hurry or (self._defers(lane) and self.now_us >= self._latest_start_us(lane))
+            assert is_urgent or (self._is_deferred(lane) and self.now_us >= self._latest_start_us(lane))
         else:
             assert dispatch.reason == ("delay" if settings.max_queue_delay_ms else "idle")
-            assert dispatch.reason == "delay" or not self._defers(lane)
-            assert self.now_us >= self._delay_ends_us(lane)
-        # Where to: an idle process, or one that soon is; to any, one ahead, if it is full.
-        assert self._has_room(lane, outside)
-        # Before whom: no lane that might leave now has a better claim.
+            assert dispatch.reason == "delay" or not self._is_deferred(lane)
+            assert self.now_us >= self._ready_at_us(lane)
+        # A process is idle or about to become free; a full batch may be one ahead of any process.
+        assert self._has_capacity(lane, taken)
+        # No other lane that could be dispatched now comes first.
         for other in LANES:
-            if other != lane and self._may_leave(other, outside):
-                assert self._rank(lane) <= self._rank(other)
-        self._take_turns(dispatch.requests)
+            if other != lane and self._can_dispatch(other, taken):
+                assert self._claim(lane) <= self._claim(other)
+        self._check_fairness(dispatch.requests)
 
-    def _has_room(self, lane: str, outside: int) -> bool:
-        capacity, workers = self.scheduler.capacity, self.scheduler.model_processes
-        if outside < workers:
+    def _has_capacity(self, lane: str, taken: int) -> bool:
+        capacity, processes = self.scheduler.capacity, self.scheduler.model_processes
+        if taken < processes:
             return True
-        if outside >= 2 * workers:
+        if taken >= 2 * processes:
             return False
         if self._is_full(lane) and self.scheduler.settings.policy != "deferred":
             return True
-        executing = capacity._executing[outside - workers :]
+        executing = capacity._executing[taken - processes :]
         if not capacity.latency.known or not executing:
             return False
-        done_us, batch_id = executing[0]
-        # One that takes longer than it should may take any time.
-        return done_us - capacity.trip_us <= self.now_us <= done_us + capacity._grace_us(batch_id)
+        settles_us, batch_id = executing[0]
+        # A batch that takes longer than expected may take any time.
+        latest_us = settles_us + capacity._tolerance_us(batch_id)
+        return settles_us - capacity.round_trip_us <= self.now_us <= latest_us
 
-    def _may_leave(self, lane: str, outside: int) -> bool:
-        if not self._in_lane(lane) or not self._has_room(lane, outside):
+    def _can_dispatch(self, lane: str, taken: int) -> bool:
+        if not self._in_lane(lane) or not self._has_capacity(lane, taken):
             return False
-        return self.now_us >= self._leaves_at_us(lane)
+        return self.now_us >= self._ready_at_us(lane)
 
-    def _rank(self, lane: str) -> tuple[int, int]:
-        return -max(map(self._level, self._in_lane(lane))), self._oldest_us(lane)
+    def _claim(self, lane: str) -> tuple[int, int]:
+        return -max(map(self._rank_of, self._in_lane(lane))), self._oldest_us(lane)
 
-    def _check_nobody_was_overlooked(self, departing: int) -> None:
-        outside = len(self.riding) + departing
-        assert not [lane for lane in LANES if self._may_leave(lane, outside)]
-        if outside < self.scheduler.model_processes and self.scheduler.settings.max_queue_delay_ms:
+    def _check_that_no_batch_was_missed(self, reserved: int) -> None:
+        taken = len(self.in_flight) + reserved
+        assert not [lane for lane in LANES if self._can_dispatch(lane, taken)]
+        if taken < self.scheduler.model_processes and self.scheduler.settings.max_queue_delay_ms:
             last_us = self.now_us + 2000
-            in_time = self.waiting.keys() - self.late
-            assert all(one.deadline_us is None or one.deadline_us > last_us for one in in_time)
+            in_time = self.waiting.keys() - self.delayed
+            assert all(r.deadline_us is None or r.deadline_us > last_us for r in in_time)
 
-    def _depart(self, dispatch: Dispatch, fate: int | None) -> None:
-        gone: set[Entry] = set()
+    def _carry_out(self, dispatch: Dispatch, fate: int | None) -> None:
+        vanished: set[Entry] = set()
         if fate is not None:
-            entries = list(dict.fromkeys(one.entry for one in dispatch.requests))
-            gone = set(entries[: 1 + fate % len(entries)])
-        # Nobody of an entry that vanished waits any more, whether or not they were to leave.
-        left_behind = {one for one in self.waiting if one.entry in gone}
-        self.scheduler.forget(one for entry in gone for one in entry.requests)
-        self._leave(left_behind, expected=left_behind)
-        self.answered.update(one for one in dispatch.requests if one.entry in gone)
-        riders = [one for one in dispatch.requests if one.entry not in gone]
-        if not riders:
+            entries = list(dict.fromkeys(r.entry for r in dispatch.requests))
+            vanished = set(entries[: 1 + fate % len(entries)])
+        # No request of a vanished entry waits any more, whether it was to be dispatched or not.
+        still_waiting = {r for r in self.waiting if r.entry in vanished}
+        self.scheduler.forget(r for entry in vanished for r in entry.requests)
+        self._remove(still_waiting, expected=still_waiting)
+        self.answered.update(r for r in dispatch.requests if r.entry in vanished)
+        batch = [r for r in dispatch.requests if r.entry not in vanished]
+        if not batch:
             self.scheduler.cancel()
             return
         self.number += 1
         batch_id = f"batch {self.number}"
-        self.riding[batch_id] = riders
+        self.in_flight[batch_id] = batch
         self.undated |= dispatch.undated
-        self.scheduler.launch(batch_id, dispatch._replace(requests=riders), self.now_us)
+        self.scheduler.launch(batch_id, dispatch._replace(requests=batch), self.now_us)
 
-    def _everybody_arrives(self) -> None:
-        """Whatever happened before: with one worker that does its work, nobody is left."""
+    def _check_that_all_requests_settle(self) -> None:
+        """After any events, one process that executes all batches serves all requests."""
         self.scheduler.model_processes = 1
         for _ in range(10 + 2 * self.number):
             self.poll(fate=None)
-            while self.riding:
+            while self.in_flight:
                 self.settle(0, 0)
             if not self.waiting:
                 return
@@ -626,8 +657,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         raise AssertionError(f"{len(self.waiting)} wait for ever")
 
 
-def size_of(request: Request) -> int:
-    """What a request brings along."""
+def bytes_of(request: Request) -> int:
+    """The bytes of a request that count against limits."""
     return len(request.body) + sum(map(len, (request.extra or {}).values()))
 
 
@@ -636,5 +667,5 @@ TestScheduler.settings = hypothesis_settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # it says more of the machine than of the test
+    suppress_health_check=[HealthCheck.too_slow],  # that depends on the machine
 )

@@ -1,9 +1,9 @@
-"""Was anything lost, duplicated or given to another? A test's history, kept outside Redis, and its verdict.
+"""Checks whether results were lost, duplicated, or delivered to another request. Its history is not in Redis.
 
-A producer says what it does, in this order: `attempt` before XADD; then `accept` if XADD returned, `refuse`
-if Redis said no, and nothing if it cannot know (the connection broke): such a request may have a result or
-none. Whoever reads results says `envelope` for each one found, and where it was found. `report` then says
-what became of every request.
+A producer records, in this order: `attempt` before XADD; then `accept` if XADD returned, or `refuse` if Redis
+answered with an error. It records nothing if the connection broke: such a request may or may not have a
+result. A reader of results records `envelope` for each one, and where it was found. `report` then lists the
+faults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of the requests: counts, then those that went wrong by correlation ID, then a summary."""
+    """How the requests ended: counts, the correlation IDs of each kind of fault, and counts by status."""
 
     attempted: int
     accepted: int
@@ -43,31 +43,31 @@ class Report:
 
     @property
     def faultless(self) -> bool:
-        """Whether every accepted request has its own result or an explicit error, once, and no other has."""
+        """Whether each accepted request has exactly one result of its own, and no other request has one."""
         return not (self.lost or self.duplicated or self.misrouted or self.unexpected)
 
     def __str__(self) -> str:
-        wrong = {name: getattr(self, name) for name in ("lost", "duplicated", "misrouted", "unexpected")}
+        faults = {name: getattr(self, name) for name in ("lost", "duplicated", "misrouted", "unexpected")}
         return (
             f"attempted {self.attempted}, accepted {self.accepted}, ok {self.ok}, error {self.error}, "
-            + ", ".join(f"{name} {len(ids)} {ids[:3] or ''}".rstrip() for name, ids in wrong.items())
+            + ", ".join(f"{name} {len(ids)} {ids[:3] or ''}".rstrip() for name, ids in faults.items())
             + f"; statuses {dict(self.statuses)}"
         )
 
 
 class Checker:
-    """The history. `expected` says what the model must answer to a correlation ID and a payload."""
+    """The history. `expected` returns the right result for a correlation ID and a payload."""
 
     def __init__(self, expected: Expected = digest) -> None:
         self._expected = expected
         self._requests: dict[str, _Request] = {}
-        self._strays: list[str] = []
+        self._unknown: list[str] = []
 
     def attempt(self, correlation_id: str, payload: str) -> None:
-        """A producer is about to send this request; the same again if it never heard of the first attempt."""
+        """A producer is about to send this request, perhaps again after an attempt with unknown outcome."""
         request = self._requests.setdefault(correlation_id, _Request(payload))
         if request.payload != payload:
-            raise ValueError(f"{correlation_id}: a retry carries the payload of the first attempt")
+            raise ValueError(f"{correlation_id}: a retry must have the payload of the first attempt")
         request.attempts += 1
 
     def accept(self, correlation_id: str) -> None:
@@ -75,27 +75,27 @@ class Checker:
         self._requests[correlation_id].accepted += 1
 
     def refuse(self, correlation_id: str) -> None:
-        """Redis answered XADD with an error: there must not be a result."""
+        """Redis answered XADD with an error: there must be no result."""
         self._requests[correlation_id].refused += 1
 
     def envelope(self, found_at: str, envelope: Mapping[str, Any]) -> None:
-        """An envelope was found at this correlation ID: by its key, or by the stream that carried it."""
+        """An envelope was found for this correlation ID: at its result key, or in a reply stream."""
         request = self._requests.get(found_at)
         if request is None:
-            self._strays.append(found_at)
+            self._unknown.append(found_at)
         else:
             request.envelopes.append(envelope)
 
     def unsettled(self) -> list[str]:
-        """Accepted requests that have no terminal result so far."""
+        """The correlation IDs of accepted requests that have no terminal result yet."""
         return [
             name for name, request in self._requests.items() if request.accepted and not _terminal(request)
         ]
 
     def report(self) -> Report:
-        """The verdict, over everything said until now."""
+        """The report on everything recorded so far."""
         statuses: defaultdict[str, int] = defaultdict(int)
-        lost, duplicated, misrouted, unexpected = [], [], [], list(self._strays)
+        lost, duplicated, misrouted, unexpected = [], [], [], list(self._unknown)
         for name, request in self._requests.items():
             terminal = _terminal(request)
             possible = request.attempts - request.refused  # entries that may be in Redis
@@ -105,7 +105,7 @@ class Checker:
                 unexpected.append(name)
             elif len(terminal) > possible:
                 duplicated.append(name)
-            if any(self._is_anothers(name, request, one) for one in request.envelopes):
+            if any(self._is_misrouted(name, request, envelope) for envelope in request.envelopes):
                 misrouted.append(name)
             if terminal:
                 statuses[terminal[0]["status"]] += 1
@@ -122,12 +122,12 @@ class Checker:
             statuses={status: count for status, count in statuses.items() if count},
         )
 
-    def _is_anothers(self, name: str, request: _Request, envelope: Mapping[str, Any]) -> bool:
+    def _is_misrouted(self, name: str, request: _Request, envelope: Mapping[str, Any]) -> bool:
         if envelope["correlation_id"] != name:
             return True
-        right = envelope["status"] != "OK" or envelope["body"] == self._expected(name, request.payload)
-        return not right
+        is_right = envelope["status"] != "OK" or envelope["body"] == self._expected(name, request.payload)
+        return not is_right
 
 
 def _terminal(request: _Request) -> list[Mapping[str, Any]]:
-    return [one for one in request.envelopes if one["final"]]
+    return [envelope for envelope in request.envelopes if envelope["final"]]

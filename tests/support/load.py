@@ -1,4 +1,4 @@
-"""A producer that goes on and on while a test breaks things, and tells the checker what it does."""
+"""A producer that sends requests continuously while a test causes faults, and records them in a checker."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from support.checker import Checker, Report
 from support.stack import Stack, envelope
 from support.waiting import wait_until
 
-TURN_S: Final = 0.01
-ENTRIES_PER_TURN: Final = 3
-PACKED: Final = 5
+INTERVAL_S: Final = 0.01
+ENTRIES_PER_INTERVAL: Final = 3
+PACKED_REQUESTS: Final = 5
 
 Fields = dict[str, Any]
 
 
 class Load:
-    """Sends requests in every way a producer may, on a thread of its own, for as long as the block lasts.
+    """Sends requests in every form that a producer may use, from a thread, until the end of the block.
 
-    Plain XADD, without retries: what was accepted is known exactly.
+    It uses plain XADD without retries, so that it knows exactly which requests were accepted.
     """
 
     def __init__(self, stack: Stack, model: str, checker: Checker, name: str = "load") -> None:
@@ -59,7 +59,7 @@ class Load:
         assert not self._thread.is_alive()
 
     def wait_for_more(self, count: int, timeout_s: float = 20.0) -> None:
-        """Wait until as many further requests were accepted."""
+        """Wait until `count` more requests are accepted."""
         target = self.accepted + count
         wait_until(
             lambda: self.accepted >= target,
@@ -68,19 +68,19 @@ class Load:
         )
 
     def _run(self) -> None:
-        turns = entries(self._name)
-        while not self._stop.wait(TURN_S):
-            turn = list(itertools.islice(turns, ENTRIES_PER_TURN))
+        entries_to_send = entries(self._name)
+        while not self._stop.wait(INTERVAL_S):
+            sent = list(itertools.islice(entries_to_send, ENTRIES_PER_INTERVAL))
             pipeline = self._redis.pipeline(transaction=False)
-            for fields, payloads in turn:
+            for fields, payloads in sent:
                 for correlation_id, payload in payloads.items():
                     self._checker.attempt(correlation_id, payload)
                 pipeline.xadd(self._keys.requests, fields)
             try:
                 replies = pipeline.execute(raise_on_error=False)
             except RedisError:
-                continue  # whether they were accepted is not known
-            for (_, payloads), reply in zip(turn, replies, strict=True):
+                continue  # it is not known whether they were accepted
+            for (_, payloads), reply in zip(sent, replies, strict=True):
                 refused = isinstance(reply, ResponseError)
                 for correlation_id in payloads:
                     if refused:
@@ -91,13 +91,13 @@ class Load:
 
 
 def entries(name: str) -> Iterator[tuple[Fields, dict[str, str]]]:
-    """Entries without end, each with the payloads of its requests by correlation ID."""
+    """An endless sequence of entries, each with the payloads of its requests by correlation ID."""
     shapes: tuple[tuple[str, int, Fields], ...] = (
         (JSON, 1, {}),
-        (MSGPACK, PACKED, {"reply_to": f"{name}-many"}),
+        (MSGPACK, PACKED_REQUESTS, {"reply_to": f"{name}-many"}),
         (RAW, 1, {"reply_to": f"{name}-raw", "priority": 7}),
         (MSGPACK, 1, {"lane": "night"}),
-        (JSON, PACKED, {}),
+        (JSON, PACKED_REQUESTS, {}),
         (JSON, 1, {"expiration": 60_000, "reply_to": f"{name}-json"}),
     )
     for number in itertools.count():
@@ -117,8 +117,8 @@ def encode(content_type: str, payload: str) -> bytes:
     return json.dumps(payload).encode() if content_type == JSON else bytes(msgpack.packb(payload))
 
 
-def settled(stack: Stack, model: str, checker: Checker, timeout_s: float = 20.0) -> Report:
-    """The verdict, once nothing waits or is in flight any more. Fails if that takes over `timeout_s`."""
+def final_report(stack: Stack, model: str, checker: Checker, timeout_s: float = 20.0) -> Report:
+    """The checker's report once the model is idle. Fails if that takes longer than `timeout_s`."""
     try:
         stack.wait_until_idle(model, timeout_s)
     finally:
@@ -129,9 +129,9 @@ def settled(stack: Stack, model: str, checker: Checker, timeout_s: float = 20.0)
 
 
 def collect(stack: Stack, model: str, checker: Checker, reply_to: str = "*") -> None:
-    """Tell the checker every envelope that is in Redis, whomever it is for. To be called once.
+    """Record all envelopes of the model that are in Redis. Must be called only once.
 
-    `reply_to` is a pattern of names: an AsyncClient trims its own stream, now or later.
+    `reply_to` is a pattern of reply streams: it must exclude that of an AsyncClient, which trims its stream.
     """
     keys = Keys(model)
     lists, streams = keys.result(""), keys.replies("")
@@ -139,22 +139,22 @@ def collect(stack: Stack, model: str, checker: Checker, reply_to: str = "*") -> 
     pipeline = stack.redis.pipeline(transaction=False)
     for key in names:
         pipeline.lrange(key, 0, -1)
-    for key, found in zip(names, pipeline.execute(), strict=True):
-        for data in found:
+    for key, values in zip(names, pipeline.execute(), strict=True):
+        for data in values:
             checker.envelope(key.decode().removeprefix(lists), decoded(envelope(data)))
     for key in stack.redis.scan_iter(match=f"{streams}{reply_to}", count=1000):
-        for one in stack.replies(model, key.decode().removeprefix(streams)):
-            checker.envelope(one["correlation_id"], decoded(one))
+        for reply in stack.replies(model, key.decode().removeprefix(streams)):
+            checker.envelope(reply["correlation_id"], decoded(reply))
 
 
-def decoded(one: Mapping[str, Any]) -> dict[str, Any]:
-    """An envelope whose body is a value, whatever it travelled as."""
-    body = one.get("body")
+def decoded(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """The envelope with its body decoded."""
+    body = envelope.get("body")
     if isinstance(body, bytes):
-        if one["content_type"] == MSGPACK:
+        if envelope["content_type"] == MSGPACK:
             body = msgpack.unpackb(body)
-        elif one["content_type"] == JSON:
+        elif envelope["content_type"] == JSON:
             body = json.loads(body)
         else:
             body = body.decode()
-    return {**one, "body": body}
+    return {**envelope, "body": body}

@@ -1,7 +1,7 @@
-"""The file-type model inside the `magika` wheel, and magika's own answers to hold ours against.
+"""The file-type model in the `magika` wheel, and magika's own results as the expected ones.
 
 The model takes the first and last 1024 bytes of a file, stripped of white space and padded, as int32, and
-gives a score per content type.
+returns a score for each content type.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 from carpool.wire.tensors import Array
 
 SAMPLES: Final = 60
-PER_SUFFIX: Final = 2
-FILE_BYTES: Final = range(64, 1 << 20)
+SAMPLES_PER_SUFFIX: Final = 2
+SAMPLE_BYTES: Final = range(64, 1 << 20)
 
-# How far one content's score may lie from itself in a batch of another size. onnxruntime sums a lone item in
-# another order, and the model normalizes by E[x^2] - E[x]^2, which magnifies that rounding (5e-4 was seen).
+# How much a content's score may differ between batch sizes. onnxruntime sums a single item in another order,
+# and the model normalises by E[x^2] - E[x]^2, which magnifies that rounding (5e-4 was measured).
 SCORE_TOLERANCE: Final = 1e-3
 
 
@@ -57,7 +57,7 @@ def model_path() -> Path:
 
 
 def features(data: bytes) -> NDArray[np.int32]:
-    """What the model is given for a file's content: int32, of the model's input length."""
+    """The model's input for a file's content: int32, of the model's input length."""
     config = _config()
     found = Magika._extract_features_from_seekable(
         Seekable(io.BytesIO(data)),
@@ -72,19 +72,19 @@ def features(data: bytes) -> NDArray[np.int32]:
 
 
 def consults_model(data: bytes) -> bool:
-    """Whether magika asks its model about this content; it knows what to say of a few bytes."""
+    """Whether magika runs its model on this content; very short ones it classifies by rules."""
     shortest, padding = _config().min_file_size_for_dl, _config().padding_token
     return len(data) >= shortest and bool(features(data)[shortest - 1] != padding)
 
 
 def answer(data: bytes) -> tuple[str, float]:
-    """magika's own: the label its model gives (before thresholds and rules) and its score."""
+    """magika's own result: its model's label (before thresholds and rules) and score."""
     result = _magika().identify_bytes(data)
     return str(result.dl.label), float(result.score)
 
 
 def answers(paths: Sequence[Path]) -> list[tuple[str, float]]:
-    """As `answer`, of files that magika puts through its model as one batch."""
+    """As `answer`, for files that magika executes as one batch."""
     results = _magika().identify_paths(paths)
     return [(str(result.dl.label), float(result.score)) for result in results]
 
@@ -103,18 +103,18 @@ def sample_files() -> list[Path]:
         by_suffix[path.suffix].append(path)
     found: list[Path] = []
     for paths in sorted(by_suffix.values(), key=len, reverse=True):
-        found += itertools.islice(filter(_is_sample, paths), PER_SUFFIX)
+        found += itertools.islice(filter(_is_sample, paths), SAMPLES_PER_SUFFIX)
         if len(found) >= SAMPLES:
             break
     return found
 
 
 def _is_sample(path: Path) -> bool:
-    return path.stat().st_size in FILE_BYTES and consults_model(path.read_bytes())
+    return path.stat().st_size in SAMPLE_BYTES and consults_model(path.read_bytes())
 
 
 def _installed_files() -> list[Path]:
-    """Files in an order that depends on their names alone; bytecode caches come and go, so none of those."""
+    """Installed files in an order that depends on their names alone, without bytecode caches."""
     found = []
     for root in sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")}):
         for folder, folders, names in os.walk(root):
@@ -123,12 +123,12 @@ def _installed_files() -> list[Path]:
     return found
 
 
-def made_files() -> dict[str, bytes]:
-    """Small contents by the label that a person would give them, the same on every machine."""
+def generated_files() -> dict[str, bytes]:
+    """Small contents by their obvious label, the same on every machine."""
     rows = [{"id": number, "name": f"name {number}", "price": number * 1.5} for number in range(60)]
     table = io.StringIO()
     csv.writer(table).writerows([rows[0].keys(), *(row.values() for row in rows)])
-    text = "\n".join(f"Line {number} of a text about nothing much." for number in range(40)).encode()
+    text = "\n".join(f"Line {number} of a sample text." for number in range(40)).encode()
     page = b"<!DOCTYPE html>\n<html><head><title>Lines</title></head><body><p>%b</p></body></html>" % text
     return {
         "csv": table.getvalue().encode(),

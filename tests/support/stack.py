@@ -1,4 +1,4 @@
-"""A whole stack for a test: a Redis server of its own, batchers and workers as processes, and their logs.
+"""A stack for a test: a Redis server, batchers and workers as processes, and their logs.
 
     with Stack(tmp_path) as stack:
         stack.batcher()
@@ -7,7 +7,8 @@
         entry_id = stack.send("Hashing", body="1")
         assert stack.result("Hashing", entry_id)["status"] == "OK"
 
-Nothing here sleeps for a fixed time, every wait has an end, and only what was started here is ended, by pid.
+Nothing here sleeps for a fixed time, and each wait has a timeout. A stack stops only processes that it
+started.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
 
 MODELS: Final = Path(__file__).parent / "models"
-START_S: Final = 20.0  # a cold interpreter on a machine that is busy with something else
+START_S: Final = 20.0  # a cold interpreter on a busy machine
 RESULT_S: Final = 15.0
 _LOG_LINES_SHOWN: Final = 40
 
@@ -40,7 +41,7 @@ Event = dict[str, Any]
 
 
 class Service:
-    """A batcher or a worker: a process, and what it has logged so far."""
+    """A batcher or worker process and its log."""
 
     def __init__(self, name: str, argv: list[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name = name
@@ -64,72 +65,73 @@ class Service:
         return self.process.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone, if it still runs."""
+        """Send a signal to this process but not to its children."""
         self.process.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP, to the process and its children: as if the machine had paused. Returns once they stand."""
+        """Stop the process and its children with SIGSTOP, as a paused machine would; return once they are."""
         frozen = [self.pid, *self.children()]
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: all(_state(pid) == "T" for pid in frozen), description=f"{self.name} stands still")
+        wait_until(lambda: all(_state(pid) == "T" for pid in frozen), description=f"{self.name} is stopped")
 
     def thaw(self) -> None:
-        """SIGCONT, to the process and its children."""
+        """Let the process and its children continue (SIGCONT)."""
         for pid in [self.pid, *self.children()]:
             os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL; returns once the process is gone."""
+        """SIGKILL; return once the process has ended."""
         self.process.kill()
         self.process.wait(10)
 
     def terminate(self, within_s: float = 15.0) -> int:
-        """SIGTERM; the exit status."""
+        """SIGTERM; return the exit status."""
         self.process.terminate()
         return self.process.wait(within_s)
 
     def children(self) -> list[int]:
-        """Pids of the processes that this one started: a worker's model processes."""
+        """The pids of this process's children: a worker's model processes."""
         tasks = Path(f"/proc/{self.pid}/task")
         with contextlib.suppress(OSError):
             return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
         return []
 
     def events(self, name: str | None = None) -> list[Event]:
-        """The log's lines, or those of one event."""
+        """All events in the log, or those with this name."""
         with self.log.open(encoding="utf-8", errors="replace") as lines:
             parsed = [event for line in lines if (event := _event(line)) is not None]
         return [event for event in parsed if name in (None, event.get("event"))]
 
     def wait_for(self, name: str, timeout_s: float = START_S) -> Event:
-        """The first event of this name, once it was logged. Fails if the process ends without."""
+        """Wait for the first event of this name. Fails if the process ends without logging it."""
         wait_until(
             lambda: self.events(name) or not self.alive,
             description=f"{self.name} logs {name!r}",
             timeout_s=timeout_s,
         )
         found = self.events(name)
-        assert found, f"{self.name} ended with {self.process.returncode} and never logged {name!r}"
+        assert found, f"{self.name} exited with {self.process.returncode} without logging {name!r}"
         return found[0]
 
     @property
     def status_url(self) -> str:
-        """Where a service that was started with "--http-port", "0" says how it is."""
-        url: str = self.wait_for("status served")["url"]
+        """The URL of the status server of a service started with "--http-port", "0"."""
+        url: str = self.wait_for("serving metrics and health")["url"]
         return url.removesuffix("/metrics")
 
     def end_of_log(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-        state = "running" if self.alive else f"ended with {self.process.returncode}"
+        state = "running" if self.alive else f"exited with {self.process.returncode}"
         return "\n".join([f"--- {self.name}, {state}", *lines])
 
 
 class Stack:
-    """See the module. `home` is for logs; `binary` is the Redis server, the preferred one if None.
+    """A Redis server with batchers and workers. See the module for an example.
 
-    `server` is one that runs already, and is stopped with the stack; at `server.url` the tests do as they
-    like. `environment` are variables for batchers and workers, by role, in place of that URL.
+    Logs are written to `home`. `binary` is the Redis server to start, the preferred one if None. `server` is
+    a running one instead, which is stopped with the stack; tests connect to `server.url`. `environment` has
+    variables for batchers and workers, by role; they override that URL.
     """
 
     running: ClassVar[list[Stack]] = []
@@ -147,7 +149,7 @@ class Stack:
         home.mkdir(parents=True, exist_ok=True)
         self.server = server or EmbeddedRedis(binary=binary, append_only=append_only)
         self.environment = {} if environment is None else environment
-        # Any: redis-py's types leave open what comes back, and most of what may be put in.
+        # Any: redis-py's types are too vague for results and for most arguments.
         self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
         self.services: list[Service] = []
         self._served: dict[str, Service] = {}
@@ -167,26 +169,28 @@ class Stack:
 
     # --- services ------------------------------------------------------------------------------------------
 
-    def batcher(self, *flags: str, planted: Path | None = None, ready: bool = True) -> Service:
-        """Start one more batcher, and wait until it looks for models unless `ready` is False."""
-        service = self._start("batcher", ["-m", "carpool_batcher", *flags], planted)
+    def batcher(self, *flags: str, faulty_package: Path | None = None, ready: bool = True) -> Service:
+        """Start a batcher; wait until it looks for models unless `ready` is False."""
+        service = self._start("batcher", ["-m", "carpool_batcher", *flags], faulty_package)
         if ready:
             service.wait_for("batcher started")
         return service
 
-    def worker(self, spec: str, *flags: str, planted: Path | None = None, ready: bool = True) -> Service:
-        """Start one more worker, and wait until it takes batches unless `ready` is False.
+    def worker(
+        self, spec: str, *flags: str, faulty_package: Path | None = None, ready: bool = True
+    ) -> Service:
+        """Start a worker; wait until it is ready unless `ready` is False.
 
-        `spec` is a worker's own; files are looked for in `tests/support/models`. `planted` is a directory
-        with a package `carpool` that is used instead of ours.
+        `spec` is the worker's argument, relative to `tests/support/models`. `faulty_package` is a directory
+        with a package `carpool` that replaces the real one.
         """
-        service = self._start("worker", ["-m", "carpool_worker", spec, *flags], planted)
+        service = self._start("worker", ["-m", "carpool_worker", spec, *flags], faulty_package)
         if ready:
             service.wait_for("worker ready")
         return service
 
     def serve(self, *specs: str) -> str:
-        """Have a batcher and a worker serve each of the models, unless they do so; the last one's name."""
+        """Start a batcher and a worker for each model where none runs; return the name of the last model."""
         if not any(service.alive and service.name.startswith("batcher") for service in self.services):
             self.batcher()
         models = {spec.rpartition(":")[2]: spec for spec in specs}
@@ -200,119 +204,121 @@ class Stack:
         return model
 
     def served_by(self, model: str) -> Service:
-        """The worker that `serve` started."""
+        """The worker that `serve` started for the model."""
         return self._served[model]
 
-    def _start(self, role: str, argv: list[str], planted: Path | None) -> Service:
+    def _start(self, role: str, argv: list[str], faulty_package: Path | None) -> Service:
         name = f"{role}-{len(self.services)}"
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")},
             "CARPOOL_REDIS_URL": self.url,
             **self.environment.get(role, {}),
         }
-        if planted is not None:
-            environment["PYTHONPATH"] = str(planted)
+        if faulty_package is not None:
+            environment["PYTHONPATH"] = str(faulty_package)
         service = Service(name, argv, self.home / f"{name}.log", environment)
         self.services.append(service)
         return service
 
     def wait_for_model(self, model: str, workers: int = 1, timeout_s: float = START_S) -> None:
-        """Wait until a batcher is active for the model, and as many model processes are alive."""
+        """Wait until a batcher is active for the model and has at least `workers` live model processes."""
         keys = Keys(model)
         wait_until(
             lambda: self.redis.exists(keys.batcher) and len(self.live_workers(model)) >= workers,
-            description=f"{workers} processes of {model} and a batcher serve it",
+            description=f"{model} has a batcher and {workers} model processes",
             timeout_s=timeout_s,
         )
 
     def configure(self, model: str, **values: str) -> None:
-        """As `carpool config` does; returns once a batcher of ours goes by it."""
+        """Override settings as `carpool config` does; return once a batcher has read them."""
         wait_until(
             lambda: any(event["model"] == model for event in self.events("batcher active")),
-            description=f"a batcher has read the settings of {model}",  # or it would begin with these
+            description=f"a batcher has read the settings of {model}",  # else it may start with the new ones
             timeout_s=START_S,
         )
         before = len(self.events("settings changed"))
         self.redis.hset(Keys(model).config, mapping=values)
-        wait_until(lambda: len(self.events("settings changed")) > before, description=f"{values} is in force")
+        wait_until(lambda: len(self.events("settings changed")) > before, description=f"{values} take effect")
 
     def live_workers(self, model: str) -> list[str]:
-        """Consumers whose lease has not run out."""
+        """The names of the workers whose lease has not run out."""
         seconds, microseconds = self.redis.time()
         now_ms = seconds * 1000 + microseconds // 1000
         return [name.decode() for name in self.redis.zrangebyscore(Keys(model).workers, now_ms, "+inf")]
 
     def active_batcher(self, model: str) -> Service:
-        """The batcher that holds the model's lease, once one does."""
+        """Wait until a batcher holds the model's lease, and return it."""
 
         def holder() -> Service | None:
             name = (self.redis.get(Keys(model).batcher) or b"").decode()
-            return next((one for one in self.services if f"-{one.pid}-" in name), None)
+            return next((service for service in self.services if f"-{service.pid}-" in name), None)
 
-        wait_until(holder, description=f"a batcher of ours holds the lease of {model}", timeout_s=START_S)
+        wait_until(
+            holder, description=f"a batcher of this stack holds the lease of {model}", timeout_s=START_S
+        )
         found = holder()
         assert found is not None
         return found
 
     def models(self) -> list[str]:
-        """Names of the registered models."""
+        """The names of the registered models."""
         return sorted(name.decode() for name in self.redis.smembers("carpool:models"))
 
     def events(self, name: str) -> list[Event]:
-        """Events of this name in all logs."""
+        """The events of this name in all logs."""
         return [event for service in self.services for event in service.events(name)]
 
-    # --- a producer that knows only Redis ------------------------------------------------------------------
+    # --- a producer that uses only Redis -------------------------------------------------------------------
 
     def send(self, model: str, **fields: str | bytes | int) -> str:
-        """XADD one request; the entry's ID."""
+        """XADD one request; return the entry ID."""
         entry_id: bytes = self.redis.xadd(Keys(model).requests, dict(fields))
         return entry_id.decode()
 
     def send_packed(self, model: str, requests: list[dict[str, Any]], **shared: str | bytes | int) -> str:
-        """XADD one entry with several requests; the entry's ID."""
+        """XADD one packed entry; return its ID."""
         return self.send(model, requests=msgpack.packb(requests), **shared)
 
     def result(self, model: str, correlation_id: str, timeout_s: float = RESULT_S) -> dict[str, Any]:
-        """Wait for one envelope, and take it."""
+        """Wait for an envelope, and remove it."""
         found = self.redis.blpop([Keys(model).result(correlation_id)], timeout_s)
         assert found is not None, f"no result of {model} for {correlation_id} within {timeout_s:g} s"
         return envelope(found[1])
 
     def replies(self, model: str, name: str) -> list[dict[str, Any]]:
-        """All envelopes on a reply stream, in order."""
+        """All envelopes in a reply stream, in order."""
         entries = self.redis.xrange(Keys(model).replies(name))
-        return [one for _, fields in entries for one in msgpack.unpackb(fields[b"results"])]
+        return [reply for _, fields in entries for reply in msgpack.unpackb(fields[b"results"])]
 
-    # --- at rest -------------------------------------------------------------------------------------------
+    # --- the state of Redis --------------------------------------------------------------------------------
 
     def wait_until_idle(self, model: str, timeout_s: float = RESULT_S) -> None:
-        """Wait until nothing of the model waits or is in flight."""
+        """Wait until no request of the model waits or is in flight."""
         keys = Keys(model)
         wait_until(
             lambda: self.redis.xlen(keys.requests) == self.redis.xlen(keys.batches) == 0,
-            description=f"nothing of {model} waits or is in flight",
+            description=f"no request of {model} waits or is in flight",
             timeout_s=timeout_s,
         )
 
     def pending(self, model: str) -> int:
-        """Batches in Redis's pending entries list."""
+        """The number of batches in Redis's pending entries list."""
         (group,) = self.redis.xinfo_groups(Keys(model).batches)
         count: int = group["pending"]
         return count
 
     def keys_without_ttl(self) -> set[str]:
-        """Names of the keys that would stay for ever."""
+        """The names of the keys that never expire."""
         names = list(self.redis.scan_iter(count=1000))
         pipeline = self.redis.pipeline(transaction=False)
         for name in names:
             pipeline.pttl(name)
         return {name.decode() for name, ttl_ms in zip(names, pipeline.execute(), strict=True) if ttl_ms == -1}
 
-    # --- the end -------------------------------------------------------------------------------------------
+    # --- stopping ------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End what was started here. Any number of times."""
+        """Stop all services and the Redis server. May be called more than once."""
         for service in self.services:
             if service.alive:
                 service.signal(signal.SIGKILL)
@@ -328,7 +334,7 @@ class Stack:
 
 
 def fixed_keys(model: str) -> set[str]:
-    """A model's keys that have no TTL, each bounded: what PROTOCOL.md lists, and nothing else."""
+    """A model's keys that have no TTL, as listed in PROTOCOL.md; each is bounded."""
     keys = Keys(model)
     return {
         keys.requests,
@@ -342,14 +348,14 @@ def fixed_keys(model: str) -> set[str]:
 
 
 def envelope(data: bytes) -> dict[str, Any]:
-    """An envelope from a result's own list: a JSON object or a msgpack map."""
+    """Decode the envelope from a result key: a JSON object or a msgpack map."""
     decoded: dict[str, Any] = json.loads(data) if data.startswith(b"{") else msgpack.unpackb(data)
     return decoded
 
 
 @contextlib.contextmanager
 def frozen(service: Service) -> Iterator[None]:
-    """The service stands still inside the block."""
+    """Inside the block the service is stopped (SIGSTOP)."""
     service.freeze()
     try:
         yield
@@ -358,21 +364,21 @@ def frozen(service: Service) -> Iterator[None]:
 
 
 def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = 10.0) -> Any:
-    """What `probe` returns, once that is something."""
+    """Wait until `probe` returns a true value, and return it."""
     found: list[Any] = []
 
-    def look() -> bool:
+    def is_found() -> bool:
         found[:] = [probe()]
         return bool(found[0])
 
-    wait_until(look, description=description, timeout_s=timeout_s)
+    wait_until(is_found, description=description, timeout_s=timeout_s)
     return found[0]
 
 
 def _event(line: str) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:  # a traceback, or the half of a line that is being written
+    except ValueError:  # a traceback, or a line that is still being written
         return None
     return event if isinstance(event, dict) else None
 
@@ -381,4 +387,4 @@ def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "gone"
+        return "ended"

@@ -1,4 +1,4 @@
-"""ONNX files of a node or two, written by hand: enough protobuf to try what a loader must accept and refuse.
+"""ONNX files of one or two nodes, encoded by hand: enough protobuf to test what a loader accepts and rejects.
 
 Field numbers are those of onnx.proto3; a message is the concatenation of its fields.
 """
@@ -19,9 +19,9 @@ INT_ATTRIBUTE: Final = 2
 
 @dataclass(frozen=True)
 class Value:
-    """A graph's input or output: sizes are numbers, names (may vary) or None (may vary, unnamed).
+    """A graph's input or output. A size is a number, a name (a varying dimension) or None (varying, unnamed).
 
-    A `shape` of None is left out of the file. `sequence` makes it a sequence of such tensors.
+    A `shape` of None is omitted from the file. With `sequence` it is a sequence of such tensors.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation; attributes are whole numbers."""
+    """One operation; attributes are integers."""
 
     op: str
     inputs: Sequence[str]
@@ -100,7 +100,7 @@ def _dimension(size: int | str | None) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    number &= (1 << 64) - 1  # negative numbers travel as 64-bit two's complement
+    number &= (1 << 64) - 1  # negative numbers are encoded as 64-bit two's complement
     digits = []
     while number > 0x7F:
         digits.append(number & 0x7F | 0x80)

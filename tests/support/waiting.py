@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does, without ever sleeping for a fixed time."""
+"""Wait for another process or thread, without sleeping for a fixed time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _POLL_S: Final = 0.002
 
 
 def wait_until(predicate: Callable[[], object], *, description: str, timeout_s: float = 10.0) -> None:
-    """Returns as soon as `predicate` holds; `description` completes the sentence "waited until ..."."""
+    """Return as soon as `predicate` holds. `description` completes "timed out waiting until ..."."""
     deadline = time.monotonic() + timeout_s
     pause = Event()
     while not predicate():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s:g} s until {description}, in vain")
+            raise AssertionError(f"timed out after {timeout_s:g} s waiting until {description}")
         pause.wait(_POLL_S)

@@ -179,28 +179,28 @@ STORES: Final = {"batcher": (batcher, results), "worker": (worker, results)}
 
 
 def scripts_of(role: str) -> list[Script]:
-    """Those that a role's store runs."""
-    return [one for module in STORES[role] for one in vars(module).values() if isinstance(one, Script)]
+    """The scripts that a role's store runs."""
+    return [value for module in STORES[role] for value in vars(module).values() if isinstance(value, Script)]
 
 
 @pytest.mark.parametrize("role", ["batcher", "worker"])
-def test_what_a_service_may_do_is_what_its_code_does(role: str) -> None:
-    """Each command that is granted is said in its scripts, or by its store; whichever is not has no use."""
-    ours = {"ping", "client|setname", "eval", "evalsha"}
+def test_service_has_no_permission_that_its_code_does_not_use(role: str) -> None:
+    """Each granted command is in one of its scripts, or in its store."""
+    of_connection = {"ping", "client|setname", "eval", "evalsha"}
     sources = [source(module) for module in (*STORES[role], directory)]
     sources += [script.source for script in scripts_of(role)]
-    said = set(re.findall(r"""["']([A-Z]{2,})["']""", "".join(sources)))
-    granted = {command.partition("|")[0].upper() for command in commands(role) - ours}
-    assert granted <= said
+    used = set(re.findall(r"""["']([A-Z]{2,})["']""", "".join(sources)))
+    granted = {command.partition("|")[0].upper() for command in commands(role) - of_connection}
+    assert granted <= used
 
 
-def test_what_the_client_says_a_producer_may() -> None:
-    said = {words.lower() for words in re.findall(r'\("([A-Z]{3,})",', source(aio) + source(pipeline))}
-    assert said - {"client"} <= commands("producer")
+def test_producer_has_every_permission_that_the_client_uses() -> None:
+    used = {command.lower() for command in re.findall(r'\("([A-Z]{3,})",', source(aio) + source(pipeline))}
+    assert used - {"client"} <= commands("producer")
 
 
-# Two scripts do some of it for a worker, and some for a batcher.
-ONLY_OTHERS: Final = {
+# Commands that these scripts do not use for this role.
+UNUSED: Final = {
     ("answer", "batcher"): {"xpending", "hincrby"},
     ("answer", "worker"): {"xrange"},
     ("release", "worker"): {"xrange"},
@@ -208,12 +208,12 @@ ONLY_OTHERS: Final = {
 
 
 @pytest.mark.parametrize("role", STORES)
-def test_all_that_a_script_does_is_granted_to_those_who_run_it(role: str) -> None:
-    """Or a service would be stopped at a command that is rare, in production only."""
+def test_service_has_every_permission_that_its_scripts_use(role: str) -> None:
+    """Otherwise a rare command would fail, and in production only."""
     for script in scripts_of(role):
-        said = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]{5,})')?", script.source)
-        done = {"|".join(filter(None, words)).lower() for words in said if words[1] not in ("IDLE", "MAXLEN")}
-        assert done - ONLY_OTHERS.get((script.name, role), set()) <= commands(role), script.name
+        calls = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]{5,})')?", script.source)
+        used = {"|".join(filter(None, call)).lower() for call in calls if call[1] not in ("IDLE", "MAXLEN")}
+        assert used - UNUSED.get((script.name, role), set()) <= commands(role), script.name
 
 
 def source(module: ModuleType) -> str:

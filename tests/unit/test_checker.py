@@ -1,4 +1,4 @@
-"""The delivery checker: content where all is well, red for each fault that it is there to find."""
+"""The delivery checker: no report of faults where there are none, and a report of each planted fault."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def failed(number: int) -> dict[str, Any]:
 
 
 def sent(count: int = COUNT) -> Checker:
-    """Requests r0, r1, ..., all accepted, none answered."""
+    """A checker for requests r0, r1, ..., all accepted, none answered."""
     checker = Checker()
     for number in range(count):
         checker.attempt(f"r{number}", payload(number))
@@ -37,17 +37,17 @@ def sent(count: int = COUNT) -> Checker:
 
 
 def answered() -> Checker:
-    """All accepted, all answered rightly."""
+    """A checker for requests that were all accepted and answered correctly."""
     checker = sent()
     for number in range(COUNT):
         checker.envelope(f"r{number}", ok(number))
     return checker
 
 
-# --- Content
+# --- no faults
 
 
-def test_results_and_explicit_errors_are_fine() -> None:
+def test_results_and_explicit_errors_are_faultless() -> None:
     checker = sent()
     for number in range(COUNT):
         checker.envelope(f"r{number}", failed(number) if number % 4 == 0 else ok(number))
@@ -60,7 +60,7 @@ def test_results_and_explicit_errors_are_fine() -> None:
     assert checker.unsettled() == []
 
 
-def test_a_request_of_which_nobody_knows_whether_it_was_accepted_may_have_a_result_or_none() -> None:
+def test_request_with_unknown_acceptance_may_have_a_result_or_none() -> None:
     checker = answered()
     checker.attempt("r20", payload(20))
     checker.attempt("r21", payload(21))
@@ -72,7 +72,7 @@ def test_a_request_of_which_nobody_knows_whether_it_was_accepted_may_have_a_resu
     assert (report.attempted, report.accepted, report.ok) == (22, 20, 21)
 
 
-def test_a_request_that_was_sent_twice_may_have_two_results() -> None:
+def test_request_sent_twice_may_have_two_results() -> None:
     checker = answered()
     checker.attempt("r3", payload(3))
     checker.accept("r3")
@@ -80,7 +80,7 @@ def test_a_request_that_was_sent_twice_may_have_two_results() -> None:
     assert checker.report().faultless
 
 
-def test_envelopes_before_the_last_are_not_results() -> None:
+def test_envelope_that_is_not_final_is_not_a_result() -> None:
     checker = sent(1)
     checker.envelope("r0", ok(0) | {"final": False})
     assert checker.unsettled() == ["r0"]
@@ -88,7 +88,7 @@ def test_envelopes_before_the_last_are_not_results() -> None:
     assert checker.report().faultless
 
 
-# --- Red
+# --- faults
 
 
 def lose(checker: Checker) -> None:
@@ -104,51 +104,51 @@ def duplicate_with_an_error(checker: Checker) -> None:
     checker.envelope("r3", failed(3))
 
 
-def duplicate_where_acceptance_is_not_known(checker: Checker) -> None:
+def duplicate_with_unknown_acceptance(checker: Checker) -> None:
     checker.attempt("r20", payload(20))
     checker.envelope("r20", ok(20))
     checker.envelope("r20", ok(20))
 
 
 def shuffle_rows(checker: Checker) -> None:
-    """The neighbour's result under this request's correlation ID."""
+    """Another request's result with this request's correlation ID."""
     checker.attempt("r20", payload(20))
     checker.accept("r20")
     checker.envelope("r20", ok(3) | {"correlation_id": "r20"})
 
 
 def swap_keys(checker: Checker) -> None:
-    """The neighbour's whole envelope at this request's key."""
+    """Another request's envelope at this request's key."""
     checker.attempt("r20", payload(20))
     checker.accept("r20")
     checker.envelope("r20", failed(3))
 
 
-def answer_who_never_asked(checker: Checker) -> None:
+def answer_unknown_request(checker: Checker) -> None:
     checker.envelope("r99", ok(99))
 
 
-def answer_what_redis_refused(checker: Checker) -> None:
+def answer_refused_request(checker: Checker) -> None:
     checker.attempt("r20", payload(20))
     checker.refuse("r20")
     checker.envelope("r20", ok(20))
 
 
 @pytest.mark.parametrize(
-    ("plant", "verdict", "culprit"),
+    ("plant", "fault", "correlation_id"),
     [
         (lose, "lost", "r20"),
         (duplicate, "duplicated", "r3"),
         (duplicate_with_an_error, "duplicated", "r3"),
-        (duplicate_where_acceptance_is_not_known, "duplicated", "r20"),
+        (duplicate_with_unknown_acceptance, "duplicated", "r20"),
         (shuffle_rows, "misrouted", "r20"),
         (swap_keys, "misrouted", "r20"),
-        (answer_who_never_asked, "unexpected", "r99"),
-        (answer_what_redis_refused, "unexpected", "r20"),
+        (answer_unknown_request, "unexpected", "r99"),
+        (answer_refused_request, "unexpected", "r20"),
     ],
 )
-def test_the_checker_turns_red_on_a_planted_fault(
-    plant: Callable[[Checker], None], verdict: str, culprit: str
+def test_checker_reports_planted_fault(
+    plant: Callable[[Checker], None], fault: str, correlation_id: str
 ) -> None:
     checker = answered()
     assert checker.report().faultless
@@ -157,12 +157,14 @@ def test_the_checker_turns_red_on_a_planted_fault(
 
     report = checker.report()
     found = {name: getattr(report, name) for name in ("lost", "duplicated", "misrouted", "unexpected")}
-    assert found == {"lost": [], "duplicated": [], "misrouted": [], "unexpected": []} | {verdict: [culprit]}
+    assert found == {"lost": [], "duplicated": [], "misrouted": [], "unexpected": []} | {
+        fault: [correlation_id]
+    }
     assert not report.faultless
-    assert f"{verdict} 1 ['{culprit}']" in str(report)
+    assert f"{fault} 1 ['{correlation_id}']" in str(report)
 
 
-def test_a_retry_with_another_payload_is_an_error_of_the_test() -> None:
+def test_retry_with_another_payload_is_a_bug_in_the_test() -> None:
     checker = sent(1)
     with pytest.raises(ValueError, match="payload of the first attempt"):
         checker.attempt("r0", "something else")

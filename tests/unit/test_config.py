@@ -119,7 +119,7 @@ def test_changes_are_all_made_or_none() -> None:
     assert list(effective) == ModelSettings.names()
     assert before == {"max_batch_size": "16 (model)", "policy": "deferred (operator)"}
     with pytest.raises(
-        ConfigError, match="max_queue_size: '0' must be a number, 1 or more; nothing was changed"
+        ConfigError, match="max_queue_size: '0' must be a whole number, 1 or more; nothing was changed"
     ):
         configure(directory, "m", ["max_batch_size=3", "max_queue_size=0"])
     assert len(directory.configured) == 1

@@ -1,4 +1,4 @@
-"""Policies of a user's own: what they decide, and that what they raise hits its requests and nobody else."""
+"""Custom policies: what they decide, and which requests fail when they raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from carpool_batcher.core.scheduler import Decision, Dispatch, Scheduler
 
 
 class Recorder:
-    """Lets as many bytes ride together as `limit`; raises where it is told to."""
+    """Allows `limit` bytes in a batch. Raises in the hooks, or for the requests, named in `raises`."""
 
     def __init__(self, limit: int = 10, *raises: str) -> None:
         self.limit = limit
@@ -51,59 +51,59 @@ def scheduler_with(policy: Any, *sizes: int, **settings: Any) -> Scheduler:
     return scheduler
 
 
-def told(decisions: Sequence[Decision]) -> list[tuple[str, str]]:
-    """Who left together, and who was refused."""
-    said = []
-    for one in decisions:
-        if type(one) is Dispatch:
-            said.append(("leave", "".join(request.correlation_id for request in one.requests)))
+def outcomes(decisions: Sequence[Decision]) -> list[tuple[str, str]]:
+    """Which requests were dispatched together, and which were refused."""
+    result = []
+    for decision in decisions:
+        if type(decision) is Dispatch:
+            result.append(("dispatch", "".join(request.correlation_id for request in decision.requests)))
         else:
-            assert type(one) is Refusal
-            assert (one.status, one.reason) == (INTERNAL, "policy")
-            said.append(("refuse", one.correlation_id))
-    return said
+            assert type(decision) is Refusal
+            assert (decision.status, decision.reason) == (INTERNAL, "policy")
+            result.append(("refuse", decision.correlation_id))
+    return result
 
 
-def test_a_batch_is_closed_by_who_is_not_let_in() -> None:
+def test_request_that_is_not_included_closes_the_batch() -> None:
     policy = Recorder(10)
     scheduler = scheduler_with(policy, 4, 4, 4, 1)
-    assert told(scheduler.poll(0)) == [("leave", "ab")]
+    assert outcomes(scheduler.poll(0)) == [("dispatch", "ab")]
     scheduler.cancel()
-    assert told(scheduler.poll(0)) == [("leave", "cd")]
+    assert outcomes(scheduler.poll(0)) == [("dispatch", "cd")]
     assert policy.finalised == [["a", "b"], ["c", "d"]]
 
 
-def test_the_first_rides_whatever_the_policy_says() -> None:
-    assert told(scheduler_with(Recorder(10), 50, 1).poll(0)) == [("leave", "a")]
+def test_first_request_joins_in_any_case() -> None:
+    assert outcomes(scheduler_with(Recorder(10), 50, 1).poll(0)) == [("dispatch", "a")]
 
 
-def test_limits_hold_beside_the_policy() -> None:
-    assert told(scheduler_with(Recorder(10), 1, 1, 1, max_batch_size=2).poll(0)) == [("leave", "ab")]
+def test_limits_of_the_settings_apply_as_well() -> None:
+    assert outcomes(scheduler_with(Recorder(10), 1, 1, 1, max_batch_size=2).poll(0)) == [("dispatch", "ab")]
 
 
-def test_a_request_for_which_include_raises_fails_alone() -> None:
+def test_request_for_which_include_raises_fails_alone() -> None:
     scheduler = scheduler_with(Recorder(10, "b"), 1, 1, 1)
-    assert told(scheduler.poll(0)) == [("refuse", "b"), ("leave", "ac")]
+    assert outcomes(scheduler.poll(0)) == [("refuse", "b"), ("dispatch", "ac")]
     assert scheduler.waiting == 0
 
 
 @pytest.mark.parametrize("hook", ["initialise", "finalise"])
-def test_a_hook_that_raises_fails_the_batch_that_was_formed(hook: str) -> None:
+def test_all_requests_of_a_batch_fail_if_another_hook_raises(hook: str) -> None:
     scheduler = scheduler_with(Recorder(2, hook), 1, 1, 1)
-    first = told(scheduler.poll(0))
+    first = outcomes(scheduler.poll(0))
     assert first[:2] == [("refuse", "a"), ("refuse", "b")]
     assert scheduler.waiting == 0
     assert scheduler.wake_at_us() is None
 
 
-def test_hooks_may_be_left_out() -> None:
+def test_other_hooks_are_optional() -> None:
     class OnlyInclude:
         def include(self, _batch: None, request: Request) -> bool:
             return request.correlation_id != "c"
 
-    assert told(scheduler_with(OnlyInclude(), 1, 1, 1).poll(0)) == [("leave", "ab")]
+    assert outcomes(scheduler_with(OnlyInclude(), 1, 1, 1).poll(0)) == [("dispatch", "ab")]
 
 
-def test_what_is_no_policy_is_refused_with_its_name() -> None:
+def test_policy_without_include_is_rejected() -> None:
     with pytest.raises(ValueError, match="has no method 'include'"):
         CustomPolicy(object())

@@ -1,4 +1,4 @@
-"""A batch through a model: each request gets its own result or its own failure, whatever the model does."""
+"""The executor: each item gets its own result or its own failure, whatever the model does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from carpool.errors import InvalidArgumentError, NotFoundError
 from carpool.wire.tensors import TensorSpec
-from carpool_worker.model_process.executor import Failure, ListItems, Outcome, Stacked, StackedItems, execute
+from carpool_worker.model_process.executor import ListItems, Outcome, Stacked, StackedItems, execute
+from carpool_worker.model_process.frames import Failure
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
 
 
@@ -23,57 +24,57 @@ def run(
     outputs: Sequence[TensorSpec] = (),
     **hooks: Any,
 ) -> Outcome:
-    """What becomes of these bodies with a model that is this function."""
+    """The outcome of these bodies with this function as the model."""
     model = LoadedModel(lambda batch, _: predict(batch), outputs=tuple(outputs), **hooks)
     items = StackedItems(bodies) if isinstance(bodies, dict) else ListItems(bodies)
     return execute(model, items, ())
 
 
 class Counting:
-    """A model that raises on a batch with a body in `culprits`, and counts its calls."""
+    """A model that raises on a batch with one of `bad_bodies`, and counts its calls."""
 
-    def __init__(self, *culprits: int, error: Callable[[str], BaseException] = ValueError) -> None:
-        self.culprits = set(culprits)
+    def __init__(self, *bad_bodies: int, error: Callable[[str], BaseException] = ValueError) -> None:
+        self.bad_bodies = set(bad_bodies)
         self.error = error
         self.calls = 0
 
     def __call__(self, batch: list[int]) -> list[int]:
         self.calls += 1
-        found = self.culprits & set(batch)
+        found = self.bad_bodies & set(batch)
         if found:
-            raise self.error(f"spoilt by {min(found)}")
+            raise self.error(f"bad body {min(found)}")
         return [-number for number in batch]
 
 
-def failed(said: str) -> Failure:
-    return "INTERNAL", f"the model failed on this request: {said}"
+def failed(message: str) -> Failure:
+    return "INTERNAL", f"the model failed on this request: {message}"
 
 
 # --- the model raises --------------------------------------------------------------------------------------
 
 
-def test_all_is_well() -> None:
+def test_results_are_in_the_order_of_the_items() -> None:
     assert run(lambda batch: [x * x for x in batch], [1, 2, 3]) == Outcome({}, [1, 4, 9])
 
 
-def test_a_culprit_fails_alone_and_the_others_get_their_own_results() -> None:
+def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:
     model = Counting(5)
     failures, results = run(model, list(range(16)))
-    assert failures == {5: failed("spoilt by 5")}
+    assert failures == {5: failed("bad body 5")}
     assert results == [-number for number in range(16) if number != 5]
-    assert model.calls <= 1 + 2 * 4  # 2 log2(n), and the first
+    assert model.calls <= 1 + 2 * 4  # 2 log2(n) after the first
 
 
-@pytest.mark.parametrize("culprits", [(0,), (6,), (0, 6), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
-def test_any_number_of_culprits_is_found_with_two_calls_for_each_request(culprits: tuple[int, ...]) -> None:
-    model = Counting(*culprits)
+@pytest.mark.parametrize("bad_bodies", [(0,), (6,), (0, 6), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
+def test_failing_items_are_isolated_with_at_most_two_calls_for_each_item(bad_bodies: tuple[int, ...]) -> None:
+    model = Counting(*bad_bodies)
     failures, results = run(model, list(range(7)))
-    assert failures == {culprit: failed(f"spoilt by {culprit}") for culprit in culprits}
-    assert results == [-number for number in range(7) if number not in culprits]
+    assert failures == {body: failed(f"bad body {body}") for body in bad_bodies}
+    assert results == [-number for number in range(7) if number not in bad_bodies]
     assert model.calls <= 2 * 7 - 1
 
 
-def test_a_batch_that_is_too_much_at_once_is_done_in_halves() -> None:
+def test_batch_too_large_for_memory_is_executed_in_halves() -> None:
     def predict(batch: list[int]) -> list[int]:
         if len(batch) > 2:
             raise MemoryError
@@ -82,22 +83,22 @@ def test_a_batch_that_is_too_much_at_once_is_done_in_halves() -> None:
     assert run(predict, [1, 2, 3, 4, 5]) == Outcome({}, [1, 2, 3, 4, 5])
 
 
-def test_what_the_model_held_when_it_raised_is_let_go_before_the_halves() -> None:
+def test_memory_of_a_failed_call_is_freed_before_the_halves() -> None:
     class Large:
-        """Activations, in a frame that a traceback would keep."""
+        """Activations in a stack frame, which a traceback would keep alive."""
 
     alive: list[int] = []
-    held: list[weakref.ref[Large]] = []
+    references: list[weakref.ref[Large]] = []
 
     def predict(batch: list[int]) -> list[int]:
-        alive.append(sum(one() is not None for one in held))
+        alive.append(sum(reference() is not None for reference in references))
         activations = Large()
-        held.append(weakref.ref(activations))
+        references.append(weakref.ref(activations))
         if 3 in batch:
             raise MemoryError
         return batch
 
-    gc.disable()  # it must not take a collection
+    gc.disable()  # it must be freed without a garbage collection
     try:
         failures, _ = run(predict, [1, 2, 3, 4])
     finally:
@@ -107,49 +108,49 @@ def test_what_the_model_held_when_it_raised_is_let_go_before_the_halves() -> Non
 
 
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit])
-def test_not_even_what_is_no_exception_ends_the_process(error: type[BaseException]) -> None:
+def test_base_exception_fails_its_item_and_not_the_process(error: type[BaseException]) -> None:
     failures, results = run(Counting(1, error=error), [0, 1])
-    assert failures == {1: failed("spoilt by 1")}
+    assert failures == {1: failed("bad body 1")}
     assert results == [0]
 
 
-def test_an_exception_that_says_nothing_or_cannot_be_said() -> None:
-    class UnspeakableError(Exception):
+def test_exception_without_a_usable_message() -> None:
+    class BrokenStrError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("a broken __str__")
 
     assert run(Counting(0, error=lambda _: ValueError()), [0]).failures == {
         0: ("INTERNAL", "the model failed on this request")
     }
-    assert run(Counting(0, error=lambda _: UnspeakableError()), [0]).failures == {
+    assert run(Counting(0, error=lambda _: BrokenStrError()), [0]).failures == {
         0: ("INTERNAL", "the model failed on this request")
     }
 
 
-def test_a_failure_never_names_the_exceptions_class() -> None:
+def test_failure_does_not_contain_the_exceptions_class() -> None:
     (status, detail) = run(Counting(0, error=ZeroDivisionError), [0]).failures[0]
     assert "ZeroDivisionError" not in status + detail and "Traceback" not in detail
 
 
-def test_carpools_own_errors_keep_their_status_and_detail() -> None:
-    assert run(Counting(1, error=NotFoundError), [0, 1, 2]).failures == {1: ("NOT_FOUND", "spoilt by 1")}
+def test_carpool_error_keeps_its_status_and_detail() -> None:
+    assert run(Counting(1, error=NotFoundError), [0, 1, 2]).failures == {1: ("NOT_FOUND", "bad body 1")}
 
 
-def test_carpools_own_errors_with_anything_for_a_detail_are_text() -> None:
-    class HastyError(InvalidArgumentError):
-        def __init__(self) -> None:  # without the base's: it has no detail
+def test_carpool_error_with_a_detail_that_is_no_string() -> None:
+    class DetaillessError(InvalidArgumentError):
+        def __init__(self) -> None:  # without super().__init__: it has no detail
             pass
 
     assert run(Counting(0, error=lambda _: InvalidArgumentError({"x": 1})), [0]).failures == {  # type: ignore[arg-type]
         0: ("INVALID_ARGUMENT", "{'x': 1}")
     }
-    assert run(Counting(0, error=lambda _: HastyError()), [0]).failures == {0: ("INVALID_ARGUMENT", "")}
+    assert run(Counting(0, error=lambda _: DetaillessError()), [0]).failures == {0: ("INVALID_ARGUMENT", "")}
 
 
 # --- the model returns exceptions --------------------------------------------------------------------------
 
 
-def test_an_exception_returned_in_an_items_place_is_that_items() -> None:
+def test_exception_returned_in_place_of_a_result_fails_that_item() -> None:
     calls = []
 
     def predict(batch: list[int]) -> list[Any]:
@@ -166,7 +167,7 @@ def test_an_exception_returned_in_an_items_place_is_that_items() -> None:
     assert len(calls) == 1
 
 
-def test_exceptions_may_be_returned_in_an_array_of_objects_and_among_halves() -> None:
+def test_exceptions_returned_in_an_object_array_and_from_halves() -> None:
     def predict(batch: list[int]) -> Any:
         if 3 in batch and len(batch) > 1:
             raise ValueError("not together")
@@ -175,11 +176,11 @@ def test_exceptions_may_be_returned_in_an_array_of_objects_and_among_halves() ->
     assert run(predict, [0, 1, 2, 3]) == Outcome({1: failed("odd"), 3: failed("odd")}, [0, 2])
 
 
-# --- another number of results -----------------------------------------------------------------------------
+# --- wrong number of results -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("results", [[], [1, 2], [1, 2, 3, 4], (), np.zeros(2), np.zeros((2, 5))])
-def test_a_wrong_number_of_results_fails_all_and_nothing_is_paired_up(results: Any) -> None:
+def test_wrong_number_of_results_fails_all_items(results: Any) -> None:
     calls = []
 
     def predict(batch: list[int]) -> Any:
@@ -188,17 +189,17 @@ def test_a_wrong_number_of_results_fails_all_and_nothing_is_paired_up(results: A
 
     detail = f"the model returned {len(results)} results for 3 requests"
     assert run(predict, [1, 2, 3]) == Outcome(dict.fromkeys(range(3), ("INTERNAL", detail)), [])
-    assert len(calls) == 1  # whose result is missing would not be known from halves either
+    assert len(calls) == 1  # halves would not show which results are missing
 
 
-def test_a_wrong_number_of_results_names_the_output() -> None:
+def test_wrong_number_of_results_names_the_output() -> None:
     failures, _ = run(lambda _: {"x": np.zeros(2), "y": np.zeros(3)}, [1, 2])
     assert failures[0] == ("INTERNAL", "the model returned 3 results for 2 requests in output 'y'")
     assert failures[1] == failures[0]
 
 
 @pytest.mark.parametrize(
-    ("results", "said"),
+    ("results", "error"),
     [
         (None, "a NoneType for 2 requests, not a list"),
         ("ab", "a str for 2 requests, not a list"),
@@ -210,21 +211,21 @@ def test_a_wrong_number_of_results_names_the_output() -> None:
         ({"x": 1.0}, "0 results for 2 requests in output 'x'"),
     ],
 )
-def test_what_is_no_list_fails_all(results: Any, said: str) -> None:
+def test_result_that_is_no_list_fails_all_items(results: Any, error: str) -> None:
     assert run(lambda _: results, [1, 2]).failures == dict.fromkeys(
-        (0, 1), ("INTERNAL", f"the model returned {said}")
+        (0, 1), ("INTERNAL", f"the model returned {error}")
     )
 
 
-def test_a_wrong_number_from_one_half_is_that_halfs() -> None:
+def test_wrong_number_of_results_from_one_half_fails_that_half() -> None:
     def predict(batch: list[int]) -> list[int]:
         if 3 in batch:
-            raise ValueError("spoilt")
+            raise ValueError("bad")
         return batch[:1]
 
     failures, results = run(predict, [0, 1, 2, 3])
     wrong = ("INTERNAL", "the model returned 1 results for 2 requests")
-    assert failures == {0: wrong, 1: wrong, 3: failed("spoilt")}
+    assert failures == {0: wrong, 1: wrong, 3: failed("bad")}
     assert results == [2]
 
 
@@ -240,7 +241,7 @@ def positive(body: int) -> None:
         raise SystemExit
 
 
-def test_who_is_not_valid_fails_alone_and_the_model_never_sees_it() -> None:
+def test_invalid_item_fails_alone_and_is_not_passed_to_the_model() -> None:
     seen = []
 
     def predict(batch: list[int]) -> list[int]:
@@ -249,22 +250,22 @@ def test_who_is_not_valid_fails_alone_and_the_model_never_sees_it() -> None:
 
     failures, results = run(predict, [1, -2, 3, 101, 42], validate=positive)
     assert failures == {
-        1: ("INVALID_ARGUMENT", "the model refused this body: -2 is negative"),
+        1: ("INVALID_ARGUMENT", "the model rejected this body: -2 is negative"),
         3: ("INVALID_ARGUMENT", "body: too large"),
-        4: ("INVALID_ARGUMENT", "the model refused this body"),
+        4: ("INVALID_ARGUMENT", "the model rejected this body"),
     }
     assert results == [10, 30]
     assert seen == [[1, 3]]
 
 
-def test_nobody_is_valid_the_model_is_not_called() -> None:
+def test_model_is_not_called_without_a_valid_item() -> None:
     model = Counting()
     failures, results = run(model, [-1, -2], validate=positive)
     assert failures.keys() == {0, 1} and results == []
     assert model.calls == 0
 
 
-def test_positions_are_the_batchs_where_some_are_not_valid_and_others_fail() -> None:
+def test_failures_have_the_items_indexes_among_invalid_and_failing_ones() -> None:
     failures, results = run(Counting(3, 5), [-1, 2, 3, -4, 5, 6], validate=positive)
     assert {at: status for at, (status, _) in failures.items()} == {
         0: "INVALID_ARGUMENT",
@@ -272,11 +273,11 @@ def test_positions_are_the_batchs_where_some_are_not_valid_and_others_fail() -> 
         3: "INVALID_ARGUMENT",
         4: "INTERNAL",
     }
-    assert failures[2] == failed("spoilt by 3") and failures[4] == failed("spoilt by 5")
+    assert failures[2] == failed("bad body 3") and failures[4] == failed("bad body 5")
     assert results == [-2, -6]
 
 
-def test_validate_gets_one_stacked_item_and_predict_those_that_are_left() -> None:
+def test_validate_gets_one_row_and_predict_all_valid_rows() -> None:
     def validate(body: Any) -> None:
         assert body.shape == (2,)
         if body[0] < 0:
@@ -299,7 +300,7 @@ def stacked(outcome: Outcome) -> dict[str, Any]:
     return {name: array.tolist() for name, array in outcome.results.items()}
 
 
-def test_one_declared_input_comes_as_an_array_and_several_by_name() -> None:
+def test_one_input_is_passed_as_an_array_and_several_by_name() -> None:
     a, b = np.arange(6).reshape(3, 2), np.arange(3)
     seen: list[Any] = []
 
@@ -316,31 +317,43 @@ def test_one_declared_input_comes_as_an_array_and_several_by_name() -> None:
 def test_halves_of_stacked_items_are_stacked() -> None:
     def predict(batch: dict[str, Any]) -> Any:
         if 2 in batch["a"]:
-            raise ValueError("spoilt")
+            raise ValueError("bad")
         return batch["a"] + batch["b"]
 
     outcome = run(predict, {"a": np.arange(5), "b": np.full(5, 10)}, [TensorSpec("y", "INT64", ())])
-    assert outcome.failures == {2: failed("spoilt")}
+    assert outcome.failures == {2: failed("bad")}
     assert stacked(outcome) == {"y": [10, 11, 13, 14]}
 
 
-def test_a_declared_output_is_stacked_under_its_name() -> None:
+def test_model_that_modifies_its_dict_of_inputs_does_not_affect_the_halves() -> None:
+    def predict(batch: dict[str, Any]) -> Any:
+        a = batch.pop("a")
+        if 2 in a:
+            raise ValueError("bad")
+        return a + batch["b"]
+
+    outcome = run(predict, {"a": np.arange(3), "b": np.full(3, 10)}, [TensorSpec("y", "INT64", ())])
+    assert outcome.failures == {2: failed("bad")}
+    assert stacked(outcome) == {"y": [10, 11]}
+
+
+def test_declared_output_is_stacked_under_its_name() -> None:
     outcome = run(lambda _: np.ones((2, 2)), [1, 2], [Y])
     assert stacked(outcome) == {"y": [[1, 1], [1, 1]]}
 
 
-def test_an_array_of_numbers_from_a_model_that_declares_nothing_is_plain_numbers() -> None:
+def test_undeclared_array_of_numbers_becomes_plain_numbers() -> None:
     results = run(lambda _: np.array([1, 2], np.int16), [1, 2]).results
-    assert results == [1, 2] and [type(one) for one in results] == [int, int]
+    assert results == [1, 2] and [type(result) for result in results] == [int, int]
 
 
-def test_an_array_of_rows_from_a_model_that_declares_nothing_is_stacked() -> None:
+def test_undeclared_array_of_rows_is_stacked() -> None:
     assert stacked(run(lambda _: np.ones((2, 3)), [1, 2])) == {"": [[1, 1, 1], [1, 1, 1]]}
 
 
-def test_what_can_become_an_array_is_one() -> None:
+def test_convertible_result_becomes_an_array() -> None:
     class Tensor:
-        """As torch's: no sequence, but numpy understands it."""
+        """Like torch's: no sequence, but numpy can convert it."""
 
         def __array__(self, *_: Any, **__: Any) -> Any:
             return np.array([1.5, 2.5])
@@ -353,23 +366,23 @@ def test_several_outputs_by_name() -> None:
     assert stacked(outcome) == {"y": [[1, 1], [1, 1]], "score": [0.5, 0.25]}
 
 
-def test_results_look_the_same_whether_or_not_a_neighbour_failed() -> None:
+def test_results_have_the_same_form_whether_or_not_another_item_failed() -> None:
     def predict(batch: list[int]) -> Any:
         if 3 in batch:
-            raise ValueError("spoilt")
+            raise ValueError("bad")
         return {"y": np.array([[x, x] for x in batch], np.float64), "n": np.array(batch)}
 
-    whole = run(predict, [0, 1, 2], [Y])
+    at_once = run(predict, [0, 1, 2], [Y])
     in_parts = run(predict, [0, 3, 1, 2], [Y])
-    assert stacked(in_parts) == stacked(whole) == {"y": [[0, 0], [1, 1], [2, 2]], "n": [0, 1, 2]}
+    assert stacked(in_parts) == stacked(at_once) == {"y": [[0, 0], [1, 1], [2, 2]], "n": [0, 1, 2]}
     assert in_parts.failures.keys() == {1}
 
 
-def test_parts_that_do_not_stack_come_as_rows() -> None:
+def test_parts_of_different_shape_are_joined_as_rows() -> None:
     def predict(batch: list[int]) -> Any:
-        """Pads to the longest, as text models do."""
+        """Pads to the longest item, as text models do."""
         if 9 in batch:
-            raise ValueError("spoilt")
+            raise ValueError("bad")
         return np.array([[1] * x + [0] * (max(batch) - x) for x in batch])
 
     failures, results = run(predict, [1, 9, 3, 2])
@@ -377,18 +390,18 @@ def test_parts_that_do_not_stack_come_as_rows() -> None:
     assert [row.tolist() for row in results] == [[1], [1, 1, 1], [1, 1, 0]]
 
 
-def test_texts_come_as_rows() -> None:
-    words = np.array(["cat", "dog"])
+def test_strings_are_returned_as_rows() -> None:
+    labels = np.array(["cat", "dog"])
     label, score = TensorSpec("label", "BYTES", ()), TensorSpec("score", "FP32", ())
-    assert run(lambda _: words, [1, 2]).results == ["cat", "dog"]
-    assert run(lambda _: words, [1, 2], [label]).results == ["cat", "dog"]
-    assert run(lambda _: words.astype(object), [1, 2], [label]).results == ["cat", "dog"]
+    assert run(lambda _: labels, [1, 2]).results == ["cat", "dog"]
+    assert run(lambda _: labels, [1, 2], [label]).results == ["cat", "dog"]
+    assert run(lambda _: labels.astype(object), [1, 2], [label]).results == ["cat", "dog"]
     assert run(lambda _: {"label": ["cat", "dog"]}, [1, 2]).results == ["cat", "dog"]
-    both = run(lambda _: {"label": words, "score": np.array([0.5, 1])}, [1, 2], [label, score])
+    both = run(lambda _: {"label": labels, "score": np.array([0.5, 1])}, [1, 2], [label, score])
     assert both.results == [{"label": "cat", "score": 0.5}, {"label": "dog", "score": 1}]
 
 
-def test_rows_of_unequal_shape_come_as_they_are() -> None:
+def test_rows_of_unequal_shape_are_preserved() -> None:
     calls = []
 
     def predict(batch: list[int]) -> Any:
@@ -402,23 +415,23 @@ def test_rows_of_unequal_shape_come_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("datatype", "column", "said"),
+    ("datatype", "column", "error"),
     [
         ("BYTES", np.ones(2), "float64 in output 'y', declared as BYTES"),
         ("FP32", np.array(["a", "b"]), "<U1 in output 'y', declared as FP32"),
     ],
 )
-def test_numbers_for_texts_and_texts_for_numbers_fail_all(datatype: str, column: Any, said: str) -> None:
+def test_output_of_another_kind_than_declared_fails_all_items(datatype: str, column: Any, error: str) -> None:
     spec = TensorSpec("y", datatype, ())
-    everybody = dict.fromkeys((0, 1), ("INTERNAL", f"the model returned {said}"))
-    assert run(lambda _: column, [1, 2], [spec]) == Outcome(everybody, [])
-    assert run(lambda _: {"y": column}, [1, 2], [spec]) == Outcome(everybody, [])
+    failures = dict.fromkeys((0, 1), ("INTERNAL", f"the model returned {error}"))
+    assert run(lambda _: column, [1, 2], [spec]) == Outcome(failures, [])
+    assert run(lambda _: {"y": column}, [1, 2], [spec]) == Outcome(failures, [])
 
 
-# --- what is around predict --------------------------------------------------------------------------------
+# --- hooks -------------------------------------------------------------------------------------------------
 
 
-def test_preprocess_and_postprocess_are_around_predict() -> None:
+def test_preprocess_and_postprocess_run_before_and_after_predict() -> None:
     class Model:
         def preprocess(self, bodies: list[str]) -> Any:
             return np.array([float(body) for body in bodies])
@@ -435,7 +448,7 @@ def test_preprocess_and_postprocess_are_around_predict() -> None:
     assert failures == {1: failed("could not convert string to float: 'x'")}
 
 
-def test_a_model_that_asks_for_them_gets_what_its_requests_carry_and_no_others() -> None:
+def test_model_that_asks_gets_the_fields_of_exactly_its_requests() -> None:
     class Model:
         def validate(self, body: int) -> None:
             if body < 0:
@@ -444,8 +457,8 @@ def test_a_model_that_asks_for_them_gets_what_its_requests_carry_and_no_others()
         def predict(self, batch: list[int], requests: Sequence[RequestInfo]) -> list[str]:
             assert len(batch) == len(requests)
             if 3 in batch:
-                raise ValueError("spoilt")
-            return [f"{x} {about.correlation_id}" for x, about in zip(batch, requests, strict=True)]
+                raise ValueError("bad")
+            return [f"{x} {info.correlation_id}" for x, info in zip(batch, requests, strict=True)]
 
     model = adapt(Model(), "cpu")
     infos = [RequestInfo(name, "", {}) for name in "abcd"]
@@ -454,8 +467,8 @@ def test_a_model_that_asks_for_them_gets_what_its_requests_carry_and_no_others()
     assert failures.keys() == {0, 2}
 
 
-def test_a_batch_of_one() -> None:
+def test_batch_of_one() -> None:
     assert run(Counting(), [1]) == Outcome({}, [-1])
     model = Counting(1)
-    assert run(model, [1]) == Outcome({0: failed("spoilt by 1")}, [])
+    assert run(model, [1]) == Outcome({0: failed("bad body 1")}, [])
     assert model.calls == 1

@@ -1,4 +1,4 @@
-"""The examples in ops/docker/examples for GPUs: what they do on a machine that has none."""
+"""The GPU examples in ops/docker/examples, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES: Final = Path(__file__).parents[2] / "ops/docker/examples"
 
 
 def example(path: Path) -> Any:
-    """An example's module, read afresh."""
+    """An example's module, loaded again for each test."""
     spec = importlib.util.spec_from_file_location("example_model", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,12 +29,12 @@ def example(path: Path) -> Any:
     return module
 
 
-# --- onnx: with the onnxruntime that is installed here, which knows no GPU
+# --- onnx: with the installed onnxruntime, which has no CUDA
 
 
 @pytest.fixture
 def classifier(tmp_path: Path) -> Any:
-    """The example beside a file that makes scores of three numbers."""
+    """The example, beside an ONNX file that turns three numbers into scores."""
     shutil.copy(EXAMPLES / "onnx/model.py", tmp_path)
     scores = tiny_onnx.model(
         [Value("x", ["N", 3])], [Value("scores", ["N", 3])], [Node("Softmax", ["x"], ["scores"])]
@@ -46,7 +46,7 @@ def classifier(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("device", "reason"), [("cpu", "no GPU is in this container"), ("cuda:0", "onnxruntime has no CUDA")]
 )
-def test_an_onnx_file_is_served_on_the_cpu_with_a_warning(classifier: Any, device: str, reason: str) -> None:
+def test_onnx_example_runs_on_the_cpu_with_a_warning(classifier: Any, device: str, reason: str) -> None:
     with capture_logs() as logs:
         model = adapt(classifier, device)
     (warning,) = [line for line in logs if line["log_level"] == "warning"]
@@ -58,7 +58,7 @@ def test_an_onnx_file_is_served_on_the_cpu_with_a_warning(classifier: Any, devic
     assert all(0.99 < result["score"] <= 1 for result in results)
 
 
-# --- torch: with a stand-in, since the wheel is as large as all the rest a hundred times
+# --- torch: with a fake module, because the wheel is a hundred times as large as all other dependencies
 
 
 def embedder(monkeypatch: pytest.MonkeyPatch, *, cuda: bool) -> Any:
@@ -71,7 +71,7 @@ def embedder(monkeypatch: pytest.MonkeyPatch, *, cuda: bool) -> Any:
 @pytest.mark.parametrize(
     ("device", "reason"), [("cpu", "no GPU is in this container"), ("cuda:1", "PyTorch finds no CUDA")]
 )
-def test_pytorch_without_a_gpu_runs_on_the_cpu_with_a_warning(
+def test_torch_example_without_a_gpu_runs_on_the_cpu_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, device: str, reason: str
 ) -> None:
     with capture_logs() as logs:
@@ -81,13 +81,13 @@ def test_pytorch_without_a_gpu_runs_on_the_cpu_with_a_warning(
     assert reason in warning["reason"]
 
 
-def test_pytorch_with_a_gpu_runs_on_the_one_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_example_runs_on_the_given_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with capture_logs() as logs:
         assert embedder(monkeypatch, cuda=True).usable("cuda:1") == "cuda:1"
     assert logs == []
 
 
-def test_pytorch_for_real() -> None:
+def test_torch_example_with_real_pytorch() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     model = adapt(example(EXAMPLES / "torch/model.py").Embedder, "cpu")
     batch = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Names: which are allowed, and that every key of a model has its hash tag."""
+"""Names of models, correlation IDs and keys: which are valid, and that a model's keys share a hash tag."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, models_key
 
-KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher", "status")
+KEYS = ("requests", "batches", "settled", "dead", "registration", "workers", "batcher", "report")
 
 fast = settings(deadline=None)
 
 
 def all_of(keys: Keys) -> list[str]:
-    """Every key that Carpool has for a model."""
+    """Every kind of key that Carpool uses for a model."""
     own = [getattr(keys, name) for name in KEYS]
     return [*own, keys.result("c"), keys.replies("r"), keys.progress("1-0")]
 
 
-def test_keys_are_named_as_the_contract_says() -> None:
+def test_keys_have_the_names_in_the_wire_contract() -> None:
     assert all_of(Keys("square")) == [
         "carpool:{square}:requests",
         "carpool:{square}:batches",
@@ -38,7 +38,7 @@ def test_keys_are_named_as_the_contract_says() -> None:
     assert models_key() == "carpool:models"
 
 
-def test_another_prefix_shares_no_key() -> None:
+def test_prefixes_share_no_key() -> None:
     ours, others = all_of(Keys("m")), all_of(Keys("m", prefix="staging"))
     assert not {*ours, models_key()} & {*others, models_key("staging")}
     assert all(key.startswith("staging:{m}:") for key in others)
@@ -46,21 +46,21 @@ def test_another_prefix_shares_no_key() -> None:
 
 @fast
 @given(st.from_regex(MODEL_NAME, fullmatch=True))
-def test_all_keys_of_a_model_are_of_one_slot(model: str) -> None:
-    # Redis hashes what stands between the first brace and the next closing one, unless that is nothing.
+def test_keys_of_a_model_are_on_one_hash_slot(model: str) -> None:
+    # Redis hashes the text between the first brace and the next closing one, unless it is empty.
     tags = {re.sub(r"[^{]*\{([^}]+)\}.*", r"\1", key) for key in all_of(Keys(model))}
     assert tags == {model}
 
 
 @fast
 @given(*[st.from_regex(MODEL_NAME, fullmatch=True)] * 2)
-def test_two_models_share_no_key(one: str, other: str) -> None:
+def test_models_share_no_key(one: str, other: str) -> None:
     shared = set(all_of(Keys(one))) & set(all_of(Keys(other)))
     assert bool(shared) == (one == other)
 
 
 @pytest.mark.parametrize("model", ["m", "M", "0", "a.b_c-d", "a" * 128])
-def test_a_model_may_be_called(model: str) -> None:
+def test_valid_model_name(model: str) -> None:
     assert Keys(model).model == model
 
 
@@ -68,17 +68,17 @@ def test_a_model_may_be_called(model: str) -> None:
     "model",
     ["", ".a", "-a", "_a", "a b", "a:b", "a/b", "a{b", "a}b", "ä", "a\n", "\na", "a" * 129, "a*", "٣"],
 )
-def test_a_model_may_not_be_called(model: str) -> None:
+def test_invalid_model_name(model: str) -> None:
     with pytest.raises(ValueError, match="model name") as caught:
         Keys(model)
     assert repr(model) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a", ".", "1700000000000-0", "a:b.c_d-e", "-", "a" * 128])
-def test_a_correlation_id_may_be(name: str) -> None:
+def test_valid_correlation_id(name: str) -> None:
     assert CORRELATION_ID.fullmatch(name)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "{a}", "ä", "a\n", "a" * 129, "a,b", "٣"])
-def test_a_correlation_id_may_not_be(name: str) -> None:
+def test_invalid_correlation_id(name: str) -> None:
     assert not CORRELATION_ID.fullmatch(name)

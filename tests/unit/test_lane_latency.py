@@ -1,4 +1,4 @@
-"""Trials: a lane in which nobody can be met sends a batch all the same, for a small share of the time."""
+"""Latency per lane, and trials: batches of lanes that seem too slow, for a small share of the time."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ import random
 from collections.abc import Iterator
 
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.lane_latency import ENOUGH, PAUSE, LaneLatencies
+from carpool_batcher.core.lane_latency import LANE_BATCHES_MIN, TRIAL_PAUSE_RATIO, LaneLatencies
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival
 from carpool_cli.tuning.simulator import Simulation, World
 
-TAKES_US = 100_000
+EXECUTION_US = 100_000
 MINUTE_US = 60_000_000
 
 
-def known(*lanes: str) -> LaneLatencies:
-    """Lanes of which enough was heard, the last time at 0."""
+def learned(*lanes: str) -> LaneLatencies:
+    """Lanes which use their own latency models, last observed at 0."""
     latencies = LaneLatencies()
     for lane in lanes:
-        for _ in range(ENOUGH):
-            latencies.observe(lane, 1, TAKES_US, TAKES_US, 0)
+        for _ in range(LANE_BATCHES_MIN):
+            latencies.observe(lane, 1, EXECUTION_US, EXECUTION_US, 0)
     return latencies
 
 
-def test_one_lane_is_tried_at_a_time() -> None:
-    latencies = known("a", "b")
+def test_one_trial_at_a_time() -> None:
+    latencies = learned("a", "b")
     assert latencies.begin_trial("a", MINUTE_US)
-    assert not latencies.begin_trial("b", MINUTE_US + 1), "nothing is heard of a yet"
-    heard_us = MINUTE_US + TAKES_US
-    latencies.observe("a", 1, TAKES_US, TAKES_US, heard_us)
-    pause_us = int(PAUSE * TAKES_US)
-    assert not latencies.begin_trial("b", heard_us + pause_us - 1)
-    assert latencies.begin_trial("b", heard_us + pause_us)
+    assert not latencies.begin_trial("b", MINUTE_US + 1), "the trial of a is in flight"
+    settled_us = MINUTE_US + EXECUTION_US
+    latencies.observe("a", 1, EXECUTION_US, EXECUTION_US, settled_us)
+    pause_us = int(TRIAL_PAUSE_RATIO * EXECUTION_US)
+    assert not latencies.begin_trial("b", settled_us + pause_us - 1)
+    assert latencies.begin_trial("b", settled_us + pause_us)
 
 
-def test_a_trial_of_which_nothing_is_heard_is_not_the_last() -> None:
-    latencies = known("a", "b")
+def test_trial_that_never_settles_does_not_block_later_ones() -> None:
+    latencies = learned("a", "b")
     assert latencies.begin_trial("a", MINUTE_US)
-    assert latencies.begin_trial("b", MINUTE_US + int(PAUSE * TAKES_US))
+    assert latencies.begin_trial("b", MINUTE_US + int(TRIAL_PAUSE_RATIO * EXECUTION_US))
 
 
-def test_a_clock_that_was_set_back_does_not_put_trials_off() -> None:
-    latencies = known("a", "b")
+def test_clock_set_back_does_not_delay_trials() -> None:
+    latencies = learned("a", "b")
     assert latencies.begin_trial("a", 60 * MINUTE_US)
-    latencies.observe("a", 1, TAKES_US, TAKES_US, 60 * MINUTE_US + TAKES_US)
+    latencies.observe("a", 1, EXECUTION_US, EXECUTION_US, 60 * MINUTE_US + EXECUTION_US)
     assert latencies.begin_trial("a", MINUTE_US)
 
 
-def test_lanes_that_are_too_slow_leave_most_of_the_time_to_others() -> None:
-    """Twenty lanes that are never in time, and one that always could be."""
+def test_trials_of_slow_lanes_take_a_small_share_of_the_time() -> None:
+    """Twenty lanes are never in time, and one always can be."""
     chance = random.Random(1)
 
     def arrivals() -> Iterator[Arrival]:
@@ -62,3 +62,11 @@ def test_lanes_that_are_too_slow_leave_most_of_the_time_to_others() -> None:
     scheduler = Scheduler(ModelSettings(policy="deferred", max_batch_size=32), model_processes=2)
     outcome = Simulation(scheduler, world).run(arrivals())
     assert outcome.good > 0.8 * 4000
+
+
+def test_batch_without_execution_counts_for_the_turnaround_only() -> None:
+    latencies = learned("a")
+    latencies.observe("a", 1, 2 * EXECUTION_US, None, MINUTE_US)
+    assert latencies.of("a").turnaround_us == 2 * EXECUTION_US
+    assert latencies.of("a").latency.of(1) == EXECUTION_US
+    assert (latencies.of("a").executed_batches, latencies.of("a").last_executed_us) == (LANE_BATCHES_MIN, 0)

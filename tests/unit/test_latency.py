@@ -1,4 +1,4 @@
-"""What a batch of n takes, learned from what some took: a line, in spite of what is not on it."""
+"""The latency model: a line fitted to observed execution times, robust against outliers and drift."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool_batcher.core import latency as module
+from carpool_batcher.core import latency as latency_module
 from carpool_batcher.core.latency import LatencyModel, fit
 
 SIZES = (1, 4, 8, 16, 32)
@@ -32,13 +32,13 @@ def on_the_line(number: int, intercept_us: float = 5000, slope_us: float = 50) -
     return [(size, true_us(size, intercept_us, slope_us)) for size in sizes]
 
 
-def test_nothing_is_known_before_anything_was_observed() -> None:
+def test_nothing_is_known_before_the_first_observation() -> None:
     latency = LatencyModel()
     assert not latency.known
     assert (latency.of(8), latency.at_most(8)) == (0, 0)
 
 
-def test_a_line_is_found() -> None:
+def test_observations_on_a_line_are_fitted_exactly() -> None:
     latency = learned(on_the_line(20))
     assert latency.known
     for size in (1, 2, 10, 32, 100):
@@ -46,35 +46,35 @@ def test_a_line_is_found() -> None:
         assert latency.at_most(size) == pytest.approx(true_us(size), abs=4)
 
 
-def test_two_sizes_are_enough() -> None:
+def test_two_sizes_determine_the_line() -> None:
     latency = learned([(1, 2000), (11, 3000)])
     assert latency.of(6) == pytest.approx(2500, abs=1)
 
 
-def test_one_size_says_nothing_of_smaller_ones_and_little_of_larger_ones() -> None:
+def test_single_size_is_extrapolated_flat_downwards_and_little_upwards() -> None:
     latency = learned([(8, 1000)] * 20)
     assert (latency.of(1), latency.of(8)) == (1000, 1000)
-    assert latency.of(16) == 1250  # a quarter of what it would be in proportion: it is to be tried
-    # And once it was tried a few times it is known
-    for _ in range(module.REFIT_EVERY):
+    assert latency.of(16) == 1250  # a quarter of proportional growth
+    # After a few observations it is known.
+    for _ in range(latency_module.REFIT_INTERVAL):
         latency.observe(16, 1100)
     assert latency.of(16) == pytest.approx(1100, abs=30)
 
 
-def test_a_size_that_comes_all_day_does_not_push_out_what_is_known_of_others() -> None:
+def test_frequent_size_does_not_push_out_observations_of_others() -> None:
     latency = learned([*on_the_line(20), *[(11, true_us(11))] * 1000])
     for size in (1, 11, 40):
         assert latency.of(size) == pytest.approx(true_us(size), abs=2)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_what_is_known_of_other_sizes_changes_with_the_models_speed(factor: float) -> None:
+def test_change_of_speed_applies_to_sizes_not_observed_since(factor: float) -> None:
     latency = learned([*on_the_line(40), *[(11, int(factor * true_us(11)))] * 20])
     for size in (1, 11, 40):
         assert latency.of(size) == pytest.approx(factor * true_us(size), rel=0.02)
 
 
-def test_what_lies_far_off_counts_for_nothing() -> None:
+def test_outliers_do_not_change_the_model() -> None:
     chance = random.Random(1)
     observed = [(size, int(took_us * chance.gauss(1, 0.02))) for size, took_us in on_the_line(60)]
     for at in (3, 30, 50):
@@ -86,8 +86,8 @@ def test_what_lies_far_off_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("paused_us", [30_000, 400_000])
-def test_a_line_is_not_drawn_through_what_lies_far_off(paused_us: int) -> None:
-    """Of the line itself: what is observed later would forget it, as a speed that changed."""
+def test_fit_ignores_outliers(paused_us: int) -> None:
+    """Tested on `fit`: in a LatencyModel, later observations could hide the error as a change of speed."""
     observed = on_the_line(40)
     for at in (3, 20, 37):
         observed[at] = (observed[at][0], paused_us)
@@ -97,12 +97,12 @@ def test_a_line_is_not_drawn_through_what_lies_far_off(paused_us: int) -> None:
     assert line.margin_us < 0.02 * true_us(1)
 
 
-def test_a_cold_start_is_forgotten() -> None:
+def test_cold_start_is_forgotten() -> None:
     latency = learned([(1, 900_000), (1, 300_000), *on_the_line(40)])
     assert latency.of(16) == pytest.approx(true_us(16), rel=0.02)
 
 
-def test_one_in_ten_takes_longer_than_at_most() -> None:
+def test_a_tenth_of_observations_exceeds_at_most() -> None:
     chance = random.Random(2)
     observed = [(size, took_us + chance.randrange(2000)) for size, took_us in on_the_line(64)]
     latency = learned(observed)
@@ -112,30 +112,30 @@ def test_one_in_ten_takes_longer_than_at_most() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.2, 0.5, 2, 10])
-def test_a_model_that_changes_its_speed_is_soon_known_again(factor: float) -> None:
+def test_change_of_speed_is_learned_soon(factor: float) -> None:
     latency = learned(on_the_line(64))
     for size, took_us in on_the_line(14, 5000 * factor, 50 * factor):
         latency.observe(size, took_us)
     assert latency.of(16) == pytest.approx(factor * true_us(16), rel=0.15)
 
 
-def test_slow_and_fast_by_turns_is_no_change() -> None:
-    """Only several in a row are: or what was learned would be forgotten again and again."""
+def test_alternating_slow_and_fast_batches_are_no_change_of_speed() -> None:
+    """Only several in a row are a change; otherwise the model would be scaled again and again."""
     latency = learned(on_the_line(64))
     for size, took_us in on_the_line(40):
         latency.observe(size, 2 * took_us)
-        assert not latency._off > 1
+        assert not latency._deviation_run > 1
         latency.observe(size, took_us)
-        assert latency._off < 1
+        assert latency._deviation_run < 1
     assert true_us(16) < latency.of(16) < 2 * true_us(16)
 
 
-def test_fuller_is_not_faster() -> None:
+def test_larger_batches_are_never_faster() -> None:
     latency = learned([(1, 9000), (8, 5000), (16, 3000)] * 4)
     assert latency.of(1) == latency.of(16) == latency.of(100)
 
 
-def test_nothing_takes_less_than_nothing() -> None:
+def test_latency_is_never_negative() -> None:
     latency = learned([(1, 1), (2, 1000), (4, 6000), (8, 20_000)] * 4)
     assert latency.of(1) >= 0
     assert latency.of(8) > latency.of(4) > 0
@@ -146,17 +146,17 @@ observations = st.lists(st.tuples(st.integers(1, 1024), st.integers(1, 10_000_00
 
 @settings(deadline=None)
 @given(observations)
-def test_whatever_was_observed_more_takes_no_less_time(observed: list[tuple[int, int]]) -> None:
+def test_latency_is_monotone_for_any_observations(observed: list[tuple[int, int]]) -> None:
     latency = learned(observed)
-    some = (1, 2, 8, 100, 1024, 5000)
+    sizes = (1, 2, 8, 100, 1024, 5000)
     assert latency.known
-    assert [latency.of(size) for size in some] == sorted(latency.of(size) for size in some)
-    assert all(0 <= latency.of(size) <= latency.at_most(size) for size in some)
+    assert [latency.of(size) for size in sizes] == sorted(latency.of(size) for size in sizes)
+    assert all(0 <= latency.of(size) <= latency.at_most(size) for size in sizes)
 
 
 @settings(deadline=None)
 @given(observations)
-def test_a_line_has_neither_a_negative_slope_nor_a_negative_intercept(
+def test_slope_and_intercept_are_never_negative(
     observed: list[tuple[int, int]],
 ) -> None:
     line = fit(observed)
@@ -164,21 +164,23 @@ def test_a_line_has_neither_a_negative_slope_nor_a_negative_intercept(
     assert line.intercept_us >= -1e-6 * max(took_us for _, took_us in observed)
 
 
-def test_what_is_not_new_costs_no_fit() -> None:
-    with mock.patch.object(module, "fit", wraps=fit) as fits:
+def test_number_and_size_of_fits_is_bounded() -> None:
+    with mock.patch.object(latency_module, "fit", wraps=fit) as fits:
         latency = learned(on_the_line(64))
         before = fits.call_count
         for size, took_us in on_the_line(800):
             latency.observe(size, took_us)
         for size in range(1000):
             latency.at_most(size)
-    assert before <= 4 + 4 * module.REFIT_EVERY
-    assert fits.call_count - before == 800 // module.REFIT_EVERY
-    assert max(len(call.args[0]) for call in fits.call_args_list) <= module.OF_EACH * len(SIZES)
+    assert before <= 4 + 4 * latency_module.REFIT_INTERVAL
+    assert fits.call_count - before == 800 // latency_module.REFIT_INTERVAL
+    assert max(
+        len(call.args[0]) for call in fits.call_args_list
+    ) <= latency_module.CLASS_OBSERVATIONS_MAX * len(SIZES)
 
 
-def test_a_speed_that_goes_up_and_down_leaves_no_trace() -> None:
-    """What counts as a change on the way up counts as one on the way down."""
+def test_repeated_changes_of_speed_cancel_out() -> None:
+    """A slowdown and a speedup by the same ratio are detected alike."""
     latency = learned(on_the_line(40))
     for turn in range(40):
         factor = 1.5 if turn % 2 == 0 else 1.0
@@ -189,8 +191,8 @@ def test_a_speed_that_goes_up_and_down_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0005, 0.9995])
-def test_a_model_that_drifts_does_so_for_sizes_that_do_not_come(factor: float) -> None:
-    """A tenth in 200 batches, which is no change: the line stays true for who comes, and for who does not."""
+def test_drift_applies_to_sizes_not_observed_since(factor: float) -> None:
+    """A tenth in 200 batches is too slow for a change. The line still follows, also for other sizes."""
     latency, speed, chance = learned(on_the_line(40)), 1.0, random.Random(1)
     for _ in range(4000):
         speed *= factor
@@ -199,8 +201,8 @@ def test_a_model_that_drifts_does_so_for_sizes_that_do_not_come(factor: float) -
         assert latency.of(size) == pytest.approx(speed * true_us(size), rel=0.06)
 
 
-def test_what_is_no_line_is_not_taken_for_drift() -> None:
-    """One size lies off the line for ever; that moves no other."""
+def test_nonlinear_latency_is_not_mistaken_for_drift() -> None:
+    """One size is always off the line; that moves no other size."""
     latency = learned([(size, int(1000 * size**1.3)) for size in (1, 2, 4, 8, 16) * 8])
     before = [latency.of(size) for size in (1, 16)]
     for _ in range(1000):
@@ -208,7 +210,7 @@ def test_what_is_no_line_is_not_taken_for_drift() -> None:
     assert [latency.of(size) for size in (1, 16)] == pytest.approx(before, rel=0.01)
 
 
-def test_noise_is_no_drift() -> None:
+def test_noise_is_not_mistaken_for_drift() -> None:
     latency, chance = learned(on_the_line(40)), random.Random(2)
     for _ in range(5000):
         latency.observe(32, int(true_us(32) * chance.gauss(1, 0.05)))

@@ -1,4 +1,4 @@
-"""From what a user names to a model, and to the name under which it is registered."""
+"""From a model's name on the command line to the model, and to the name under which it is served."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from carpool_worker.model_process.loader import READY_MADE, find_model, model_name
+from carpool_worker.model_process.loader import find_model, model_name, registered_names
 from carpool_worker.models.onnx import OnnxModel
 from carpool_worker.models.square import Square
 
 
 @pytest.fixture(autouse=True)
-def no_traces() -> Iterator[None]:
-    """Modules loaded by a test, and where they were looked for, are gone after it."""
+def restored_imports() -> Iterator[None]:
+    """Remove the modules that a test loaded, and the paths that it added."""
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -27,7 +27,7 @@ def no_traces() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "name", "where"),
+    ("spec", "name", "location"),
     [
         ("square", "square", "square"),
         ("my.models:Embedder", "Embedder", "my.models:Embedder"),
@@ -40,12 +40,12 @@ def no_traces() -> Iterator[None]:
         ("./a=b/models.py:embed", "embed", "./a=b/models.py:embed"),
     ],
 )
-def test_a_name_and_where_to_find_it(spec: str, name: str, where: str) -> None:
-    assert model_name(spec) == (name, where)
+def test_spec_is_a_name_and_a_location(spec: str, name: str, location: str) -> None:
+    assert model_name(spec) == (name, location)
 
 
 @pytest.mark.parametrize("spec", ["", "models:", "a b", "dir/model.py", "a.b:_hidden", "päckchen", "x" * 200])
-def test_nothing_that_could_be_a_name(spec: str) -> None:
+def test_spec_without_a_valid_name_is_rejected(spec: str) -> None:
     with pytest.raises(ValueError, match=r"no name to register it under; write NAME="):
         model_name(spec)
 
@@ -53,29 +53,47 @@ def test_nothing_that_could_be_a_name(spec: str) -> None:
 # --- models ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(READY_MADE))
-def test_every_ready_made_model_is_found(name: str) -> None:
+def test_registered_models_are_those_that_the_documents_name() -> None:
+    assert registered_names() == ["docsearch", "square"]
+
+
+@pytest.mark.parametrize("name", ["docsearch", "square"])
+def test_registered_model_is_found_by_its_name(name: str) -> None:
     assert callable(find_model(name).predict)
 
 
-def test_one_in_a_module_is_found() -> None:
+def test_another_package_can_register_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "carpool_test_plugin.py").write_text("def cube(batch):\n    return [x**3 for x in batch]\n")
+    metadata = tmp_path / "carpool_test_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: carpool-test-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[carpool.models]\ncube = carpool_test_plugin:cube\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_model("cube")([2]) == [8]
+    with pytest.raises(ValueError, match=r"or a registered name \(cube, docsearch, square\)"):
+        find_model("sphere")
+
+
+def test_model_in_a_module_is_found() -> None:
     assert find_model("carpool_worker.models.square:Square") is Square
 
 
-def test_an_onnx_file_is_a_model_before_it_is_looked_at() -> None:
+def test_onnx_model_is_found_without_reading_its_file() -> None:
     model = find_model("onnx:somewhere/resnet.onnx")
     assert isinstance(model, OnnxModel)
     assert model.path == Path("somewhere/resnet.onnx")
 
 
-def test_one_in_a_file_is_found_with_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_in_a_file_can_import_modules_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "carpool_test_neighbour.py").write_text("FACTOR = 3\n")
     file = tmp_path / "carpool_test_model.py"
     file.write_text(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
         "from carpool_test_neighbour import FACTOR\n"
-        "@dataclass\n"  # which looks its own module up, where annotations are text
+        "@dataclass\n"  # looks up its module in sys.modules, because the annotations are strings
         "class Times:\n"
         "    factor: int = FACTOR\n"
         "def triple(batch):\n"
@@ -86,16 +104,16 @@ def test_one_in_a_file_is_found_with_its_neighbours(tmp_path: Path, monkeypatch:
     assert find_model("carpool_test_model.py:Times")().factor == 3
 
 
-# --- errors for people -------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["", "cube", "models.py", ":Name", "module:", ":"])
-def test_neither_module_nor_name(where: str) -> None:
-    with pytest.raises(ValueError, match=r"write module:Name, path/file\.py:Name, onnx:FILE, square or"):
-        find_model(where)
+@pytest.mark.parametrize("location", ["", "cube", "models.py", ":Name", "module:", ":"])
+def test_location_of_no_known_form_is_rejected(location: str) -> None:
+    with pytest.raises(ValueError, match=r"write module:Name, .* or a registered name \(docsearch, square\)"):
+        find_model(location)
 
 
-def test_no_such_name_in_a_module_or_file(tmp_path: Path) -> None:
+def test_missing_name_in_a_module_or_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"carpool_worker\.models\.square has no 'Cube'"):
         find_model("carpool_worker.models.square:Cube")
     file = tmp_path / "carpool_test_empty.py"
@@ -104,7 +122,7 @@ def test_no_such_name_in_a_module_or_file(tmp_path: Path) -> None:
         find_model(f"{file}:Cube")
 
 
-def test_no_such_file_says_from_where_it_was_looked_for(
+def test_missing_file_is_an_error_with_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -115,12 +133,12 @@ def test_no_such_file_says_from_where_it_was_looked_for(
         assert str(tmp_path) in str(caught.value)
 
 
-def test_no_such_module() -> None:
+def test_missing_module_is_an_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="carpool_no_such_module"):
         find_model("carpool_no_such_module:Model")
 
 
-def test_what_a_file_raises_is_not_hidden(tmp_path: Path) -> None:
+def test_error_raised_by_a_file_is_passed_on(tmp_path: Path) -> None:
     file = tmp_path / "carpool_test_broken.py"
     file.write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""What a user writes becomes a model, or is refused with a sentence that says what to change."""
+"""A user's function or class becomes a model, or is rejected with an error that says what to change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def double(batch: list[int]) -> list[int]:
 
 
 class Everything:
-    """Every hook and some settings; `said` is what happened to it."""
+    """Every hook and some settings; `calls` lists the hooks that were called."""
 
     max_batch_size = 7
     max_queue_delay_ms = 2.5
@@ -26,28 +26,28 @@ class Everything:
     outputs = (TensorSpec("label", "BYTES", ()), TensorSpec("score", "FP32", (-1,)))
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def load(self, device: str) -> None:
-        self.said.append(f"load on {device}")
+        self.calls.append(f"load on {device}")
 
     def validate(self, body: Any) -> None:
-        self.said.append(f"validate {body}")
+        self.calls.append(f"validate {body}")
 
     def preprocess(self, bodies: list[Any]) -> list[Any]:
         return [f"{body}?" for body in bodies]
 
     def predict(self, batch: list[Any], requests: list[RequestInfo]) -> list[Any]:
-        return [f"{x}{about.correlation_id}" for x, about in zip(batch, requests, strict=True)]
+        return [f"{x}{info.correlation_id}" for x, info in zip(batch, requests, strict=True)]
 
     def postprocess(self, outputs: list[Any]) -> list[Any]:
         return [f"{x}!" for x in outputs]
 
     def unload(self) -> None:
-        self.said.append("unload")
+        self.calls.append("unload")
 
 
-def test_a_function_is_a_model() -> None:
+def test_function_is_a_model() -> None:
     model = adapt(double, "cpu")
     assert model.run([1, 2], ()) == [2, 4]
     assert (model.validate, model.unload, model.wants_requests) == (None, None, False)
@@ -55,7 +55,7 @@ def test_a_function_is_a_model() -> None:
     assert model.settings == ModelSettings()
 
 
-def test_a_class_is_a_model_with_all_its_hooks() -> None:
+def test_class_or_instance_is_a_model_with_all_its_hooks() -> None:
     a, b = RequestInfo("a", "", {}), RequestInfo("b", "", {})
     for given in (Everything, Everything()):
         model = adapt(given, "cuda:1")
@@ -64,12 +64,12 @@ def test_a_class_is_a_model_with_all_its_hooks() -> None:
         assert model.validate is not None and model.unload is not None
         model.validate(5)
         model.unload()
-        assert model.validate.__self__.said == ["load on cuda:1", "validate 5", "unload"]  # type: ignore[attr-defined]
+        assert model.validate.__self__.calls == ["load on cuda:1", "validate 5", "unload"]  # type: ignore[attr-defined]
         assert model.inputs == Everything.inputs and model.outputs == Everything.outputs
         assert model.settings == ModelSettings(max_batch_size=7, max_queue_delay_ms=2.5)
 
 
-def test_an_object_that_can_be_called_is_a_model() -> None:
+def test_callable_object_is_a_model() -> None:
     class Callable:
         max_batch_size = 3
 
@@ -80,7 +80,7 @@ def test_an_object_that_can_be_called_is_a_model() -> None:
     assert adapt(Callable, "cpu").settings.max_batch_size == 3
 
 
-def test_a_function_may_carry_settings() -> None:
+def test_function_can_have_settings() -> None:
     def function(batch: list[int]) -> list[int]:
         return batch
 
@@ -88,11 +88,11 @@ def test_a_function_may_carry_settings() -> None:
     assert adapt(function, "cpu").settings.max_batch_cost == 100
 
 
-def test_one_without_a_signature_is_taken() -> None:
+def test_function_without_a_signature_is_accepted() -> None:
     assert adapt(max, "cpu").run([[1, 2], [0, 3]], ()) == [1, 2]
 
 
-def test_declarations_are_known_once_the_model_is_loaded() -> None:
+def test_declarations_are_read_after_load() -> None:
     class Late:
         max_batch_size = 1
         inputs: tuple[TensorSpec, ...] = ()
@@ -111,21 +111,21 @@ def test_declarations_are_known_once_the_model_is_loaded() -> None:
 
 @pytest.mark.parametrize("name", ["inputs", "outputs"])
 @pytest.mark.parametrize("declared", [X, "x", [("x", "FP32", (3,))], {"x": X}, 3, [X, None], len])
-def test_what_is_no_list_of_tensors_is_refused_by_name(name: str, declared: Any) -> None:
+def test_declaration_that_is_no_list_of_tensors_is_rejected(name: str, declared: Any) -> None:
     model = type("Model", (), {"predict": double, name: declared})
     with pytest.raises(ValueError, match=f"the model's '{name}' must be a list of TensorSpec, not "):
         adapt(model, "cpu")
 
 
 @pytest.mark.parametrize("name", ["inputs", "outputs"])
-def test_a_tensor_named_twice_is_refused(name: str) -> None:
+def test_tensor_named_twice_is_rejected(name: str) -> None:
     model = type("Model", (), {"predict": double, name: [X, TensorSpec("x", "INT8", ())]})
-    with pytest.raises(ValueError, match=f"the model's '{name}' name a tensor twice"):
+    with pytest.raises(ValueError, match=f"the model's '{name}' name a tensor more than once"):
         adapt(model, "cpu")
 
 
 @pytest.mark.parametrize("declared", [None, [], ()])
-def test_nothing_declared(declared: Any) -> None:
+def test_model_without_declarations(declared: Any) -> None:
     assert adapt(type("Model", (), {"predict": len, "inputs": declared}), "cpu").inputs == ()
 
 
@@ -144,7 +144,7 @@ def test_nothing_declared(declared: Any) -> None:
         ("result_ttl_ms", float("inf")),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, value: Any) -> None:
+def test_invalid_setting_is_rejected_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name}: .*must be a"):
         adapt(type("Model", (), {"predict": double, name: value}), "cpu")
 
@@ -164,8 +164,8 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, value: Any)
         ("polcy", "policy"),
     ],
 )
-def test_a_slip_in_a_settings_name_is_noticed_wherever_it_is_made(name: str, setting: str) -> None:
-    class OfItsOwn:
+def test_misspelt_setting_is_found_wherever_it_is_declared(name: str, setting: str) -> None:
+    class Instance:
         def __init__(self) -> None:
             setattr(self, name, 4)
 
@@ -176,8 +176,8 @@ def test_a_slip_in_a_settings_name_is_noticed_wherever_it_is_made(name: str, set
 
     setattr(function, name, 4)
     of_a_class = type("Model", (), {"predict": double, name: 4})
-    inherits = type("Heir", (of_a_class,), {})
-    for model in (of_a_class, inherits, OfItsOwn, function):
+    inherits = type("Subclass", (of_a_class,), {})
+    for model in (of_a_class, inherits, Instance, function):
         assert adapt(model, "cpu").misspelt == {name: setting}
 
 
@@ -190,14 +190,14 @@ ORDINARY = """
 
 
 @pytest.mark.parametrize("name", ORDINARY.split())
-def test_what_a_model_keeps_for_itself_is_no_slip(name: str) -> None:
+def test_ordinary_attribute_is_not_taken_for_a_misspelling(name: str) -> None:
     assert adapt(type("Model", (), {"predict": double, name: 4}), "cpu").misspelt == {}
 
 
-def test_what_cannot_be_a_slip() -> None:
+def test_methods_and_names_beside_a_declared_setting_are_no_misspellings() -> None:
     class Model:
         max_batch_size = 8
-        max_batch_sizes = (4, 8)  # a table of the model's own, beside the setting
+        max_batch_sizes = (4, 8)  # similar to a setting that is declared as well
 
         def priority_policy(self) -> None:
             """A method."""
@@ -208,7 +208,7 @@ def test_what_cannot_be_a_slip() -> None:
     assert adapt(Everything, "cpu").misspelt == adapt(max, "cpu").misspelt == {}
 
 
-def test_a_preferred_size_that_no_batch_can_have_is_refused() -> None:
+def test_preferred_size_above_the_maximum_is_rejected() -> None:
     class Model:
         preferred_batch_sizes = (16, 32, 48, 64)
         predict = staticmethod(double)
@@ -220,12 +220,12 @@ def test_a_preferred_size_that_no_batch_can_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [3, "a model", None, object()])
-def test_what_cannot_predict_is_refused(given: Any) -> None:
+def test_object_that_cannot_predict_is_rejected(given: Any) -> None:
     with pytest.raises(ValueError, match="neither a function nor a class with a method 'predict'"):
         adapt(given, "cpu")
 
 
-def test_a_coroutine_is_refused() -> None:
+def test_coroutine_function_is_rejected() -> None:
     class Model:
         async def predict(self, batch: list[int]) -> list[int]:
             return batch
@@ -234,7 +234,7 @@ def test_a_coroutine_is_refused() -> None:
         adapt(Model, "cpu")
 
 
-def test_what_load_raises_is_not_hidden() -> None:
+def test_error_in_load_is_passed_on() -> None:
     class Model:
         def load(self, device: str) -> None:
             raise FileNotFoundError(f"no weights for {device}")

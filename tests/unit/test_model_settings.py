@@ -1,4 +1,4 @@
-"""A model's settings: what makes sense, from what they are read, and what is said of what makes none."""
+"""The settings of a model: which values are valid, how they are read, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ COUNTS: Final = (
     *("max_expiration_ms", "result_ttl_ms"),
 )
 OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms")
-NUMBERS: Final = (*COUNTS, *OPTIONAL_COUNTS, "max_queue_delay_ms", "target_latency_ms")
-LEFT_OPEN: Final = {*OPTIONAL_COUNTS, "target_latency_ms"}
-EMPTY: Final[dict[str, Any]] = {"preferred_batch_sizes": (), "priority_policies": {}, "tenant_weights": {}}
-MOST: Final = 1 << 53
+FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
+NUMBERS: Final = (*COUNTS, *OPTIONAL_COUNTS, *FRACTIONS)
+OPTIONAL: Final = {*OPTIONAL_COUNTS, "target_latency_ms"}
+EMPTY_DEFAULTS: Final[dict[str, Any]] = {
+    "preferred_batch_sizes": (),
+    "priority_policies": {},
+    "tenant_weights": {},
+}
+NUMBER_MAX: Final = 1 << 53
 
 fast = settings(deadline=None)
 
 
 def cases(*values: Any) -> tuple[Any, ...]:
-    """Values of any types, one beside another."""
+    """Values of mixed types."""
     return values
 
 
-def test_the_names_are_those_of_the_registration() -> None:
+def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
     assert ModelSettings.names() == [
         "max_batch_size",
         "max_batch_cost",
@@ -53,22 +58,22 @@ def test_the_names_are_those_of_the_registration() -> None:
     assert all(ModelSettings.meanings().values())
 
 
-def test_what_is_not_said_has_its_default() -> None:
+def test_settings_not_given_have_defaults() -> None:
     assert ModelSettings.from_mapping({}) == ModelSettings()
-    assert all(getattr(ModelSettings(), name) is None for name in LEFT_OPEN)
+    assert all(getattr(ModelSettings(), name) is None for name in OPTIONAL)
     assert ModelSettings().expiration_action == "reject"
     assert ModelSettings().policy == "eager"
 
 
-# --- single settings: a value, its text, and what each becomes ---------------------------------------------
+# --- single settings ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "becomes"),
+    ("name", "value", "expected"),
     [
         *[(name, value, 8) for name in (*COUNTS, *OPTIONAL_COUNTS) for value in (8, 8.0, "8", " 8 ")],
-        *[(name, MOST - 1, MOST - 1) for name in COUNTS],
-        *[(name, value, None) for name in LEFT_OPEN for value in (None, "", "none", "None", "null")],
+        *[(name, NUMBER_MAX - 1, NUMBER_MAX - 1) for name in COUNTS],
+        *[(name, value, None) for name in OPTIONAL for value in (None, "", "none", "None", "null")],
         *[("max_queue_delay_ms", value, 0.25) for value in (0.25, "0.25", ".25", "25e-2")],
         *[("max_queue_delay_ms", value, 0) for value in (0, "0", 0.0)],
         ("target_latency_ms", "0.5", 0.5),
@@ -99,31 +104,31 @@ def test_what_is_not_said_has_its_default() -> None:
         *[("priority_policies", value, {}) for value in cases("", "none", "{}", {})],
     ],
 )
-def test_a_setting_is_read_from_a_value_or_its_text(name: str, value: Any, becomes: Any) -> None:
-    assert getattr(ModelSettings(**{name: value}), name) == becomes
+def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expected: Any) -> None:
+    assert getattr(ModelSettings(**{name: value}), name) == expected
     if value is not None:
-        assert getattr(ModelSettings.from_mapping({name: value}), name) == becomes
+        assert getattr(ModelSettings.from_mapping({name: value}), name) == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "right"),
+    ("name", "value", "valid"),
     [
         *[
-            (name, value, "a number, 1 or more")
+            (name, value, "must be a whole number, 1 or more")
             for name in (*COUNTS, *OPTIONAL_COUNTS)
-            for value in (0, -1, 1.5, "0", "1.5", MOST)
+            for value in (0, -1, 1.5, "0", "1.5", NUMBER_MAX)
         ],
         *[
-            (name, value, "must be a number, ")
+            (name, value, "must be a number, " if name in FRACTIONS else "must be a whole number, ")
             for name in NUMBERS
             for value in (True, math.nan, math.inf, -1, "-1", "nan", "inf", "many", "8 apples", b"8", [8])
         ],
-        *[(name, value, "must be a number, ") for name in COUNTS for value in ("", "none")],
-        *[(name, "many", ", or none") for name in LEFT_OPEN],
-        ("max_queue_delay_ms", float(MOST), "a number, 0 or more"),
+        *[(name, value, "must be a whole number, ") for name in COUNTS for value in ("", "none")],
+        *[(name, "many", ", or none") for name in OPTIONAL],
+        ("max_queue_delay_ms", float(NUMBER_MAX), "a number, 0 or more"),
         ("target_latency_ms", 0, "a number, 0.001 or more"),
         *[
-            ("preferred_batch_sizes", value, "must be sizes, 1 or more, as in 4,8,16")
+            ("preferred_batch_sizes", value, "must be batch sizes, 1 or more each, as in 4,8,16")
             for value in ("0", "4,,x", "4,-8", [0], 8, True, b"8", [b"8"], [True], "1.5")
         ],
         *[
@@ -142,40 +147,40 @@ def test_a_setting_is_read_from_a_value_or_its_text(name: str, value: Any, becom
         ],
         ("priority_policies", {10: {}}, "priorities from 0 to 9"),
         ("priority_policies", '{"-1": {}}', "priorities from 0 to 9"),
-        ("priority_policies", {0: {"max_queue": 1}}, "max_queue is none of max_queue_size, default_exp"),
+        ("priority_policies", {0: {"max_queue": 1}}, "max_queue is not one of max_queue_size, default_exp"),
         ("priority_policies", {0: PriorityPolicy(expiration_action="drop")}, "must be reject or delay"),
     ],
 )
-def test_what_makes_no_sense_is_named_with_what_would(name: str, value: Any, right: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: ") as refused:
+def test_error_names_the_setting_and_what_is_valid(name: str, value: Any, valid: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: ") as declared:
         ModelSettings(**{name: value})
-    assert right in str(refused.value)
+    assert valid in str(declared.value)
     with pytest.raises(ValueError, match=f"^{name}: ") as registered:
         ModelSettings.from_mapping({name: value})
-    assert str(registered.value) == str(refused.value)
+    assert str(registered.value) == str(declared.value)
 
 
-@pytest.mark.parametrize("name", sorted(set(ModelSettings.names()) - LEFT_OPEN - EMPTY.keys()))
-def test_only_some_may_be_left_open(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(ModelSettings.names()) - OPTIONAL - EMPTY_DEFAULTS.keys()))
+def test_only_optional_settings_may_be_none(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         ModelSettings(**dict[str, Any]({name: None}))
 
 
-def test_what_is_quoted_of_a_wrong_value_is_short() -> None:
-    with pytest.raises(ValueError, match="max_batch_size") as refused:
+def test_invalid_value_is_cut_short_in_the_error() -> None:
+    with pytest.raises(ValueError, match="max_batch_size") as error:
         ModelSettings.from_mapping({"max_batch_size": "x" * 10_000})
-    assert len(str(refused.value)) < 200
+    assert len(str(error.value)) < 200
 
 
-def test_other_registered_fields_are_left_out() -> None:
+def test_other_registered_fields_are_ignored() -> None:
     registration = {"max_batch_size": "8", "inputs": "[]", "colour": "blue", "max_batch_cost": None}
     assert ModelSettings.from_mapping(registration) == ModelSettings(max_batch_size=8)
 
 
-# --- what they mean together -------------------------------------------------------------------------------
+# --- settings that depend on each other --------------------------------------------------------------------
 
 
-VIP_MAY_ASK: Final = {
+PRIORITY_9_MAY_OVERRIDE: Final = {
     "allow_expiration_override": False,
     "priority_policies": {9: {"allow_expiration_override": True}},
 }
@@ -196,17 +201,17 @@ VIP_MAY_ASK: Final = {
         ({"priority_policies": {0: {"default_expiration_ms": 7}}}, 0, 500, 500),
         ({"priority_policies": {0: {"allow_expiration_override": False}}}, 0, 500, None),
         ({"priority_policies": {0: {"allow_expiration_override": False}}}, 4, 500, 500),
-        (VIP_MAY_ASK, 9, 500, 500),
-        (VIP_MAY_ASK, 4, 500, None),
+        (PRIORITY_9_MAY_OVERRIDE, 9, 500, 500),
+        (PRIORITY_9_MAY_OVERRIDE, 4, 500, None),
     ],
 )  # fmt: skip
-def test_when_a_request_expires(
+def test_expiration_of_a_request(
     given: dict[str, Any], priority: int, asked_ms: int | None, expires_ms: int | None
 ) -> None:
     assert ModelSettings(**given).expiration_ms(priority, asked_ms) == expires_ms
 
 
-def test_whether_who_has_expired_is_delayed() -> None:
+def test_expired_requests_are_delayed_by_model_or_priority() -> None:
     assert not ModelSettings().delays_expired(4)
     assert ModelSettings(expiration_action="delay").delays_expired(4)
     delay, reject = PriorityPolicy(expiration_action="delay"), PriorityPolicy(expiration_action="reject")
@@ -218,24 +223,24 @@ def test_whether_who_has_expired_is_delayed() -> None:
 
 # --- through Redis -----------------------------------------------------------------------------------------
 
-whole = st.integers(1, MOST - 1)
-some_policy = st.builds(
+integers = st.integers(1, NUMBER_MAX - 1)
+priority_policies = st.builds(
     PriorityPolicy,
-    max_queue_size=st.none() | whole,
-    default_expiration_ms=st.none() | whole,
+    max_queue_size=st.none() | integers,
+    default_expiration_ms=st.none() | integers,
     allow_expiration_override=st.none() | st.booleans(),
     expiration_action=st.sampled_from([None, "reject", "delay"]),
 )
-some_settings = st.builds(
+model_settings = st.builds(
     ModelSettings,
-    **dict.fromkeys(COUNTS, whole),
-    **dict.fromkeys(OPTIONAL_COUNTS, st.none() | whole),
-    max_queue_delay_ms=st.integers(0, MOST - 1) | st.floats(0, 1e9),
+    **dict.fromkeys(COUNTS, integers),
+    **dict.fromkeys(OPTIONAL_COUNTS, st.none() | integers),
+    max_queue_delay_ms=st.integers(0, NUMBER_MAX - 1) | st.floats(0, 1e9),
     target_latency_ms=st.none() | st.floats(0.001, 1e9),
-    preferred_batch_sizes=st.sets(whole, max_size=4),
+    preferred_batch_sizes=st.sets(integers, max_size=4),
     allow_expiration_override=st.booleans(),
     expiration_action=st.sampled_from(["reject", "delay"]),
-    priority_policies=st.dictionaries(st.integers(0, 9), some_policy, max_size=3),
+    priority_policies=st.dictionaries(st.integers(0, 9), priority_policies, max_size=3),
     tenant_weights=st.dictionaries(
         st.from_regex(r"[A-Za-z0-9._:-]{1,8}", fullmatch=True), st.floats(0.001, 1e9), max_size=4
     ),
@@ -244,8 +249,8 @@ some_settings = st.builds(
 
 
 @fast
-@given(some_settings)
-def test_settings_are_the_same_after_a_trip_through_redis(sent: ModelSettings) -> None:
+@given(model_settings)
+def test_settings_are_unchanged_by_a_round_trip_as_text(sent: ModelSettings) -> None:
     texts = sent.as_text()
     assert list(texts) == ModelSettings.names()
     assert all(type(text) is str for text in texts.values())

@@ -1,6 +1,6 @@
-"""Tensors: what a header may claim, bytes and lists <-> arrays, BF16's rounding, and knowing a head again.
+"""Tensors: checks of headers, bytes and lists <-> arrays, the rounding of BF16, and cached heads.
 
-What the bytes are is the matter of the golden vectors (tests/contract).
+The golden vectors (tests/contract) say what the bytes of single tensors are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
 def arrays(datatype: str) -> st.SearchStrategy[Array]:
-    """Arrays of any small shape, with every number that their type has."""
+    """Arrays of any small shape, with any numbers of their type."""
     return hnp.arrays(DTYPES[datatype], shapes)
 
 
@@ -62,28 +62,28 @@ def as_tensor(datatype: Any, shape: Any, data: Any) -> dict[str, Any]:
     return {"datatype": datatype, "shape": shape, "data": data}
 
 
-def refused(call: Any, *arguments: Any) -> str:
+def rejected_field(call: Any, *arguments: Any) -> str:
     """The field that an InvalidArgumentError's detail begins with."""
     with pytest.raises(InvalidArgumentError) as caught:
         call(*arguments)
     return caught.value.detail.partition(": ")[0]
 
 
-def same(one: Array, other: Array) -> bool:
+def same(left: Array, right: Array) -> bool:
     """Same type, shape and bits."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-# --- a model's declaration ---------------------------------------------------------------------------------
+# --- TensorSpec --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
-def test_every_datatype_may_be_declared(datatype: str) -> None:
+def test_every_datatype_can_be_declared(datatype: str) -> None:
     assert TensorSpec("x", datatype, (2, -1)).datatype == datatype
 
 
 @pytest.mark.parametrize(("datatype", "shape"), [("FP8", (1,)), ("fp32", ()), ("", ()), ("FP32", (1, -2))])
-def test_a_declaration_that_makes_no_sense_is_named(datatype: str, shape: tuple[int, ...]) -> None:
+def test_invalid_declaration_is_an_error_that_names_the_tensor(datatype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="tensor 'x': "):
         TensorSpec("x", datatype, shape)
 
@@ -103,7 +103,7 @@ def test_a_declaration_that_makes_no_sense_is_named(datatype: str, shape: tuple[
         ((-1,), (), False),
     ],
 )
-def test_a_declared_shape_admits(declared: tuple[int, ...], shape: tuple[int, ...], admitted: bool) -> None:
+def test_declared_shape_admits(declared: tuple[int, ...], shape: tuple[int, ...], admitted: bool) -> None:
     assert TensorSpec("x", "FP32", declared).admits(shape) is admitted
 
 
@@ -117,27 +117,27 @@ def test_a_declared_shape_admits(declared: tuple[int, ...], shape: tuple[int, ..
         ("BYTES", (2,), None),
     ],
 )
-def test_the_length_of_a_fixed_shape_is_known(
+def test_fixed_shape_has_a_fixed_length(
     datatype: str, shape: tuple[int, ...], fixed_bytes: int | None
 ) -> None:
     assert TensorSpec("x", datatype, shape).fixed_bytes == fixed_bytes
 
 
-def test_a_declared_shape_may_be_any_sequence_of_sizes() -> None:
+def test_declared_shape_may_be_any_sequence_of_integers() -> None:
     assert TensorSpec("x", "FP32", [np.int64(2), 3]) == TensorSpec("x", "FP32", (2, 3))  # type: ignore[arg-type]
 
 
-# --- a header ----------------------------------------------------------------------------------------------
+# --- headers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "value", [None, 7, [], {}, {"datatype": 1, "shape": 2}, {"data": 1, "shape": 2, "a": 3}]
 )
-def test_what_is_no_tensor(value: Any) -> None:
+def test_other_values_are_not_tensors(value: Any) -> None:
     assert not is_tensor(value)
 
 
-def test_a_tensor_is_known_by_its_three_names_alone() -> None:
+def test_map_with_exactly_the_three_fields_is_a_tensor() -> None:
     assert is_tensor(as_tensor(None, None, None))
     assert not is_tensor(as_tensor(None, None, None) | {"more": 1})
 
@@ -158,7 +158,7 @@ likely_shapes = st.lists(st.integers(0, 4) | st.integers(), max_size=4) | json_v
 @example("UINT8", [-1], b"")
 @example("INT8", [1], [10**400])
 @example("FP16", [1], [10**400])
-def test_any_tensor_is_an_array_or_refused(datatype: Any, shape: Any, data: Any) -> None:
+def test_any_tensor_is_decoded_or_rejected(datatype: Any, shape: Any, data: Any) -> None:
     try:
         decoded = decode_tensor(as_tensor(datatype, shape, data), "body.x")
     except InvalidArgumentError as error:
@@ -171,34 +171,34 @@ def test_any_tensor_is_an_array_or_refused(datatype: Any, shape: Any, data: Any)
             assert list(decoded.shape) == shape
 
 
-def test_a_header_tells_datatype_and_shape() -> None:
+def test_header_gives_datatype_and_shape() -> None:
     assert check_header(as_tensor("BF16", [2, 0], b"")) == ("BF16", (2, 0))
 
 
-def test_dimensions_have_a_limit() -> None:
+def test_number_of_dimensions_is_limited() -> None:
     assert check_header(as_tensor("INT8", [1] * MAX_DIMENSIONS, b""))[1] == (1,) * MAX_DIMENSIONS
-    assert refused(check_header, as_tensor("INT8", [1] * (MAX_DIMENSIONS + 1), b"")) == "body.shape"
+    assert rejected_field(check_header, as_tensor("INT8", [1] * (MAX_DIMENSIONS + 1), b"")) == "body.shape"
 
 
-def test_nothing_has_a_size_limit_too() -> None:
-    # Given: no bytes at all, of a shape that numpy cannot even express
+def test_sizes_of_an_empty_tensor_are_limited() -> None:
+    # Given: no data, but a shape that numpy cannot express
     assert decode_tensor(as_tensor("INT8", [0, MAX_ITEMS], b"")).shape == (0, MAX_ITEMS)  # type: ignore[union-attr]
-    assert refused(decode_tensor, as_tensor("INT8", [0, MAX_ITEMS + 1], b"")) == "body.shape"
+    assert rejected_field(decode_tensor, as_tensor("INT8", [0, MAX_ITEMS + 1], b"")) == "body.shape"
 
 
 @pytest.mark.parametrize("datatype", sorted(WIDTHS))
-def test_the_data_must_be_as_long_as_the_shape_says(datatype: str) -> None:
+def test_length_of_the_data_must_match_the_shape(datatype: str) -> None:
     width = WIDTHS[datatype]
     check_length(datatype, (2, 3), 6 * width)
     for wrong in (6 * width - 1, 6 * width + 1, 0):
-        assert refused(check_length, datatype, (2, 3), wrong, "body.x") == "body.x.data"
+        assert rejected_field(check_length, datatype, (2, 3), wrong, "body.x") == "body.x.data"
 
 
-def test_a_claim_is_not_allocated() -> None:
-    # Given: four bytes that claim to be a terabyte
+def test_claimed_size_is_not_allocated() -> None:
+    # Given: four bytes with a shape of a terabyte
     tracemalloc.start()
     try:
-        assert refused(decode_tensor, as_tensor("INT8", [1 << 40], b"1234")) == "body.data"
+        assert rejected_field(decode_tensor, as_tensor("INT8", [1 << 40], b"1234")) == "body.data"
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -209,7 +209,7 @@ def test_a_claim_is_not_allocated() -> None:
 
 @fast
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
-def test_an_array_is_the_same_after_a_trip_as_bytes(data: st.DataObject, datatype: str) -> None:
+def test_array_survives_a_round_trip_as_bytes(data: st.DataObject, datatype: str) -> None:
     array = data.draw(arrays(datatype))
     sent = to_bytes(array, datatype)
     assert len(sent) == array.size * WIDTHS[datatype]
@@ -218,20 +218,20 @@ def test_an_array_is_the_same_after_a_trip_as_bytes(data: st.DataObject, datatyp
 
 @fast
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
-def test_an_array_is_the_same_after_a_trip_in_msgpack(data: st.DataObject, datatype: str) -> None:
+def test_array_survives_a_round_trip_in_msgpack(data: st.DataObject, datatype: str) -> None:
     array = data.draw(arrays(datatype))
     assert same(decode_body(MSGPACK, encode_body(MSGPACK, array)), array)
 
 
 @fast
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
-def test_an_array_is_the_same_after_a_trip_in_json(data: st.DataObject, datatype: str) -> None:
+def test_array_survives_a_round_trip_in_json(data: st.DataObject, datatype: str) -> None:
     finite = hnp.from_dtype(np.dtype(DTYPES[datatype]), allow_nan=False, allow_infinity=False)
     array = data.draw(hnp.arrays(DTYPES[datatype], shapes, elements=finite))
     assert same(decode_body(JSON, encode_body(JSON, array)), array)
 
 
-def test_bytes_are_little_endian_and_row_major_however_the_array_lies_in_memory() -> None:
+def test_bytes_are_little_endian_and_row_major_for_any_memory_layout() -> None:
     rows = np.array([[1, 2, 3], [4, 5, 6]], ">i4")
     wanted = struct.pack("<6i", 1, 2, 3, 4, 5, 6)
     for array in (
@@ -251,13 +251,13 @@ def test_bytes_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["c8", "O", "datetime64[s]", [("a", "i4")], "V3"])
-def test_some_arrays_cannot_travel(dtype: Any) -> None:
+def test_arrays_of_other_dtypes_are_rejected(dtype: Any) -> None:
     with pytest.raises(ValueError, match="cannot be sent"):
         datatype_of(np.zeros(2, dtype))
 
 
 @pytest.mark.parametrize("array", [np.array(["ä", "bcd"]), np.array([b"ab", b"c"])])
-def test_an_array_of_strings_travels_as_bytes(array: Array) -> None:
+def test_array_of_strings_has_datatype_bytes(array: Array) -> None:
     texts = [str(text) for text in array.astype(str)]
     assert tensor_map(array) == tensor_json(array) == as_tensor("BYTES", [2], texts)
     assert all(type(text) is str for text in tensor_map(array)["data"])
@@ -273,9 +273,9 @@ def fp32(bits: int) -> float:
 
 
 def nearest_bf16(bits: int) -> int:
-    """By exact fractions: the nearer of the two BF16 around an FP32, of two as near the even one."""
+    """With exact fractions: the nearer of the two BF16 around an FP32, or the even one of two as near."""
     sign, size = bits & (1 << 31), bits & ((1 << 31) - 1)
-    if size >= 0x7F7F8000:  # at or beyond the middle between the largest BF16 and what would come after it
+    if size >= 0x7F7F8000:  # halfway from the largest BF16 to the next, or beyond
         return (sign | 0x7F800000) >> 16
     below, above = size >> 16, (size >> 16) + 1
     down = Fraction(fp32(size)) - Fraction(fp32(below << 16))
@@ -292,7 +292,7 @@ def nearest_bf16(bits: int) -> int:
 @example(0x7F7F7FFF)
 @example(0x7F7F8000)
 @example(0xFF7FFFFF)
-def test_bf16_is_rounded_to_nearest_even(bits: int) -> None:
+def test_bf16_is_rounded_to_nearest_ties_to_even(bits: int) -> None:
     array = np.array([bits], "<u4").view("<f4")
     (half,) = struct.unpack("<H", to_bytes(array, "BF16"))
     if math.isnan(fp32(bits)):
@@ -303,7 +303,7 @@ def test_bf16_is_rounded_to_nearest_even(bits: int) -> None:
 
 @fast
 @given(hnp.arrays("<u2", shapes))
-def test_bf16_is_the_same_after_a_trip_as_fp32(halves: Array) -> None:
+def test_bf16_survives_a_round_trip_as_fp32(halves: Array) -> None:
     array = from_bytes("BF16", halves.shape, halves.tobytes())
     assert array.dtype == np.float32
     assert array.shape == halves.shape
@@ -314,20 +314,20 @@ def test_bf16_is_the_same_after_a_trip_as_fp32(halves: Array) -> None:
 
 # --- lists -------------------------------------------------------------------------------------------------
 
-WHOLE = sorted(datatype for datatype in DTYPES if "INT" in datatype)
+INTEGERS = sorted(datatype for datatype in DTYPES if "INT" in datatype)
 
 
-@pytest.mark.parametrize("datatype", WHOLE)
-def test_whole_numbers_have_a_range(datatype: str) -> None:
+@pytest.mark.parametrize("datatype", INTEGERS)
+def test_integer_out_of_range_is_rejected(datatype: str) -> None:
     limits = np.iinfo(DTYPES[datatype])
     both = [int(limits.min), int(limits.max), 1]
     assert array_of(both, datatype).tolist() == both
     for outside in (int(limits.min) - 1, int(limits.max) + 1, 1 << 70):
-        assert refused(array_of, [1, outside], datatype, "body.x") == "body.x.data"
+        assert rejected_field(array_of, [1, outside], datatype, "body.x") == "body.x.data"
 
 
-def test_a_large_whole_number_beside_a_small_one_is_exact() -> None:
-    # Given: numbers that no one of numpy's own choices of type holds both
+def test_large_integer_next_to_a_small_one_is_exact() -> None:
+    # Given: numbers for which numpy, left to itself, would choose float64
     assert array_of([2**64 - 1, 1], "UINT64").tolist() == [2**64 - 1, 1]
 
 
@@ -340,14 +340,14 @@ def test_a_large_whole_number_beside_a_small_one_is_exact() -> None:
         ("FP64", 1.7e308, 10**309),
     ],
 )
-def test_fractions_have_a_range(datatype: str, largest: float, outside: float) -> None:
+def test_float_out_of_range_is_rejected(datatype: str, largest: float, outside: float) -> None:
     assert np.isfinite(array_of([largest, -largest], datatype)).all()
     for sign in (1, -1):
-        assert refused(array_of, [1, sign * outside], datatype) == "body.data"
+        assert rejected_field(array_of, [1, sign * outside], datatype) == "body.data"
 
 
 @pytest.mark.parametrize("datatype", FLOATS)
-def test_fractions_may_be_infinite_where_that_was_sent(datatype: str) -> None:
+def test_infinity_and_nan_are_kept(datatype: str) -> None:
     sent = [math.inf, -math.inf, 1]
     assert array_of(sent, datatype).tolist() == sent
     assert np.isnan(array_of([math.nan], datatype)).all()
@@ -355,24 +355,24 @@ def test_fractions_may_be_infinite_where_that_was_sent(datatype: str) -> None:
 
 @pytest.mark.parametrize("datatype", sorted(WIDTHS))
 @pytest.mark.parametrize("data", [["1"], [None], [b"1"], [{}], "1", None, {}, [[1], ["1"]], [1j]])
-def test_what_is_no_number_is_refused(datatype: str, data: Any) -> None:
-    assert refused(array_of, data, datatype, "body.x") == "body.x.data"
+def test_element_that_is_not_a_number_is_rejected(datatype: str, data: Any) -> None:
+    assert rejected_field(array_of, data, datatype, "body.x") == "body.x.data"
 
 
 @pytest.mark.parametrize("datatype", sorted(WIDTHS))
-def test_true_is_no_number_and_a_number_not_true(datatype: str) -> None:
-    mine, others = ([True, False], [1, 0]) if datatype == "BOOL" else ([1, 0], [1, True])
-    assert array_of(mine, datatype).tolist() == mine
-    assert refused(array_of, others, datatype) == "body.data"
+def test_booleans_and_numbers_are_not_interchangeable(datatype: str) -> None:
+    valid, invalid = ([True, False], [1, 0]) if datatype == "BOOL" else ([1, 0], [1, True])
+    assert array_of(valid, datatype).tolist() == valid
+    assert rejected_field(array_of, invalid, datatype) == "body.data"
 
 
 @pytest.mark.parametrize("datatype", sorted(WIDTHS))
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (1, 0, 1)])
-def test_nothing_is_of_any_datatype(datatype: str, shape: tuple[int, ...]) -> None:
+def test_empty_list_is_valid_for_any_datatype(datatype: str, shape: tuple[int, ...]) -> None:
     assert array_of([], datatype, shape=shape).shape == shape
 
 
-def test_numbers_may_be_flat_or_nested_to_their_shape() -> None:
+def test_list_may_be_flat_or_nested_to_the_shape() -> None:
     nested = [[1, 2, 3], [4, 5, 6]]
     assert array_of([1, 2, 3, 4, 5, 6], "INT8", shape=(2, 3)).tolist() == nested
     assert array_of(nested, "INT8", shape=(2, 3)).tolist() == nested
@@ -383,30 +383,30 @@ def test_numbers_may_be_flat_or_nested_to_their_shape() -> None:
         [1, 2, 3],
         [nested],
     ):
-        assert refused(lambda data: array_of(data, "INT8", shape=(2, 3)), data) == "body.data"
+        assert rejected_field(lambda data: array_of(data, "INT8", shape=(2, 3)), data) == "body.data"
 
 
 @pytest.mark.parametrize("data", [[[1], [1, 2]], [1, [2]], [[1], 2], [[1], []]])
-def test_rows_of_unequal_length_are_refused(data: list[Any]) -> None:
-    assert refused(array_of, data, "FP32") == "body.data"
+def test_rows_of_unequal_length_are_rejected(data: list[Any]) -> None:
+    assert rejected_field(array_of, data, "FP32") == "body.data"
 
 
-def test_lists_may_be_as_deep_as_a_shape_and_no_deeper() -> None:
+def test_depth_of_lists_is_limited_as_dimensions_are() -> None:
     deepest: Any = [1]
     for _ in range(MAX_DIMENSIONS - 1):
         deepest = [deepest]
     assert array_of(deepest, "INT8").shape == (1,) * MAX_DIMENSIONS
     for _ in range(2000):
         deepest = [deepest]
-    assert refused(array_of, deepest, "INT8") == "body.data"
+    assert rejected_field(array_of, deepest, "INT8") == "body.data"
 
 
-def test_a_long_text_among_many_takes_no_memory() -> None:
-    # Given: what numpy would make an array of as many texts as wide as the longest, 400 MB
+def test_long_string_among_short_ones_takes_no_memory() -> None:
+    # Given: strings of which numpy would make an array of 400 MB, each element as wide as the longest
     data = ["x" * 1_000_000, *[""] * 100]
     tracemalloc.start()
     try:
-        assert refused(decode_tensor, as_tensor("FP32", [101], data)) == "body.data"
+        assert rejected_field(decode_tensor, as_tensor("FP32", [101], data)) == "body.data"
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -417,19 +417,19 @@ def test_a_long_text_among_many_takes_no_memory() -> None:
 
 @fast
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
-def test_a_head_and_the_data_are_the_whole_map(data: st.DataObject, datatype: str) -> None:
+def test_head_and_data_are_the_complete_map(data: st.DataObject, datatype: str) -> None:
     array = data.draw(arrays(datatype))
     head = tensor_head(datatype, array.shape, array.nbytes)
     assert head + to_bytes(array, datatype) == msgpack.packb(tensor_map(array))
 
 
 @pytest.mark.parametrize("data_bytes", [0, 255, 256, 65535, 65536])
-def test_a_head_tells_a_length_in_the_shortest_way(data_bytes: int) -> None:
-    whole = tensor_head("UINT8", [data_bytes], data_bytes) + bytes(data_bytes)
-    assert whole == msgpack.packb(as_tensor("UINT8", [data_bytes], bytes(data_bytes)))
+def test_head_has_the_shortest_form_of_the_length(data_bytes: int) -> None:
+    body = tensor_head("UINT8", [data_bytes], data_bytes) + bytes(data_bytes)
+    assert body == msgpack.packb(as_tensor("UINT8", [data_bytes], bytes(data_bytes)))
 
 
-def test_a_layout_is_known_again_by_its_head() -> None:
+def test_layout_is_recognised_by_its_head() -> None:
     # Given
     memo = HeadMemo()
     body, next_body = (msgpack.packb(tensor_map(np.full((2, 3), number, "<f4"))) for number in (1, 2))
@@ -441,8 +441,8 @@ def test_a_layout_is_known_again_by_its_head() -> None:
     assert (memo.datatype, memo.shape) == ("FP32", (2, 3))
 
 
-def test_a_layout_that_was_written_otherwise_is_not_remembered() -> None:
-    # Given: the same tensor, its names in another order, or its length told in a longer way
+def test_layout_written_in_another_form_is_not_remembered() -> None:
+    # Given: the same tensor with its fields in another order, or with a longer form of the length
     data = struct.pack("<f", 1)
     in_another_order = msgpack.packb({"data": data, "shape": [1], "datatype": "FP32"})
     longer = tensor_head("FP32", [1], 4)[:-2] + b"\xc5\x00\x04" + data
@@ -454,7 +454,7 @@ def test_a_layout_that_was_written_otherwise_is_not_remembered() -> None:
 
 
 def of_layout(datatype: str, shape: list[int]) -> st.SearchStrategy[bytes]:
-    """Bodies of one layout, each with numbers of its own."""
+    """Bodies of one layout, each with other numbers."""
     length = WIDTHS[datatype] * math.prod(shape)
     data = st.binary(min_size=length, max_size=length)
     return data.map(lambda data: bytes(msgpack.packb(as_tensor(datatype, shape, data))))
@@ -472,8 +472,8 @@ mangled = st.builds(
 
 @settings(deadline=None, max_examples=500)
 @given(st.lists(good | mangled, min_size=2, max_size=12))
-def test_no_body_is_mistaken_for_another_layout(bodies: list[bytes]) -> None:
-    # Given: a memo that is used as worker and client use it
+def test_no_body_is_taken_for_another_layout(bodies: list[bytes]) -> None:
+    # Given: a memo, used as the worker and the client use it
     memo = HeadMemo()
     for body in bodies:
         data = memo.data_of(body)
@@ -481,7 +481,7 @@ def test_no_body_is_mistaken_for_another_layout(bodies: list[bytes]) -> None:
             value = decode_body(MSGPACK, body)
         except InvalidArgumentError:
             value = None
-        # Expect: what the memo says is what decoding says, or it says nothing
+        # Expect: data that the memo recognises is what decoding gives
         if data is not None:
             assert isinstance(value, np.ndarray)
             assert same(from_bytes(memo.datatype, memo.shape, data), value)

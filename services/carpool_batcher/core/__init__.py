@@ -1,1 +1,1 @@
-"""The decisions of the batcher: no Redis, no clock, no threads, no logging. See `core.scheduler`."""
+"""The batcher's decisions, without Redis, clock, threads or logging. The rules stand in `core.scheduler`."""

@@ -1,17 +1,18 @@
-"""Policies of one's own: who may join a batch, said by a user's class.
+"""Custom policies: a user's class decides which requests may join a batch.
 
     class Balanced:                                # carpool batcher --policies mine.py:Balanced
-        def initialise(self):                      # a batch begins; what is returned goes to the others
+        def initialise(self):                      # a new batch: the other hooks get what this returns
             return {"bytes": 0}
         def include(self, batch, request):         # may this request join? False closes the batch
             batch["bytes"] += len(request.body)
             return batch["bytes"] < 1_000_000
-        def finalise(self, batch, requests):       # it is complete, and leaves
+        def finalise(self, batch, requests):       # the batch is complete, and will be dispatched
             ...
 
-`include` alone is required. It is asked in the order of turns, of those that fit; the first of a batch joins
-anyhow. A request for which it raises fails (INTERNAL) and no other does; where initialise or finalise raises,
-the batch fails that was being formed. A request is `carpool.messages.Request`, to be looked at, not changed.
+Only `include` is required. It is called in the order of dispatch, for the requests that fit into a batch; the
+first one joins in any case. A request for which it raises fails with INTERNAL, and no other does. If
+`initialise` or `finalise` raises, the requests of that batch fail. Requests are of the type
+`carpool.messages.Request`: read them, but do not change them.
 """
 
 from __future__ import annotations
@@ -22,54 +23,53 @@ from typing import Any, NamedTuple
 from carpool.messages import Request
 
 
-class PolicyError(Exception):
-    """A user's policy raised; the message says what."""
+class FormedBatch(NamedTuple):
+    """The requests of a batch, or those that failed because the policy raised, with the error for each."""
 
-
-class Formed(NamedTuple):
-    """What a policy made of those in turn: who leaves together, and who fails because it raised."""
-
-    leave: list[Request]
+    requests: list[Request]
     failed: list[tuple[Request, str]]
 
 
 class CustomPolicy:
-    """A user's policy, so that what it raises hits its requests and nobody else."""
+    """Calls a user's policy, and confines its exceptions to the requests concerned.
+
+    `raised` is the last exception with its message, for the log; producers only learn the type.
+    """
 
     def __init__(self, policy: Any) -> None:
-        self.raised = ""  # what it said last, for who wrote it: producers are told its type alone
+        self.raised = ""
         include = getattr(policy, "include", None)
         if not callable(include):
             raise ValueError(f"the policy {policy!r:.80} has no method 'include'")
         self._include: Callable[[Any, Request], object] = include
-        self._initialise: Callable[[], Any] = getattr(policy, "initialise", _nothing)
-        self._finalise: Callable[[Any, Sequence[Request]], object] = getattr(policy, "finalise", _nothing)
+        self._initialise: Callable[[], Any] = getattr(policy, "initialise", _no_hook)
+        self._finalise: Callable[[Any, Sequence[Request]], object] = getattr(policy, "finalise", _no_hook)
 
-    def form(self, in_turn: Sequence[Request]) -> Formed:
-        """The next batch of these, who are as many as may leave together at most.
+    def form(self, candidates: Sequence[Request]) -> FormedBatch:
+        """Form a batch from the front of these requests, which would all fit into one.
 
-        Where somebody fails nobody leaves: without them the turns are others, and the batch is formed anew.
+        If a request fails, none is dispatched: without it the fair turns change, so the batch is formed anew.
         """
         hook = "initialise"
-        leave: list[Request] = []
+        included: list[Request] = []
         try:
             batch = self._initialise()
             hook = "include"
-            for request in in_turn:
-                leave.append(request)
-                joins = self._include(batch, request)
-                if not joins and len(leave) > 1:
-                    leave.pop()
+            for request in candidates:
+                included.append(request)
+                may_join = self._include(batch, request)
+                if not may_join and len(included) > 1:
+                    included.pop()
                     break
             hook = "finalise"
-            self._finalise(batch, leave)
+            self._finalise(batch, included)
         except Exception as error:
             self.raised = f"{hook} raised {type(error).__name__}: {error}"
-            said = f"the batching policy's {hook} raised {type(error).__name__}"
-            broken = {"initialise": in_turn, "include": leave[-1:], "finalise": leave}[hook]
-            return Formed([], [(request, said) for request in broken])
-        return Formed(leave, [])
+            detail = f"the batching policy's {hook} raised {type(error).__name__}"
+            failed = {"initialise": candidates, "include": included[-1:], "finalise": included}[hook]
+            return FormedBatch([], [(request, detail) for request in failed])
+        return FormedBatch(included, [])
 
 
-def _nothing(*_: object) -> None:
-    """What a policy does that has no such hook."""
+def _no_hook(*_: object) -> None:
+    """Stands for a hook that the user's policy does not have."""

@@ -1,16 +1,15 @@
-"""Deadlines: at which moment to look at whom, and what to say of those who are past theirs.
+"""Deadlines: timers for requests that wait and for batches in flight, and what happens when one is due.
 
-One heap of alarms. Nobody takes an alarm back: one whose requests have moved on means nothing, and now and
-then all such are thrown away.
+Timers are never cancelled. One whose requests no longer wait, or whose batch has settled, has no effect; such
+timers are dropped from time to time.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import Request
@@ -20,126 +19,138 @@ from carpool_batcher.core.decisions import Decision, Expire, refusal
 from carpool_batcher.core.lane import bytes_of
 from carpool_batcher.core.queue import MAX_BATCH_BYTES, Queue
 
-REQUEST_BYTES: Final = 1000  # what a request takes in memory beside its body
+REQUEST_BYTES: Final = 1000  # the memory of a request, without its body
+TURNAROUND_LEAD_RATIO: Final = 1.5  # a request is urgent this many turnarounds before its deadline,
+LEAD_US_MIN: Final = 2000  # and this much more
 
 
-@dataclass(slots=True)
-class Alarm:
-    """At this time, look at these waiting requests, or at this batch in flight.
-
-    One for all requests that arrived in one entry with one deadline, and one for a batch: so that a deadline
-    costs a request next to nothing.
-    """
+class RequestTimer(NamedTuple):
+    """Look at these requests. There is one timer for the requests of an entry with the same deadline, so that
+    a deadline costs a request almost nothing."""
 
     at_us: int
     requests: list[Request]
-    batch_id: str = ""
+
+
+class BatchTimer(NamedTuple):
+    """Look at this batch in flight."""
+
+    at_us: int
+    batch_id: str
 
 
 class Deadlines:
-    """Whom to look at, and when. Who waits and what is in flight is asked of those who know."""
+    """The timers of all requests with a deadline. Whether a request still waits is up to the Queue."""
 
-    def __init__(self, waiting: Queue, capacity: Capacity) -> None:
-        self._queue = waiting
+    def __init__(self, queue: Queue, capacity: Capacity) -> None:
+        self._queue = queue
         self._capacity = capacity
-        self._heap: list[tuple[int, int, Alarm]] = []
-        self._number = count()
-        self._latest: Alarm | None = None  # of waiting requests: the next of the same entry joins it
-        self._watched_bytes = 0  # of requests that alarms hold on to, at most
+        self._timers: list[tuple[int, int, RequestTimer | BatchTimer]] = []  # a heap
+        self._numbers = count()
+        self._latest: RequestTimer | None = None  # the next request of the same entry may join it
+        self._held_bytes = 0  # of the requests in timers, whether or not they still wait; an upper bound
 
-    def next_us(self) -> int | None:
-        """When the next one rings; None if there is none."""
-        return self._heap[0][0] if self._heap else None
+    def wake_at_us(self) -> int | None:
+        """When the next timer is due; None if there is none."""
+        return self._timers[0][0] if self._timers else None
 
-    # --- whom to watch -------------------------------------------------------------------------------------
+    # --- setting timers ------------------------------------------------------------------------------------
 
     def watch(self, request: Request, deadline_us: int, settings: ModelSettings, now_us: int) -> None:
-        """Look at a request that waits when it must leave to be in time, then at its deadline."""
+        """Set a timer for a waiting request: for its deadline, or, if batches are delayed, for when it is
+        urgent."""
         at_us = deadline_us
         if settings.max_queue_delay_ms:
-            at_us = max(now_us, self._must_leave_us(request.lane, deadline_us))
-        self._watched_bytes += bytes_of(request) + REQUEST_BYTES
+            at_us = max(now_us, self._urgent_at_us(request.lane, deadline_us))
+        self._held_bytes += bytes_of(request) + REQUEST_BYTES
         latest = self._latest
         if latest is not None and latest.at_us == at_us and latest.requests[0].entry is request.entry:
             latest.requests.append(request)
         else:
-            self._latest = Alarm(at_us, [request])
+            self._latest = RequestTimer(at_us, [request])
             self._set(self._latest)
 
-    def watch_anew(self, settings: ModelSettings) -> None:
-        """So far nobody was held back, and so nobody had to leave early to be in time. Now they have to."""
-        self._heap = [one for one in self._heap if one[2].batch_id]
-        heapq.heapify(self._heap)
-        self._latest, self._watched_bytes = None, 0
+    def watch_again(self, settings: ModelSettings) -> None:
+        """Set the timers of all waiting requests anew, because from now on batches are delayed."""
+        self._timers = [item for item in self._timers if type(item[2]) is BatchTimer]
+        heapq.heapify(self._timers)
+        self._latest, self._held_bytes = None, 0
         for lane in self._queue.lanes.values():
             for request in lane:
-                if request.deadline_us is not None and request not in lane.late:
+                if request.deadline_us is not None and request not in lane.expired:
                     self.watch(request, request.deadline_us, settings, 0)
 
-    def watch_batch(self, batch_id: str, due: Mapping[int, Request]) -> None:
-        """Look at a batch in flight when the first deadline of these passes."""
-        if due:
-            first_us = min(request.deadline_us or 0 for request in due.values())
-            self._set(Alarm(first_us, [], batch_id))
+    def watch_batch(self, batch_id: str, expiring: Mapping[int, Request]) -> None:
+        """Set a timer for a batch in flight, at the earliest deadline of these requests."""
+        if expiring:
+            self._set(BatchTimer(min(request.deadline_us or 0 for request in expiring.values()), batch_id))
 
-    def _must_leave_us(self, lane: str, deadline_us: int) -> int:
-        return deadline_us - int(1.5 * self._capacity.ride_us(lane)) - 2000
+    def _urgent_at_us(self, lane: str, deadline_us: int) -> int:
+        return deadline_us - int(TURNAROUND_LEAD_RATIO * self._capacity.turnaround_us(lane)) - LEAD_US_MIN
 
-    def _set(self, alarm: Alarm) -> None:
-        heapq.heappush(self._heap, (alarm.at_us, next(self._number), alarm))
+    def _set(self, timer: RequestTimer | BatchTimer) -> None:
+        heapq.heappush(self._timers, (timer.at_us, next(self._numbers), timer))
         waiting_bytes = self._queue.bytes + REQUEST_BYTES * self._queue.count
         if (
-            len(self._heap) > 4 * (self._queue.count + len(self._capacity.in_flight)) + 1000
-            or self._watched_bytes > 2 * waiting_bytes + MAX_BATCH_BYTES
+            len(self._timers) > 4 * (self._queue.count + len(self._capacity.in_flight)) + 1000
+            or self._held_bytes > 2 * waiting_bytes + MAX_BATCH_BYTES
         ):
-            self._tidy()
+            self._drop_outdated()
 
-    def _tidy(self) -> None:
-        """Most alarms are for requests that have moved on: keep memory bounded, at O(1) amortised."""
-        for _, _, alarm in self._heap:
-            alarm.requests = [request for request in alarm.requests if request in self._queue]
-        self._heap = [
-            one for one in self._heap if one[2].requests or one[2].batch_id in self._capacity.in_flight
-        ]
-        heapq.heapify(self._heap)
+    def _drop_outdated(self) -> None:
+        """Drop timers and requests that have no effect any more, to bound memory. O(1) amortised."""
+        kept: list[tuple[int, int, RequestTimer | BatchTimer]] = []
+        self._held_bytes = 0
+        for item in self._timers:
+            timer = item[2]
+            if type(timer) is RequestTimer:
+                timer.requests[:] = [request for request in timer.requests if request in self._queue]
+                self._held_bytes += sum(bytes_of(request) + REQUEST_BYTES for request in timer.requests)
+                if timer.requests:
+                    kept.append(item)
+            elif type(timer) is BatchTimer and timer.batch_id in self._capacity.in_flight:
+                kept.append(item)
+        heapq.heapify(kept)
+        self._timers = kept
         self._latest = None
-        watched = [request for _, _, alarm in self._heap for request in alarm.requests]
-        self._watched_bytes = sum(map(bytes_of, watched)) + REQUEST_BYTES * len(watched)
 
-    # --- who is past it ------------------------------------------------------------------------------------
+    # --- timers that are due -------------------------------------------------------------------------------
 
-    def ring(self, now_us: int, settings: ModelSettings) -> list[Decision]:
-        """Look at everybody whose time it is."""
+    def run_due(self, settings: ModelSettings, now_us: int) -> list[Decision]:
+        """Handle the timers that are due by now."""
         decisions: list[Decision] = []
-        while self._heap and self._heap[0][0] <= now_us:
-            alarm = heapq.heappop(self._heap)[2]
-            if alarm is self._latest:
-                self._latest = None
-            if alarm.batch_id:
-                decisions += self._look_at_batch(alarm.batch_id, now_us)
-            for request in alarm.requests:
-                if request in self._queue:
-                    decisions += self._look_at(request, settings, now_us)
+        while self._timers and self._timers[0][0] <= now_us:
+            timer = heapq.heappop(self._timers)[2]
+            if type(timer) is BatchTimer:
+                decisions += self._check_batch(timer.batch_id, now_us)
+            elif type(timer) is RequestTimer:
+                if timer is self._latest:
+                    self._latest = None
+                for request in timer.requests:
+                    if request in self._queue:
+                        decisions += self._check_request(request, settings, now_us)
         return decisions
 
-    def _look_at_batch(self, batch_id: str, now_us: int) -> list[Decision]:
-        riding = self._capacity.in_flight.get(batch_id)
-        if riding is None:
+    def _check_batch(self, batch_id: str, now_us: int) -> list[Decision]:
+        """Expire the requests of a batch in flight that are past their deadlines."""
+        batch = self._capacity.in_flight.get(batch_id)
+        if batch is None:
             return []
-        past = [at for at, request in riding.due.items() if (request.deadline_us or 0) <= now_us]
-        expired: list[Decision] = [Expire(batch_id, at, riding.due.pop(at)) for at in past]
-        self.watch_batch(batch_id, riding.due)
+        past = [at for at, request in batch.expiring.items() if (request.deadline_us or 0) <= now_us]
+        expired: list[Decision] = [Expire(batch_id, at, batch.expiring.pop(at)) for at in past]
+        self.watch_batch(batch_id, batch.expiring)
         return expired
 
-    def _look_at(self, request: Request, settings: ModelSettings, now_us: int) -> list[Decision]:
+    def _check_request(self, request: Request, settings: ModelSettings, now_us: int) -> list[Decision]:
+        """Mark a waiting request as urgent, or expire it if it is past its deadline."""
         deadline_us = request.deadline_us or 0
         lane = self._queue.lanes[request.lane]
         if deadline_us > now_us:
             lane.urgent.add(request)
-            self._set(Alarm(deadline_us, [request]))
+            self._set(RequestTimer(deadline_us, [request]))
             return []
         if settings.delays_expired(request.priority):
-            lane.put_behind(request)
+            lane.move_expired(request)
             return []
         self._queue.remove(request)
         expiration_ms = (deadline_us - request.arrival_us) // 1000

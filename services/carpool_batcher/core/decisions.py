@@ -1,4 +1,4 @@
-"""What a scheduler may decide: to send a batch, to refuse a request, to answer one that rides."""
+"""What a scheduler decides: to dispatch a batch, to refuse a request, or to expire one in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from carpool.messages import Dispatch, Refusal, Request
 
 
 class Expire(NamedTuple):
-    """Answer this request, which is at `position` of a batch in flight, DEADLINE_EXCEEDED."""
+    """Answer the request at `position` of a batch in flight with DEADLINE_EXCEEDED."""
 
     batch_id: str
     position: int
@@ -19,7 +19,7 @@ Decision = Dispatch | Refusal | Expire
 
 
 def refusal(request: Request, status: str, reason: str, detail: str) -> Refusal:
-    """The answer to a request that will not ride."""
+    """The Refusal of a waiting or arriving request."""
     return Refusal(
         request.entry,
         request.correlation_id,

@@ -1,14 +1,14 @@
-"""The policy `deferred`: a batch leaves as late as its deadlines allow; who cannot be met is told early.
+"""The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
 
-A batch of n that leaves at t is heard of at t + trip + l(n). With d the earliest deadline that waits, n
-requests leave at the latest at d - trip - l(n), and so they leave just before one more would make them late:
+A batch of n that is dispatched at t is expected to settle at t + round trip + l(n). So with d the earliest
+deadline, n requests are dispatched just before one more would be late:
 
-    at d - trip - l(n + 1),    or at once when they are enough for the model to be efficient.
+    at d - round trip - l(n + 1),    or at once if n is enough for the model to be efficient.
 
-Queue lets batches grow, and fuller batches make a model faster: that is what latency is traded for here
-(Symphony, SOSP 2023). When more wait than can be served in time, a head whose deadline would keep its batch
-small holds up all behind it: those are given up first whose batch would waste the most (Nexus, SOSP 2019).
-Time is worth what it could serve, so a batch of n is worth n - l(n) * the best n / l(n) there is.
+Waiting lets batches grow, and fuller batches raise throughput: this is what latency is traded for (Symphony,
+SOSP 2023). When more requests wait than can be in time, a request at the head with an early deadline keeps
+its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
+(Nexus, SOSP 2019): time is worth what it could serve, so a batch of n is worth n - l(n) * the best n / l(n).
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final, NamedTuple
 
-from carpool_batcher.core.lane import NEVER
+from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.latency import LatencyModel, Line
 
-EFFICIENT: Final = 0.85  # of the throughput of the largest batch; waiting for more leaves processes idle
+EFFICIENT_THROUGHPUT_RATIO: Final = 0.85  # of the largest batch's; waiting for more would idle processes
 
 
 class Plan(NamedTuple):
-    """Who is given up, by their places in the order of turns; and how many of the others leave."""
+    """The requests to refuse, by position; and how many of the others to dispatch, from the front."""
 
-    given_up: list[int]
-    leave: int
+    refused: list[int]
+    size: int
 
 
-class Outlook(NamedTuple):
-    """What a decision rests on. `frees_us`: when a batch may leave for each process."""
+class Forecast(NamedTuple):
+    """What a plan is based on. `free_times_us`: from when on each process can be sent a batch."""
 
     latency: LatencyModel
     max_size: int
-    trip_us: int
-    frees_us: Sequence[int]
+    round_trip_us: int
+    free_times_us: Sequence[int]
 
-    def done_us(self, start_us: int, size: int) -> int:
-        """When a batch of `size` that leaves at `start_us` may be heard of."""
-        return start_us + self.trip_us + self.latency.at_most(size)
+    def settles_us(self, start_us: int, size: int) -> int:
+        """The latest time at which a batch of `size`, dispatched at `start_us`, is expected to settle."""
+        return start_us + self.round_trip_us + self.latency.at_most(size)
 
-    def fits(self, start_us: int, deadline_us: int, limit: int) -> int:
-        """The most, up to `limit`, that can leave at `start_us` and be in time; 0 if not even one."""
-        if self.done_us(start_us, limit) <= deadline_us:
+    def largest_in_time(self, start_us: int, deadline_us: int, limit: int) -> int:
+        """The largest batch, up to `limit`, that is in time if dispatched at `start_us`; 0 if none is."""
+        if self.settles_us(start_us, limit) <= deadline_us:
             return limit
-        low, high = 0, limit  # low fits, high does not
+        low, high = 0, limit  # a batch of `low` is in time, one of `high` is not
         while high - low > 1:
             middle = (low + high) // 2
-            if self.done_us(start_us, middle) <= deadline_us:
+            if self.settles_us(start_us, middle) <= deadline_us:
                 low = middle
             else:
                 high = middle
@@ -60,91 +60,96 @@ class Outlook(NamedTuple):
 
 
 def efficient_size(latency: LatencyModel, max_size: int) -> int:
-    """The smallest batch that is nearly as efficient as the largest. O(log max_size) when l(n) is another."""
+    """The smallest batch nearly as efficient as the largest. O(log max_size) when l(n) has changed."""
     return 1 if latency.line is None else _efficient_size(latency.line, max_size)
 
 
 @lru_cache(maxsize=256)
 def _efficient_size(line: Line, max_size: int) -> int:
-    wanted = EFFICIENT * max_size / max(1, line.at(max_size))
+    throughput_min = EFFICIENT_THROUGHPUT_RATIO * max_size / max(1, line.at(max_size))
     low, high = 0, max_size
     while high - low > 1:
         middle = (low + high) // 2
-        if middle / max(1, line.at(middle)) >= wanted:
+        if middle / max(1, line.at(middle)) >= throughput_min:
             high = middle
         else:
             low = middle
     return high
 
 
-def latest_start_us(outlook: Outlook, deadline_us: int, waiting: int) -> int:
-    """When `waiting` requests must leave, the earliest deadline among them being `deadline_us`."""
-    more = min(waiting + 1, outlook.max_size)
-    return deadline_us - outlook.trip_us - outlook.latency.at_most(more)
+def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
+    """When to dispatch `waiting` requests, the earliest of whose deadlines is `deadline_us`."""
+    one_more = min(waiting + 1, forecast.max_size)
+    return deadline_us - forecast.round_trip_us - forecast.latency.at_most(one_more)
 
 
-def plan(outlook: Outlook, deadlines_us: Sequence[int], now_us: int) -> Plan:
-    """Who leaves now, and who is given up, of these deadlines in the order of their turns (NEVER: none).
+def plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
+    """Plan what to dispatch now and what to refuse.
 
-    O(n) where all can be served, O(n log max_size) where not.
+    `deadlines_us` has those of the waiting requests in the order of dispatch, NEVER_US for no deadline.
+    O(n) if all can be in time, otherwise O(n log max_size).
     """
-    soonest_us = outlook.done_us(now_us, 1)
+    soonest_us = forecast.settles_us(now_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
     if hopeless:
-        deadlines_us = [one for one in deadlines_us if one >= soonest_us]
+        deadlines_us = [deadline_us for deadline_us in deadlines_us if deadline_us >= soonest_us]
     if not deadlines_us:
         return Plan(hopeless, 0)
-    tight_us = _earliest_ahead(deadlines_us, outlook.max_size)
-    size = outlook.fits(now_us, tight_us[0], min(len(tight_us), outlook.max_size))
-    if size == min(len(tight_us), outlook.max_size) or _all_fit(outlook, tight_us, now_us):
+    limits_us = _earliest_in_batch(deadlines_us, forecast.max_size)
+    size_max = min(len(limits_us), forecast.max_size)
+    size = forecast.largest_in_time(now_us, limits_us[0], size_max)
+    if size == size_max or _are_all_in_time(forecast, limits_us, now_us):
         return Plan(hopeless, size)
-    begin, size = _worth_most(outlook, tight_us, now_us)
-    without = set(hopeless)
-    alive = (at for at in range(len(deadlines_us) + len(without)) if at not in without)
-    ahead = zip(islice(alive, begin), deadlines_us, strict=False)
-    return Plan([*hopeless, *(at for at, deadline_us in ahead if deadline_us < NEVER)], size)
+    begin, size = _most_valuable(forecast, limits_us, now_us)
+    excluded = set(hopeless)
+    positions = (at for at in range(len(deadlines_us) + len(excluded)) if at not in excluded)
+    before = zip(islice(positions, begin), deadlines_us, strict=False)
+    return Plan([*hopeless, *(at for at, deadline_us in before if deadline_us < NEVER_US)], size)
 
 
-def _earliest_ahead(deadlines_us: Sequence[int], window: int) -> list[int]:
-    """For each, the earliest deadline among it and the `window` - 1 behind it: who may share its batch."""
-    earliest: deque[int] = deque()  # positions, of deadlines that rise
-    tight_us = [0] * len(deadlines_us)
+def _earliest_in_batch(deadlines_us: Sequence[int], max_size: int) -> list[int]:
+    """For each request, the earliest deadline among itself and the `max_size` - 1 behind it, which may share
+    its batch."""
+    candidates: deque[int] = deque()  # positions with rising deadlines
+    earliest_us = [0] * len(deadlines_us)
     for at in range(len(deadlines_us) - 1, -1, -1):
-        while earliest and deadlines_us[earliest[0]] >= deadlines_us[at]:
-            earliest.popleft()
-        earliest.appendleft(at)
-        if earliest[-1] >= at + window:
-            earliest.pop()
-        tight_us[at] = deadlines_us[earliest[-1]]
-    return tight_us
+        while candidates and deadlines_us[candidates[0]] >= deadlines_us[at]:
+            candidates.popleft()
+        candidates.appendleft(at)
+        if candidates[-1] >= at + max_size:
+            candidates.pop()
+        earliest_us[at] = deadlines_us[candidates[-1]]
+    return earliest_us
 
 
-def _all_fit(outlook: Outlook, tight_us: Sequence[int], now_us: int) -> bool:
-    """Whether all can be in time, one batch after another on whichever process is free first."""
-    frees_us = [max(now_us, free_us) for free_us in outlook.frees_us] or [now_us]
-    heapq.heapify(frees_us)
+def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], now_us: int) -> bool:
+    """Whether all are in time if each batch goes to the process that becomes free first."""
+    free_us = [max(now_us, free_us) for free_us in forecast.free_times_us] or [now_us]
+    heapq.heapify(free_us)
     begin = 0
-    while begin < len(tight_us):
-        start_us = frees_us[0]
-        size = outlook.fits(start_us, tight_us[begin], min(len(tight_us) - begin, outlook.max_size))
+    while begin < len(limits_us):
+        start_us = free_us[0]
+        size_max = min(len(limits_us) - begin, forecast.max_size)
+        size = forecast.largest_in_time(start_us, limits_us[begin], size_max)
         if not size:
             return False
-        heapq.heapreplace(frees_us, start_us + outlook.latency.of(size))
+        heapq.heapreplace(free_us, start_us + forecast.latency.of(size))
         begin += size
     return True
 
 
-def _worth_most(outlook: Outlook, tight_us: Sequence[int], now_us: int) -> tuple[int, int]:
-    """From where on, and how many: the batch that wastes the least of what its time could serve."""
-    latency = outlook.latency
-    largest = max(1, outlook.fits(now_us, max(tight_us), outlook.max_size))
-    best_rate = largest / max(1, latency.of(largest))
-    best, best_worth = (0, 0), float("-inf")
-    for at, deadline_us in enumerate(tight_us):
-        size = outlook.fits(now_us, deadline_us, min(len(tight_us) - at, outlook.max_size))
-        worth = size - latency.of(size) * best_rate
-        if size and worth > best_worth:
-            best, best_worth = (at, size), worth
-        if size == outlook.max_size or at + size >= len(tight_us):
-            break  # from here on batches only get smaller
+def _most_valuable(forecast: Forecast, limits_us: Sequence[int], now_us: int) -> tuple[int, int]:
+    """The first position and the size of the batch that wastes the least of what its time could serve."""
+    latency = forecast.latency
+    largest = max(1, forecast.largest_in_time(now_us, max(limits_us), forecast.max_size))
+    best_throughput = largest / max(1, latency.of(largest))
+    best, best_value = (0, 0), float("-inf")
+    for at, limit_us in enumerate(limits_us):
+        size_max = min(len(limits_us) - at, forecast.max_size)
+        size = forecast.largest_in_time(now_us, limit_us, size_max)
+        value = size - latency.of(size) * best_throughput
+        if size and value > best_value:
+            best, best_value = (at, size), value
+        if size == forecast.max_size or at + size >= len(limits_us):
+            break  # batches that begin later are only smaller
     return best

@@ -1,13 +1,12 @@
-"""When a batch leaves, why, and who rides: rules 1 to 3 at the top of `core.scheduler`.
+"""When a batch is dispatched, why, and with which requests: rules 1 to 3 at the top of `core.scheduler`.
 
-Nothing is remembered here but what follows from the settings. Who waits is for `core.waiting` to say, where
-there is room for `core.capacity`.
+Nothing is stored here: time and settings are arguments, `core.queue` holds the waiting requests, and
+`core.capacity` knows when processes are free.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
@@ -17,176 +16,192 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
-from carpool_batcher.core.deferred import Outlook, efficient_size, latest_start_us, plan
-from carpool_batcher.core.lane import NEVER, Lane
+from carpool_batcher.core.deferred import Forecast, efficient_size, latest_start_us, plan
+from carpool_batcher.core.due_index import NEVER_US
+from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.queue import Queue
 
-LOOK_AHEAD: Final = 4  # batches: so many waiting requests are looked at before any is given up
+PLANNED_BATCHES_MAX: Final = 4  # waiting requests that are planned with, in batches of the largest size
 
 
 class Dispatcher:
-    """Which batches leave now, and when to ask again."""
+    """Forms the batches that are dispatched now, and says when to ask again."""
 
-    def __init__(self, waiting: Queue, capacity: Capacity, settings: ModelSettings) -> None:
-        self._queue = waiting
+    def __init__(self, queue: Queue, capacity: Capacity) -> None:
+        self._queue = queue
         self._capacity = capacity
-        self.custom: CustomPolicy | None = None  # a user's own, which says who may join a batch
-        self.follow(settings)
 
-    def follow(self, settings: ModelSettings) -> None:
-        """These hold from now on."""
-        self._settings = settings
-        self._objective = _objective(settings)
-
-    def due(self, now_us: int) -> list[Decision]:
-        """The batches that leave now, those with the best claim first, and who is given up for them."""
+    def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
+        """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
-        if not self._queue.count or not self._capacity.has_room():
+        if not self._queue.count or not self._capacity.has_capacity():
             return decisions
         lanes = self._queue.lanes
-        ready = [one for lane in lanes.values() if (one := self._ready(lane, now_us)) is not None]
-        heapq.heapify(ready)
-        while ready and self._capacity.has_room():
-            _, _, name, reason = heapq.heappop(ready)
-            if not self._may_leave(reason, now_us):
+        claims = [
+            claim for lane in lanes.values() if (claim := self._claim(lane, settings, now_us)) is not None
+        ]
+        heapq.heapify(claims)
+        while claims and self._capacity.has_capacity():
+            _, _, name, reason = heapq.heappop(claims)
+            if not self._can_dispatch(reason, settings, now_us):
                 continue
             lane = lanes[name]
-            decisions += self._form(lane, reason, now_us)
-            if (again := self._ready(lane, now_us)) is not None:
-                heapq.heappush(ready, again)
+            decisions += self._form(lane, reason, settings, custom, now_us)
+            if (claim := self._claim(lane, settings, now_us)) is not None:
+                heapq.heappush(claims, claim)
         return decisions
 
-    def next_us(self) -> int | None:
-        """When a batch may leave by time alone; None: not before something happens."""
-        room_at_us = self._capacity.room_at_us() if self._queue.count else None
-        if room_at_us is None:
+    def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
+        """When a batch could be dispatched by time alone; None if not before something happens."""
+        free_at_us = self._capacity.free_at_us(now_us) if self._queue.count else None
+        if free_at_us is None:
             return None
         lanes = self._queue.lanes.values()
-        return max(room_at_us, min(self._leaves_at_us(lane)[0] for lane in lanes if lane.count))
+        ready_at_us = min(self._ready_at_us(lane, settings, now_us)[0] for lane in lanes if lane.count)
+        return max(free_at_us, ready_at_us)
 
-    # --- whether, and why ----------------------------------------------------------------------------------
+    # --- when, and why -------------------------------------------------------------------------------------
 
-    def _may_leave(self, reason: DispatchReason, now_us: int) -> bool:
-        """Whether there is room; a full batch may go ahead of a busy process, unless it could become late."""
-        if reason == "full" and self._settings.policy != "deferred":
+    def _can_dispatch(self, reason: DispatchReason, settings: ModelSettings, now_us: int) -> bool:
+        """Whether a process is free. A full batch may be prefetched, but not if it could be late by that."""
+        if reason == "full" and settings.policy != "deferred":
             return True
-        room_at_us = self._capacity.room_at_us()
-        return room_at_us is not None and room_at_us <= now_us
+        free_at_us = self._capacity.free_at_us(now_us)
+        return free_at_us is not None and free_at_us <= now_us
 
-    def _ready(self, lane: Lane, now_us: int) -> tuple[int, int, str, DispatchReason] | None:
-        """A lane of which a batch may leave, by rank: priority, arrival, name; and the reason."""
+    def _claim(
+        self, lane: Lane, settings: ModelSettings, now_us: int
+    ) -> tuple[int, int, str, DispatchReason] | None:
+        """A lane with a batch that is ready, as (-rank, arrival, name, reason): the smallest comes first."""
         if not lane.count:
             return None
-        leaves_at_us, reason = self._leaves_at_us(lane)
-        if now_us < leaves_at_us:
+        ready_at_us, reason = self._ready_at_us(lane, settings, now_us)
+        if now_us < ready_at_us:
             return None
-        priority, arrival_us = lane.head()
-        return -priority, arrival_us, lane.name, reason
+        rank, arrival_us = lane.head()
+        return -rank, arrival_us, lane.name, reason
 
-    def _leaves_at_us(self, lane: Lane) -> tuple[int, DispatchReason]:
-        """When a batch of a lane leaves, if there is room, and why; 0: it is ready. Somebody must wait."""
-        settings = self._settings
-        if self._queue.fills_batch(lane, settings):
-            return 0, "full"
-        if settings.preferred_batch_sizes and self._preferred(lane):
-            return 0, "preferred"
+    def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
+        """When a batch of a lane is ready, and the reason; `now_us` if it is ready whatever the time.
+
+        The lane must not be empty.
+        """
+        if self._queue.has_full_batch(lane, settings):
+            return now_us, "full"
+        if settings.preferred_batch_sizes and _preferred_size(lane, settings):
+            return now_us, "preferred"
         if lane.urgent:
-            return 0, "deadline"
+            return now_us, "deadline"
         delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
-        if not self._defers(lane):
+        if not self._is_deferred(lane, settings):
             if settings.max_queue_delay_ms:
                 return delay_ends_us, "delay"
-            return max(delay_ends_us, self._capacity.evenly_us()), "idle"
-        outlook = self._outlook(lane)
-        if lane.count >= efficient_size(outlook.latency, settings.max_batch_size):
-            return 0, "efficient"
-        start_us = latest_start_us(outlook, lane.earliest_us(self._objective), lane.count)
+            return max(delay_ends_us, self._capacity.spacing_ends_us()), "idle"
+        forecast = self._forecast(lane, settings)
+        if lane.count >= efficient_size(forecast.latency, settings.max_batch_size):
+            return now_us, "efficient"
+        start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), lane.count)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
             return delay_ends_us, "delay"
         return start_us, "deadline"
 
-    def _preferred(self, lane: Lane) -> int:
-        """The largest preferred size that a lane can fill; 0 if none."""
-        return max((size for size in self._settings.preferred_batch_sizes if size <= lane.count), default=0)
-
-    def _defers(self, lane: Lane) -> bool:
-        """Whether the policy is deferred, and has something to go by."""
-        if self._settings.policy != "deferred" or not self._capacity.latency.known:
+    def _is_deferred(self, lane: Lane, settings: ModelSettings) -> bool:
+        """Whether the policy is `deferred`, and both l(n) and a due time are known."""
+        if settings.policy != "deferred" or not self._capacity.latency.known:
             return False
-        return lane.earliest_us(self._objective) != NEVER
+        return lane.earliest_due_us(_target_us(settings)) != NEVER_US
 
-    # --- who rides -----------------------------------------------------------------------------------------
-
-    def _form(self, lane: Lane, reason: DispatchReason, now_us: int) -> list[Decision]:
-        """A batch of a lane that is ready; under `deferred` those are given up first that cannot be met, and
-        the lane is to be looked at anew: the others may have time left, and turns have changed."""
-        size = self._preferred(lane) if reason == "preferred" else self._settings.max_batch_size
-        if self.custom is not None:
-            return self._form_custom(lane, reason, self.custom)
-        if not self._defers(lane):
-            return [self._dispatch(lane, reason, size)]
-        outlook = self._outlook(lane)
-        most = min(lane.count, self._settings.max_batch_size)
-        if outlook.done_us(now_us, most) <= lane.earliest_us(self._objective):
-            return [self._dispatch(lane, reason, size)]  # nobody could be late, and so nobody is looked at
-        in_order = list(islice(lane.in_order(self._settings.tenant_weights), LOOK_AHEAD * size))
-        outlook = outlook._replace(frees_us=self._capacity.frees_us(now_us))
-        planned = plan(outlook, [self._must_be_done_us(lane, one) for one in in_order], now_us)
-        if not planned.leave and self._capacity.begin_trial(lane.name, now_us):
-            return [self._dispatch(lane, reason, size)]
-        if planned.given_up:
-            return [self._give_up(in_order[at], now_us) for at in planned.given_up]
-        return [self._dispatch(lane, reason, min(size, planned.leave))]
-
-    def _outlook(self, lane: Lane) -> Outlook:
-        """What is known of a lane's batches, whenever a process is free."""
+    def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
+        """What is known of a lane's batches, without when processes are free."""
         capacity = self._capacity
-        return Outlook(capacity.latency_of(lane.name), self._settings.max_batch_size, capacity.trip_us, ())
+        latency = capacity.latency_of(lane.name)
+        return Forecast(latency, settings.max_batch_size, capacity.round_trip_us, ())
 
-    def _form_custom(self, lane: Lane, reason: DispatchReason, custom: CustomPolicy) -> list[Decision]:
-        """A batch of those that a user's policy lets join it."""
-        formed = custom.form(self._queue.fitting(lane, self._settings))
+    # --- forming a batch -----------------------------------------------------------------------------------
+
+    def _form(
+        self,
+        lane: Lane,
+        reason: DispatchReason,
+        settings: ModelSettings,
+        custom: CustomPolicy | None,
+        now_us: int,
+    ) -> list[Decision]:
+        """Dispatch a batch of a lane that is ready, or refuse requests of it.
+
+        After a refusal no batch is dispatched yet: the lane is looked at again, because the other requests
+        may have time to wait, and the fair turns have changed.
+        """
+        if custom is not None:
+            return self._form_custom(lane, reason, settings, custom)
+        size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
+        if not self._is_deferred(lane, settings):
+            return [self._dispatch_from(lane, reason, size, settings)]
+        forecast = self._forecast(lane, settings)
+        size_max = min(lane.count, settings.max_batch_size)
+        if forecast.settles_us(now_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
+            return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
+        in_order = list(islice(lane.in_order(settings.tenant_weights), PLANNED_BATCHES_MAX * size))
+        forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
+        planned = plan(
+            forecast, [_strict_deadline_us(request, lane, settings) for request in in_order], now_us
+        )
+        if not planned.size and self._capacity.begin_trial(lane.name, now_us):
+            return [self._dispatch_from(lane, reason, size, settings)]
+        if planned.refused:
+            return [self._refuse_early(in_order[at], now_us) for at in planned.refused]
+        return [self._dispatch_from(lane, reason, min(size, planned.size), settings)]
+
+    def _form_custom(
+        self, lane: Lane, reason: DispatchReason, settings: ModelSettings, custom: CustomPolicy
+    ) -> list[Decision]:
+        """Dispatch the requests that a user's policy includes, or refuse those for which it raised."""
+        formed = custom.form(self._queue.peek_batch(lane, settings))
         decisions: list[Decision] = []
-        for request, said in formed.failed:
+        for request, detail in formed.failed:
             self._queue.remove(request)
-            decisions.append(refusal(request, INTERNAL, "policy", said))
-        if formed.leave:
-            decisions.append(self._dispatch(lane, reason, len(formed.leave)))
+            decisions.append(refusal(request, INTERNAL, "policy", detail))
+        if formed.requests:
+            decisions.append(self._dispatch_from(lane, reason, len(formed.requests), settings))
         return decisions
 
-    def _must_be_done_us(self, lane: Lane, request: Request) -> int:
-        """A request's deadline. Nobody is given up for what it only aims at, or who is to be served late."""
-        if request.deadline_us is None or request in lane.late:
-            return NEVER
-        if self._settings.delays_expired(request.priority):
-            return NEVER
-        return request.deadline_us
-
-    def _give_up(self, request: Request, now_us: int) -> Refusal:
+    def _refuse_early(self, request: Request, now_us: int) -> Refusal:
         self._queue.remove(request)
-        left_ms = ((request.deadline_us or 0) - now_us) / 1000
-        detail = f"expired: it could not have been computed in the {left_ms:.0f} ms that were left"
+        remaining_ms = ((request.deadline_us or 0) - now_us) / 1000
+        detail = f"expired: it could not be executed in the {remaining_ms:.0f} ms that remained"
         return refusal(request, DEADLINE_EXCEEDED, "early", detail)
 
-    def _outlives_its_deadline(self, request: Request) -> bool:
-        """Whether a request is to be served even if it expires (`expiration_action` is delay)."""
-        return request.deadline_us is not None and self._settings.delays_expired(request.priority)
-
-    def _dispatch(self, lane: Lane, reason: DispatchReason, size: int) -> Dispatch:
-        late = frozenset(lane.late)
-        taken = self._queue.take(lane, size, self._settings)
-        undated = frozenset(one for one in taken if one in late or self._outlives_its_deadline(one))
+    def _dispatch_from(
+        self, lane: Lane, reason: DispatchReason, size: int, settings: ModelSettings
+    ) -> Dispatch:
+        """Take the next batch of a lane, of at most `size` requests, and reserve capacity for it."""
+        expired = frozenset(lane.expired)
+        batch = self._queue.pop_batch(lane, size, settings)
+        undated = frozenset(
+            request for request in batch if request in expired or _outlives_deadline(request, settings)
+        )
         self._capacity.reserve()
-        return Dispatch(taken, reason, lane.name, undated)
+        return Dispatch(batch, reason, lane.name, undated)
 
 
-def _objective(settings: ModelSettings) -> Callable[[Request], int]:
-    """By when a request should be done: its deadline, or what the model aims at."""
-    target_us = None if settings.target_latency_ms is None else int(settings.target_latency_ms * 1000)
+def _preferred_size(lane: Lane, settings: ModelSettings) -> int:
+    """The largest preferred size that a lane can fill; 0 if none."""
+    return max((size for size in settings.preferred_batch_sizes if size <= lane.count), default=0)
 
-    def objective(request: Request) -> int:
-        if request.deadline_us is not None:
-            return request.deadline_us
-        return NEVER if target_us is None else request.arrival_us + target_us
 
-    return objective
+def _target_us(settings: ModelSettings) -> int | None:
+    """How long after its arrival a request without a deadline should be answered; None: at any time."""
+    return None if settings.target_latency_ms is None else int(settings.target_latency_ms * 1000)
+
+
+def _strict_deadline_us(request: Request, lane: Lane, settings: ModelSettings) -> int:
+    """The deadline for which a request may be refused early: NEVER_US if it has only a target, or is served
+    even after its deadline."""
+    if request.deadline_us is None or request in lane.expired:
+        return NEVER_US
+    return NEVER_US if settings.delays_expired(request.priority) else request.deadline_us
+
+
+def _outlives_deadline(request: Request, settings: ModelSettings) -> bool:
+    """Whether a request is served even after its deadline (`expiration_action` is delay)."""
+    return request.deadline_us is not None and settings.delays_expired(request.priority)

@@ -1,250 +1,74 @@
-"""The waiting requests of one lane: ten priorities, tenants in fair turns within each, first in first out.
+"""The waiting requests of one lane: higher priorities first, tenants in fair turns within a priority.
 
-Turns are start-time fair queueing (Goyal, Vin and Cheng, 1996): a tenant's next request begins when its last
-one ended, or now if it had none waiting, and lasts its cost divided by the tenant's weight; who begins first
-is next. So a flood delays nobody but its own producer, and a tenant alone has everything.
+Requests that expired, and are served all the same (`expiration_action` is delay), come behind all others.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, count
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Final
 
 from carpool.messages import PRIORITY_LEVELS, Request
+from carpool_batcher.core.due_index import DueIndex
+from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue
 
-NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
-NEVER: Final = 1 << 62
-LATE: Final = 0  # the level of what has expired and is to be served all the same: behind all priorities
-
-
-REMEMBERED: Final = 16  # beside twice those who wait
-
-
-class Turn(NamedTuple):
-    """When a tenant's next request begins, in virtual time; among equals who was told so first is first."""
-
-    begins: float
-    number: int
-    tenant: str
-
-
-class Level:
-    """The requests of one priority. O(1) for one tenant; O(log tenants that wait) for more."""
-
-    __slots__ = ("_next", "_now", "_number", "_queues", "_turns")
-
-    def __init__(self) -> None:
-        # An OrderedDict and not a deque: expired and withdrawn requests leave from the middle.
-        self._queues: dict[str, OrderedDict[Request, None]] = {}
-        self._next: dict[str, Turn] = {}  # when each tenant's next request begins
-        self._turns: list[Turn] = []  # a heap of these; one that is not true any more is skipped
-        self._number = count()
-        self._now = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
-    def __contains__(self, request: Request) -> bool:
-        queue = self._queues.get(request.tenant)
-        return queue is not None and request in queue
-
-    def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._queues.values())
-
-    def add(self, request: Request) -> None:
-        """Append, or insert by arrival where the request was put back under a later entry ID."""
-        queue = self._queues.get(request.tenant)
-        if queue is None:
-            queue = self._queues[request.tenant] = OrderedDict()
-            turn = self._next.get(request.tenant)
-            self._begin(request.tenant, self._now if turn is None else max(self._now, turn.begins))
-        if queue and next(reversed(queue)).arrival_us > request.arrival_us:
-            later = [one for one in queue if one.arrival_us > request.arrival_us]
-            queue[request] = None
-            for one in later:
-                queue.move_to_end(one)
-        else:
-            queue[request] = None
-
-    def remove(self, request: Request) -> None:
-        """Take one request out, wherever it stands."""
-        queue = self._queues[request.tenant]
-        del queue[request]
-        if not queue:
-            self._close(request.tenant)
-
-    def first(self) -> Request:
-        """Whose turn it is. There must be somebody."""
-        return next(iter(self._queues[self._turn()]))
-
-    def pop(self, weights: Mapping[str, float]) -> Request:
-        """Take out whose turn it is."""
-        tenant = self._turn()
-        queue = self._queues[tenant]
-        request, _ = queue.popitem(last=False)
-        if len(self._next) > 1:
-            begins = self._next[tenant].begins
-            self._now = max(self._now, begins)
-            self._begin(tenant, begins + _share(request, weights))
-        if not queue:
-            self._close(tenant)
-        return request
-
-    def in_order(self, weights: Mapping[str, float]) -> Iterator[Request]:
-        """Everybody, in the order of their turns."""
-        if len(self._queues) < 2:
-            yield from self
-            return
-        numbers = count()
-        turns = [turn._replace(number=next(numbers)) for turn in sorted(self._waiting_turns())]
-        queues = {name: iter(queue) for name, queue in self._queues.items()}
-        while turns:  # sorted, and so a heap
-            begins, _, name = turns[0]
-            request = next(queues[name], None)
-            if request is None:
-                heapq.heappop(turns)
-            else:
-                heapq.heapreplace(turns, Turn(begins + _share(request, weights), next(numbers), name))
-                yield request
-
-    def oldest_us(self) -> int:
-        """When the one who waits longest arrived. There must be somebody. O(tenants that wait)."""
-        return min(next(iter(queue)).arrival_us for queue in self._queues.values())
-
-    def _turn(self) -> str:
-        if len(self._queues) == 1:
-            return next(iter(self._queues))
-        turns = self._turns
-        while turns[0].tenant not in self._queues or turns[0] is not self._next[turns[0].tenant]:
-            heapq.heappop(turns)
-        return turns[0].tenant
-
-    def _waiting_turns(self) -> list[Turn]:
-        return [self._next[name] for name in self._queues]
-
-    def _begin(self, tenant: str, begins: float) -> None:
-        turn = self._next[tenant] = Turn(begins, next(self._number), tenant)
-        if len(self._turns) > 2 * len(self._queues) + REMEMBERED:
-            self._turns = sorted(self._waiting_turns())
-        else:
-            heapq.heappush(self._turns, turn)
-
-    def _close(self, tenant: str) -> None:
-        """Nobody of a tenant waits. What it had beyond its share is remembered while others wait."""
-        del self._queues[tenant]
-        if not self._queues:
-            self._next.clear()
-            self._turns.clear()
-            self._now = 0.0
-        elif len(self._next) > 2 * len(self._queues) + REMEMBERED:
-            self._forget_some()
-
-    def _forget_some(self) -> None:
-        """Producers may make up a new name for each request. Half of the names of which nobody waits are
-        forgotten, and nobody new begins before them: new names without end would starve who waits."""
-        gone = sorted(turn for name, turn in self._next.items() if name not in self._queues)
-        gone = gone[: 1 + len(gone) // 2]
-        for turn in gone:
-            del self._next[turn.tenant]
-        self._now = max(self._now, gone[-1].begins)
-
-
-def _share(request: Request, weights: Mapping[str, float]) -> float:
-    """How long a request's turn lasts, in virtual time."""
-    return max(request.cost, 1) / weights.get(request.tenant, 1.0)
-
-
-class Earliest:
-    """The earliest of what requests aim at, while they come and go. Who aims at nothing is not kept, and who
-    has left is skipped.
-
-    Most aim at no less than who came before, and leave in that order: they are a row that rises, O(1) for
-    each. The others are a heap, O(log of those).
-    """
-
-    __slots__ = ("_others", "_rising", "objective")
-
-    def __init__(self, objective: Callable[[Request], int], requests: Iterable[Request]) -> None:
-        self.objective = objective
-        self._rising: deque[tuple[int, Request]] = deque()
-        self._others: list[tuple[int, int, Request]] = []
-        for request in requests:
-            self.add(request)
-
-    def __len__(self) -> int:
-        return len(self._rising) + len(self._others)
-
-    def add(self, request: Request) -> None:
-        """A request waits."""
-        at_us = self.objective(request)
-        if at_us == NEVER:
-            return
-        if not self._rising or at_us >= self._rising[-1][0]:
-            self._rising.append((at_us, request))
-        else:
-            heapq.heappush(self._others, (at_us, id(request), request))
-
-    def first_us(self, waits: Callable[[Request], bool]) -> int:
-        """The earliest of those that wait; NEVER if there is none."""
-        rising, others = self._rising, self._others
-        while rising and not waits(rising[0][1]):
-            rising.popleft()
-        while others and not waits(others[0][2]):
-            heapq.heappop(others)
-        return min(rising[0][0] if rising else NEVER, others[0][0] if others else NEVER)
+EXPIRED_RANK: Final = 0  # a request's rank is 1 + its priority, or this
+DUE_INDEX_SIZE_MIN: Final = 64
 
 
 class Lane:
-    """Requests that may share a batch. Every operation is O(1) but `add` of a request that came back late."""
+    """Requests that may share a batch. Each operation is O(1), but `insert` of a request that was put back.
+
+    `urgent`: requests that must be dispatched now to meet their deadlines. `expired`: see the module.
+    """
 
     __slots__ = (
-        "_earliest",
+        "_due_index",
         "_head",
+        "_ranks",
         "bytes",
         "cost",
         "count",
-        "late",
-        "levels",
+        "expired",
         "name",
         "urgent",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.levels = [Level() for _ in range(1 + PRIORITY_LEVELS)]  # LATE, then by priority
         self.count = 0
         self.cost = 0
         self.bytes = 0
         self.urgent: set[Request] = set()
-        self.late: set[Request] = set()
-        self._earliest: Earliest | None = None  # until somebody asks for it
-        self._head: tuple[int, int] | None = None  # kept, since a producer may make a lane of each request
+        self.expired: set[Request] = set()
+        self._ranks = [FairQueue() for _ in range(1 + PRIORITY_LEVELS)]
+        self._due_index: DueIndex | None = None  # built when it is first asked for
+        self._head: tuple[int, int] | None = None  # cached: a producer may use a new lane for each request
 
     def __contains__(self, request: Request) -> bool:
-        return request in self.levels[self._rank(request)]
+        return request in self._ranks[self._rank(request)]
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self.levels)
+        return chain.from_iterable(self._ranks)
 
     def _rank(self, request: Request) -> int:
-        return LATE if request in self.late else 1 + request.priority
+        return EXPIRED_RANK if request in self.expired else 1 + request.priority
 
-    def add(self, request: Request) -> None:
-        """A request waits."""
+    # --- changing ------------------------------------------------------------------------------------------
+
+    def insert(self, request: Request) -> None:
+        """Add a waiting request."""
         rank = self._rank(request)
-        self.levels[rank].add(request)
-        if self._earliest is not None:
-            self._earliest.add(request)
-            if len(self._earliest) > 2 * self.count + 64:
-                self._earliest = None  # most have left, and perhaps nobody asks any more
+        self._ranks[rank].insert(request)
+        if self._due_index is not None:
+            self._due_index.insert(request)
+            if len(self._due_index) > 2 * self.count + DUE_INDEX_SIZE_MIN:
+                self._due_index = None  # most requests in it no longer wait; perhaps the policy changed
         head = self._head
         if not self.count:
             self._head = rank, request.arrival_us
-        elif head is not None and LATE in (rank, head[0]):
+        elif head is not None and EXPIRED_RANK in (rank, head[0]):
             self._head = None
         elif head is not None and (rank > head[0] or request.arrival_us < head[1]):
             self._head = max(head[0], rank), min(head[1], request.arrival_us)
@@ -253,96 +77,100 @@ class Lane:
         self.bytes += bytes_of(request)
 
     def remove(self, request: Request) -> None:
-        """Take one request out, wherever it stands."""
-        self.levels[self._rank(request)].remove(request)
+        """Remove a request from any position."""
+        self._ranks[self._rank(request)].remove(request)
         self.count -= 1
         self.cost -= request.cost
         self.bytes -= bytes_of(request)
         self.urgent.discard(request)
-        self.late.discard(request)
+        self.expired.discard(request)
         self._head = None
 
-    def put_behind(self, request: Request) -> None:
-        """A request has expired, and is to be served when nobody else waits."""
+    def move_expired(self, request: Request) -> None:
+        """A request expired: move it behind all others."""
         self.remove(request)
-        self.late.add(request)
-        self.add(request)
+        self.expired.add(request)
+        self.insert(request)
 
-    def in_order(self, weights: Mapping[str, float]) -> Iterator[Request]:
-        """Everybody, in the order in which `take` would."""
-        return chain.from_iterable(level.in_order(weights) for level in reversed(self.levels))
-
-    def fitting(
-        self, max_size: int, max_cost: int | None, max_bytes: int, weights: Mapping[str, float]
-    ) -> list[Request]:
-        """Whom `take` would take, left where they are."""
-        fitting: list[Request] = []
-        cost = size_bytes = 0
-        for request in self.in_order(weights):
-            cost, size_bytes = cost + request.cost, size_bytes + bytes_of(request)
-            over = (max_cost is not None and cost > max_cost) or size_bytes > max_bytes
-            if fitting and (over or len(fitting) == max_size):
-                break
-            fitting.append(request)
-        return fitting
-
-    def earliest_us(self, objective: Callable[[Request], int]) -> int:
-        """The earliest of what `objective` says of each that is not late; NEVER if there is none.
-
-        O(1) where later arrivals aim at later times; O(n) when it is asked for the first time, or for another
-        objective.
-        """
-        if self._earliest is None or self._earliest.objective is not objective:
-            self._earliest = Earliest(objective, self)
-        return self._earliest.first_us(self._is_in_time)
-
-    def _is_in_time(self, request: Request) -> bool:
-        return request in self and request not in self.late
-
-    def head(self) -> tuple[int, int]:
-        """The highest rank that waits, and the arrival of who waits longest: of those who are not late, or of
-        the late where nobody else waits. There must be somebody."""
-        if self._head is None:
-            ranks = [rank for rank, level in enumerate(self.levels) if level]
-            in_time = [rank for rank in ranks if rank != LATE] or ranks
-            self._head = ranks[-1], min(self.levels[rank].oldest_us() for rank in in_time)
-        return self._head
-
-    def take(
+    def pop_batch(
         self,
         max_size: int,
         max_cost: int | None,
         max_bytes: int,
         weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> list[Request]:
-        """Remove and return the next batch: highest priority first, in order, stopping at the first that
-        would pass a limit. At least one request."""
-        taken: list[Request] = []
+        """Remove and return the next batch: in order, up to the first request that would exceed a limit, and
+        at least one."""
+        batch: list[Request] = []
         cost = size_bytes = 0
-        for level in reversed(self.levels):
-            while level:
-                request = level.first()
+        for queue in reversed(self._ranks):
+            while queue:
+                request = queue.first()
                 next_cost, next_bytes = cost + request.cost, size_bytes + bytes_of(request)
-                over = (max_cost is not None and next_cost > max_cost) or next_bytes > max_bytes
-                if taken and (over or len(taken) == max_size):
+                is_over = (max_cost is not None and next_cost > max_cost) or next_bytes > max_bytes
+                if batch and (is_over or len(batch) == max_size):
                     break
-                taken.append(level.pop(weights))
+                batch.append(queue.pop(weights))
                 cost, size_bytes = next_cost, next_bytes
-            if level:
+            if queue:
                 break
-        self.count -= len(taken)
+        self.count -= len(batch)
         self.cost -= cost
         self.bytes -= size_bytes
         if self.urgent:
-            self.urgent.difference_update(taken)
-        if self.late:
-            self.late.difference_update(taken)
+            self.urgent.difference_update(batch)
+        if self.expired:
+            self.expired.difference_update(batch)
         self._head = None
-        return taken
+        return batch
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    def in_order(self, weights: Mapping[str, float]) -> Iterator[Request]:
+        """All requests, in the order in which `pop_batch` would return them."""
+        return chain.from_iterable(queue.in_order(weights) for queue in reversed(self._ranks))
+
+    def peek_batch(
+        self, max_size: int, max_cost: int | None, max_bytes: int, weights: Mapping[str, float]
+    ) -> list[Request]:
+        """The requests that `pop_batch` would return, without removing them."""
+        batch: list[Request] = []
+        cost = size_bytes = 0
+        for request in self.in_order(weights):
+            cost, size_bytes = cost + request.cost, size_bytes + bytes_of(request)
+            is_over = (max_cost is not None and cost > max_cost) or size_bytes > max_bytes
+            if batch and (is_over or len(batch) == max_size):
+                break
+            batch.append(request)
+        return batch
+
+    def earliest_due_us(self, target_us: int | None) -> int:
+        """The earliest due time of the requests that have not expired; NEVER_US if none is ever due.
+
+        A request is due at its deadline, or else `target_us` after its arrival. O(1) where later arrivals are
+        due later; O(n) on the first call, and with another `target_us` than in the last one.
+        """
+        if self._due_index is None or self._due_index.target_us != target_us:
+            self._due_index = DueIndex(target_us, self)
+        return self._due_index.earliest_us(self._is_in_time)
+
+    def _is_in_time(self, request: Request) -> bool:
+        return request in self and request not in self.expired
+
+    def head(self) -> tuple[int, int]:
+        """The highest rank, and the oldest arrival. The lane must not be empty.
+
+        The arrival of an expired request counts only where all requests have expired.
+        """
+        if self._head is None:
+            ranks = [rank for rank, queue in enumerate(self._ranks) if queue]
+            in_time = [rank for rank in ranks if rank != EXPIRED_RANK] or ranks
+            self._head = ranks[-1], min(self._ranks[rank].oldest_arrival_us() for rank in in_time)
+        return self._head
 
 
 def bytes_of(request: Request) -> int:
-    """What a request brings along: its body, and the fields that are the model's to read."""
+    """The bytes of a request that count against limits: its body, and the fields for the model."""
     if request.extra is None:
         return len(request.body)
     return len(request.body) + sum(len(name) + len(value) for name, value in request.extra.items())

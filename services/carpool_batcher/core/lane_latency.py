@@ -1,9 +1,11 @@
-"""How fast batches go: of a model, and of each of its lanes, where sequences of one may be ten times longer.
+"""Latency models per lane: sequences of one lane may take ten times longer than those of another.
 
-A lane goes by what was learned of its own batches, and before there are enough of them by the model's. If it
-is faster than that, it is in a trap: everybody is given up, nothing is computed, nothing is learned. So it is
-where the first batch of all was slow because the model was cold. Hence trials: where nobody could be met, and
-nothing was heard of the lane of late, a batch leaves all the same, for a small share of the time.
+A lane uses the model of all lanes until enough of its own batches were executed. If the lane is faster than
+that model says, the policy `deferred` could be trapped: it refuses all requests of the lane, since none seems
+to be in time, so that nothing is executed and nothing is learned. The same holds where the very first batch
+was slow because the model was cold. Therefore there are trials: if no request of a lane can be in time, and
+nothing was learned of the lane recently, one batch is dispatched all the same. Trials take a small share of
+the time.
 """
 
 from __future__ import annotations
@@ -13,64 +15,67 @@ from typing import Final
 
 from carpool_batcher.core.latency import LatencyModel
 
-LANES: Final = 64  # names come from producers: those heard of last are remembered
-ENOUGH: Final = 4  # batches of a lane, before it goes by them
-BELIEVED_US: Final = 100_000  # so long after it was last seen to hold
-PAUSE: Final = 5.0  # times what a trial took, before the next
+LANES_MAX: Final = 64  # producers choose the names: the lanes that settled last are kept
+LANE_BATCHES_MIN: Final = 4  # executed batches of a lane, before it uses its own model
+LANE_MODEL_TRUST_US: Final = 100_000  # since the lane's last executed batch: no trial before
+TRIAL_PAUSE_RATIO: Final = 5.0  # the pause after a trial, in execution times of that trial
 
 
 class LaneLatency:
-    """Of one lane, or of all: l(n), and how long a batch takes from dispatch to settled, of late."""
+    """What is learned of one lane, or of all: l(n), and the turnaround, from dispatch to settled."""
 
     def __init__(self) -> None:
         self.latency = LatencyModel()
-        self.ride_us = 0.0
-        self.computed = 0  # batches
-        self.heard_us = 0  # when the last one settled
+        self.turnaround_us = 0.0  # rises at once, falls slowly
+        self.executed_batches = 0
+        self.last_executed_us = 0
 
-    def observe(self, size: int, took_us: int, compute_us: int, now_us: int) -> None:
-        """A batch settled; `compute_us` 0: it is gone without having been computed."""
-        self.ride_us = max(took_us, 0.9 * self.ride_us + 0.1 * took_us)
-        if compute_us:
-            self.latency.observe(size, compute_us)
-            self.computed += 1
-            self.heard_us = now_us
+    def observe(self, size: int, turnaround_us: int, execution_us: int | None, now_us: int) -> None:
+        """A batch settled; `execution_us` is None if no request of it was executed."""
+        self.turnaround_us = max(turnaround_us, 0.9 * self.turnaround_us + 0.1 * turnaround_us)
+        if execution_us is not None:
+            self.latency.observe(size, execution_us)
+            self.executed_batches += 1
+            self.last_executed_us = now_us
 
 
 class LaneLatencies:
-    """The model's, and its lanes'. O(1) for each batch that settles."""
+    """What is learned of all lanes together and of each lane. O(1) for each batch that settles."""
 
     def __init__(self) -> None:
-        self.model = LaneLatency()
-        self._lanes: OrderedDict[str, LaneLatency] = OrderedDict()  # who was heard of last is last
-        self._tried: str | None = None  # the lane of a trial of which nothing is heard yet
-        self._pause_since_us = 0  # the last trial began, or was heard of
-        self._pause_us = 0  # before the next one, of whichever lane
+        self.all_lanes = LaneLatency()
+        self._lanes: OrderedDict[str, LaneLatency] = OrderedDict()  # the lane that settled last is last
+        self._trial_lane: str | None = None  # of a trial in flight
+        self._trial_us = 0  # when the last trial was dispatched, or settled
+        self._trial_pause_us = 0  # the minimum time from then to the next trial, of any lane
 
     def of(self, lane: str) -> LaneLatency:
-        """What a lane goes by: its own, once that is known, or the model's."""
+        """What applies to a lane: its own, once enough is known, or else that of all lanes."""
         own = self._lanes.get(lane)
-        return self.model if own is None or own.computed < ENOUGH else own
+        return self.all_lanes if own is None or own.executed_batches < LANE_BATCHES_MIN else own
 
-    def observe(self, lane: str, size: int, took_us: int, compute_us: int, now_us: int) -> None:
+    def observe(
+        self, lane: str, size: int, turnaround_us: int, execution_us: int | None, now_us: int
+    ) -> None:
         """A batch of a lane settled: see `LaneLatency.observe`."""
         own = self._lanes.pop(lane, None) or LaneLatency()
         self._lanes[lane] = own
-        if len(self._lanes) > LANES:
+        if len(self._lanes) > LANES_MAX:
             self._lanes.popitem(last=False)
-        for pace in (self.model, own):
-            pace.observe(size, took_us, compute_us, now_us)
-        if lane == self._tried:
-            self._tried = None
-            self._pause_since_us, self._pause_us = now_us, int(PAUSE * compute_us)
+        self.all_lanes.observe(size, turnaround_us, execution_us, now_us)
+        own.observe(size, turnaround_us, execution_us, now_us)
+        if lane == self._trial_lane:
+            self._trial_lane = None
+            self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * (execution_us or 0))
 
     def begin_trial(self, lane: str, now_us: int) -> bool:
-        """Whether a batch of a lane that has none in flight is to find out if its pace is still true."""
-        pace = self.of(lane)
-        believed = pace is not self.model and 0 <= now_us - pace.heard_us < BELIEVED_US
-        if believed or 0 <= now_us - self._pause_since_us < self._pause_us:
+        """Whether to dispatch a batch as a trial. The lane must have none in flight."""
+        latency = self.of(lane)
+        is_own = latency is not self.all_lanes
+        is_trusted = is_own and 0 <= now_us - latency.last_executed_us < LANE_MODEL_TRUST_US
+        if is_trusted or 0 <= now_us - self._trial_us < self._trial_pause_us:
             return False
-        self._tried = lane
-        # Until it is heard of, which may be never: as if it took as long as is believed.
-        self._pause_since_us, self._pause_us = now_us, int(PAUSE * pace.latency.of(1))
+        self._trial_lane = lane
+        # The trial may never settle: pause as if it took as long as expected.
+        self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * latency.latency.of(1))
         return True

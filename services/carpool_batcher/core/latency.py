@@ -1,13 +1,15 @@
-"""How long the model takes for a batch of n, learned from the batches that were settled.
+"""The latency model l(n): how long the model takes for a batch of n requests, learned from settled batches.
 
-    l(n) = intercept + slope n,    both at least 0;    and l(n) + margin, which one batch in ten exceeds
+    l(n) = intercept + slope n,    both at least 0;    a tenth of the batches take longer than l(n) + margin
 
-A line through the last observations of every size by least squares, twice: the second time without those
-that lie far from the first (a pause of the machine, a cache that was cold). Sizes that come often do not push
-out what is known of others, or a model that is asked for one size all day would be a riddle in the evening.
-Of one size alone nothing follows for others: a smaller one is taken to last as long, a larger one somewhat
-longer, so that it is tried and found out. When several in a row lie off on one side, the model has changed
-its speed, and all that was observed before is taken to have changed with it. So it is when it drifts.
+It is a line fitted by least squares to the last observations of each size class, twice: the second time
+without outliers of the first fit (a pause of the machine, a cold cache).
+
+- Observations are kept by size class, so that a frequent size does not push out what is known of rare ones.
+- A single observed size says nothing about others. Smaller batches are assumed to take as long. Larger ones
+  are assumed to take a little longer: so they are tried, and then known.
+- Several outliers in a row on the same side mean that the model's speed has changed. All earlier observations
+  are then scaled by the same ratio. Slow drift is followed in the same way.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-OF_EACH: Final = 8  # observations that are remembered of sizes 1, 2 and 3, 4 to 7, and so on
-REFIT_EVERY: Final = 8
-CHANGED: Final = 1.3  # times what was expected, or less by as much
-CHANGED_AFTER: Final = 6  # so many in a row off on one side are not chance
-FAR: Final = 4.0  # times the median distance from the line
-UPPER: Final = 0.9
-UNKNOWN: Final = 0.25  # of the time in proportion, for sizes beyond the only one that was seen
+CLASS_OBSERVATIONS_MAX: Final = 8  # kept for each size class: 1, 2 and 3, 4 to 7, and so on
+REFIT_INTERVAL: Final = 8  # observations between two fits
+CHANGE_RATIO_MIN: Final = 1.3  # of the observed to the expected time, or of the expected to the observed
+CHANGE_OBSERVATIONS_MIN: Final = 6  # in a row, all above or all below the line
+OUTLIER_MEDIAN_RATIO: Final = 4.0  # an outlier's distance from the line, in median distances
+MARGIN_QUANTILE: Final = 0.9
+EXTRAPOLATION_RATIO: Final = 0.25  # growth beyond the only observed size, relative to proportional growth
 
 
-Observed = tuple[int, float]  # a batch's size, and how long it took (us)
+Observation = tuple[int, float]  # a batch's size, and its execution time (us)
 
 
 class Line(NamedTuple):
-    """l(n), in microseconds. Beyond `known_to` it is guessed; 0: a line everywhere."""
+    """l(n), in microseconds. `known_to` is the only observed size, where there is only one; otherwise 0."""
 
     intercept_us: float
     slope_us: float
@@ -37,23 +39,24 @@ class Line(NamedTuple):
     margin_us: float = 0.0
 
     def at(self, size: int) -> int:
-        """How long a batch of `size` takes."""
+        """The execution time of a batch of `size`."""
         if self.known_to:
             beyond = max(0.0, size / self.known_to - 1)
-            return int(self.intercept_us * (1 + UNKNOWN * beyond))
+            return int(self.intercept_us * (1 + EXTRAPOLATION_RATIO * beyond))
         return int(self.intercept_us + self.slope_us * size)
 
 
 class LatencyModel:
-    """l(n) of one lane, or of all. `observe` costs about 20 µs, the others less than one."""
+    """l(n) of one lane, or of all lanes. `observe` costs about 20 µs, the other methods less than one."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[Observed]] = {}  # by the number of bits of the size
-        self._before: dict[int, list[Observed]] = {}  # the same, when they were last fitted
-        self._fresh: dict[int, int] = {}  # how many were observed since
-        self._latest: deque[Observed] = deque(maxlen=CHANGED_AFTER)
+        # By size class, which is the number of bits of the size.
+        self._observed: dict[int, deque[Observation]] = {}
+        self._fitted: dict[int, list[Observation]] = {}  # as they were at the last fit
+        self._count_since_fit: dict[int, int] = {}
+        self._latest: deque[Observation] = deque(maxlen=CHANGE_OBSERVATIONS_MIN)
         self._line: Line | None = None
-        self._off = 0  # in a row above (or below, negative) what was expected
+        self._deviation_run = 0  # observations in a row far above the line, or, negative, far below it
 
     @property
     def known(self) -> bool:
@@ -62,99 +65,104 @@ class LatencyModel:
 
     @property
     def line(self) -> Line | None:
-        """What is believed; None before anything was observed."""
+        """The fitted line; None before the first observation."""
         return self._line
 
     def of(self, size: int) -> int:
-        """How long a batch of `size` should take, in microseconds; 0 before anything was observed."""
+        """The expected execution time of a batch of `size`, in microseconds; 0 if nothing is known."""
         return 0 if self._line is None else self._line.at(size)
 
     def at_most(self, size: int) -> int:
-        """How long it may well take: nine of ten do not take longer."""
+        """The execution time which nine of ten batches of `size` do not exceed; 0 if nothing is known."""
         return 0 if self._line is None else self._line.at(size) + int(self._line.margin_us)
 
     def observe(self, size: int, took_us: int) -> None:
-        """A batch of `size` took so long."""
-        one, number = (size, float(took_us)), size.bit_length()
-        self._latest.append(one)
-        changed = self._line is not None and self._is_change(took_us, self._line.at(size))
+        """Learn that a batch of `size` took `took_us`."""
+        observation, size_class = (size, float(took_us)), size.bit_length()
+        self._latest.append(observation)
+        changed = self._line is not None and self._has_changed(took_us, self._line.at(size))
         if changed:
             self._follow_change()
-        self._seen.setdefault(number, deque(maxlen=OF_EACH)).append(one)
-        self._fresh[number] = self._fresh.get(number, 0) + 1
-        enough = min(REFIT_EVERY, sum(map(len, self._seen.values())) // 4)
-        if self._line is None or changed or sum(self._fresh.values()) >= enough:
+        self._observed.setdefault(size_class, deque(maxlen=CLASS_OBSERVATIONS_MAX)).append(observation)
+        self._count_since_fit[size_class] = self._count_since_fit.get(size_class, 0) + 1
+        interval = min(REFIT_INTERVAL, sum(map(len, self._observed.values())) // 4)
+        if self._line is None or changed or sum(self._count_since_fit.values()) >= interval:
             self._refit()
 
     def _refit(self) -> None:
-        if self._line is not None and len(self._fresh) < len(self._seen):
+        if self._line is not None and len(self._count_since_fit) < len(self._observed):
             self._follow_drift(self._line)
-        self._line = fit([one for of_size in self._seen.values() for one in of_size])
-        self._before |= {number: list(self._seen[number]) for number in self._fresh}
-        self._fresh.clear()
+        self._line = fit([observation for of_class in self._observed.values() for observation in of_class])
+        self._fitted |= {size_class: list(self._observed[size_class]) for size_class in self._count_since_fit}
+        self._count_since_fit.clear()
 
-    def _is_change(self, took_us: int, expected_us: int) -> bool:
-        side = (took_us > CHANGED * expected_us) - (CHANGED * took_us < expected_us)
-        self._off = self._off + side if side and side * self._off >= 0 else side
-        return abs(self._off) >= CHANGED_AFTER
+    def _has_changed(self, took_us: int, expected_us: int) -> bool:
+        """Count the run of deviations, and return whether it is long enough to be a change of speed."""
+        side = (took_us > CHANGE_RATIO_MIN * expected_us) - (CHANGE_RATIO_MIN * took_us < expected_us)
+        continues = side and side * self._deviation_run >= 0
+        self._deviation_run = self._deviation_run + side if continues else side
+        return abs(self._deviation_run) >= CHANGE_OBSERVATIONS_MIN
 
     def _follow_change(self) -> None:
-        """What was observed before is as if the model had been as fast then as it is now."""
+        """Scale earlier observations to the new speed."""
         assert self._line is not None
-        ratio = _level(self._latest, self._line)
-        after = {id(one) for one in self._latest}
-        for number, of_size in self._seen.items():
-            scaled = [one if id(one) in after else (one[0], ratio * one[1]) for one in of_size]
-            self._seen[number] = deque(scaled, maxlen=OF_EACH)
-        self._before.clear()
-        self._off = 0
+        ratio = _slowness(self._latest, self._line)
+        after_change = {id(observation) for observation in self._latest}
+        for size_class, of_class in self._observed.items():
+            scaled = [
+                observation if id(observation) in after_change else (observation[0], ratio * observation[1])
+                for observation in of_class
+            ]
+            self._observed[size_class] = deque(scaled, maxlen=CLASS_OBSERVATIONS_MAX)
+        self._fitted.clear()
+        self._deviation_run = 0
 
     def _follow_drift(self, line: Line) -> None:
-        """Sizes of which nothing was heard since the last fit are slower by as much as the others became.
+        """Scale size classes without a new observation by as much as the others changed since the last fit.
 
-        Each of those is compared with itself, or a law that is no line would be taken for drift.
+        Each of the others is compared with its own past. Compared with the line, execution times that do not
+        lie on a line would look like drift.
         """
-        became = [
-            _level(self._seen[number], line) / _level(self._before[number], line)
-            for number in self._fresh
-            if number in self._before
+        ratios = [
+            _slowness(self._observed[size_class], line) / _slowness(self._fitted[size_class], line)
+            for size_class in self._count_since_fit
+            if size_class in self._fitted
         ]
-        if not became:
+        if not ratios:
             return
-        ratio = sorted(became)[len(became) // 2]
-        for number in self._seen.keys() - self._fresh.keys():
-            scaled = [(size, ratio * took_us) for size, took_us in self._seen[number]]
-            self._seen[number] = deque(scaled, maxlen=OF_EACH)
-            self._before[number] = scaled
+        ratio = sorted(ratios)[len(ratios) // 2]
+        for size_class in self._observed.keys() - self._count_since_fit.keys():
+            scaled = [(size, ratio * took_us) for size, took_us in self._observed[size_class]]
+            self._observed[size_class] = deque(scaled, maxlen=CLASS_OBSERVATIONS_MAX)
+            self._fitted[size_class] = scaled
 
 
-def _level(seen: Iterable[Observed], line: Line) -> float:
-    """How slow these are beside a line: 1 is on it."""
-    ratios = sorted(took_us / max(1, line.at(size)) for size, took_us in seen)
+def _slowness(observed: Iterable[Observation], line: Line) -> float:
+    """The median ratio of the observed times to those on the line."""
+    ratios = sorted(took_us / max(1, line.at(size)) for size, took_us in observed)
     return max(ratios[len(ratios) // 2], 1e-6)
 
 
-def fit(seen: Sequence[Observed]) -> Line:
-    """The line through these (size, microseconds). There must be one at least."""
-    first = _least_squares(seen)
-    off = sorted(abs(took_us - first.at(size)) for size, took_us in seen)
-    limit_us = FAR * off[len(off) // 2] + 0.02 * first.at(seen[-1][0])
-    near = [one for one in seen if abs(one[1] - first.at(one[0])) <= limit_us]
-    line = _least_squares(near or seen)
-    above = sorted(took_us - line.at(size) for size, took_us in near or seen)
-    margin_us = max(0, above[min(len(above) - 1, int(UPPER * len(above)))])
+def fit(observed: Sequence[Observation]) -> Line:
+    """The line through these (size, microseconds), without outliers. There must be at least one."""
+    first = _least_squares(observed)
+    distances_us = sorted(abs(took_us - first.at(size)) for size, took_us in observed)
+    limit_us = OUTLIER_MEDIAN_RATIO * distances_us[len(distances_us) // 2]
+    limit_us += 0.02 * first.at(observed[-1][0])
+    kept = [o for o in observed if abs(o[1] - first.at(o[0])) <= limit_us] or observed
+    line = _least_squares(kept)
+    above_us = sorted(took_us - line.at(size) for size, took_us in kept)
+    margin_us = max(0, above_us[min(len(above_us) - 1, int(MARGIN_QUANTILE * len(above_us)))])
     return line._replace(margin_us=float(margin_us))
 
 
-def _least_squares(seen: Sequence[Observed]) -> Line:
-    count = len(seen)
-    mean_size = sum(size for size, _ in seen) / count
-    mean_us = sum(took_us for _, took_us in seen) / count
-    spread = sum((size - mean_size) ** 2 for size, _ in seen)
-    if not spread:
+def _least_squares(observed: Sequence[Observation]) -> Line:
+    count = len(observed)
+    mean_size = sum(size for size, _ in observed) / count
+    mean_us = sum(took_us for _, took_us in observed) / count
+    variance = sum((size - mean_size) ** 2 for size, _ in observed)
+    if not variance:
         return Line(mean_us, 0.0, known_to=max(1, round(mean_size)))
-    slope = sum((size - mean_size) * (took_us - mean_us) for size, took_us in seen) / spread
-    slope = min(
-        max(0.0, slope), mean_us / mean_size
-    )  # neither faster when fuller, nor less than nothing for none
+    slope = sum((size - mean_size) * (took_us - mean_us) for size, took_us in observed) / variance
+    slope = min(max(0.0, slope), mean_us / mean_size)  # so that neither slope nor intercept is negative
     return Line(mean_us - slope * mean_size, slope)

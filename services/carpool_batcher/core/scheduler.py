@@ -1,32 +1,33 @@
-"""When does which batch leave? The rules, and nothing but the rules: time is an argument, Redis is elsewhere.
+"""The rules by which requests become batches. Time is an argument, and nothing here does I/O.
 
-1. A batch leaves only when a worker has room: when a model process is idle, or just before a busy one will be
-   (`core.capacity`); and at once, one ahead of each busy process, if it is full, since waiting cannot make it
-   better. What is held back makes later batches fuller, priorities effective and deadlines keepable.
-2. A batch is ready, in this order of reasons:
+1. A batch is dispatched when a worker can take it: when a model process is idle, or just before a busy one
+   becomes free (`core.capacity`). A full batch cannot grow by waiting: it is dispatched at once, up to one
+   ahead of each busy process. All others wait in the queue, where batches still grow, priorities still count
+   and deadlines can still be met.
+2. A batch is ready for one of these reasons, the first that applies:
      full      it reached `max_batch_size` or `max_batch_cost`
-     preferred it reached one of `preferred_batch_sizes`, and takes the largest that it can fill
-     deadline  a request in its lane would miss its deadline if it waited longer
-     efficient (`deferred` only) it is large enough for the model to be nearly as fast as it gets
-     delay     its oldest request waited `max_queue_delay_ms`
-     idle      a worker is free, or about to be, and the model does not want to wait (`max_queue_delay_ms` 0);
-               batches of several requests are dispatched at even intervals (`core.capacity`)
-   Under the policy `deferred` the last of these does not hold: a batch leaves as late as deadlines allow
-   (`core.deferred`), and who cannot be met is refused before anything is computed.
-3. Among ready lanes the one with the highest priority goes first, then the one whose request waited longest.
-   Within a batch: higher priority first, tenants in fair turns, then arrival. Lanes never mix, and never
-   close each other's batches.
-4. A request whose deadline passes is answered at that moment, wherever it is: waiting, or in flight. If its
-   `expiration_action` is delay it is never answered so: it goes behind all others if it still waits, and
-   from then on nothing hurries for it; once in flight it has no deadline.
-5. What would wait beyond `max_queue_size` (the model's, or its priority's) or `max_queue_bytes` is refused on
-   arrival: the newest, never the oldest. A result that is held, to come in order, counts as waiting.
+     preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
+     deadline  a request in its lane would miss its deadline by waiting longer
+     efficient (`deferred` only) it is large enough for nearly the best throughput of the model
+     delay     its oldest request has waited `max_queue_delay_ms`
+     idle      `max_queue_delay_ms` is 0, so it does not wait for more requests; while batches have several
+               requests, dispatches are spaced evenly (`core.capacity`)
+   Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
+   allow (`core.deferred`), and requests that cannot be in time are refused before they are executed.
+3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one with the
+   oldest request. Within a batch: higher priority first, then tenants in fair turns, then arrival. A batch
+   has requests of one lane only, and requests of other lanes do not close it.
+4. A request whose deadline passes is answered at that moment, whether it waits or is in flight. Not so if its
+   `expiration_action` is delay: then it moves behind all others if it still waits, and no longer causes a
+   dispatch for its deadline; in flight it has no deadline.
+5. A request that would exceed `max_queue_size` (of the model or of its priority) or `max_queue_bytes` is
+   refused on arrival: always the newest, never one that waits. A withheld result counts as a waiting request.
 
-A request is in exactly one place:
+A request is in exactly one state:
 
     offered --> waiting --> in flight --> settled
-       |           |            '-------> expired (answered; its batch goes on without it)
-       '-> refused '-> refused: expired, withdrawn, or gone from Redis
+       |           |            '-------> expired (answered; its batch continues without it)
+       '-> refused '-> refused (expired, withdrawn, or failed by a custom policy) or no longer in Redis
 """
 
 from __future__ import annotations
@@ -46,42 +47,37 @@ __all__ = ["Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
 
 class Scheduler:
-    """The batching of one model. Tell it what happens; `poll` says what to do; `wake_at` says when to ask."""
+    """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
+
+    It alone holds the settings and the custom policy; the parts below it get them as arguments.
+    """
 
     def __init__(self, settings: ModelSettings, model_processes: int = 0) -> None:
-        self._settings = settings
+        self.custom_policy: CustomPolicy | None = None
         self.capacity = Capacity(model_processes)
+        self._settings = settings
         self._queue = Queue()
         self._deadlines = Deadlines(self._queue, self.capacity)
-        self._dispatcher = Dispatcher(self._queue, self.capacity, settings)
+        self._dispatcher = Dispatcher(self._queue, self.capacity)
+        self._polled_us = 0
 
-    # --- what happens --------------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> ModelSettings:
-        """The model's settings. They may change at any time, and hold for whoever waits."""
+        """The model's settings. They may change at any time, and apply to requests that already wait."""
         return self._settings
 
     @settings.setter
     def settings(self, settings: ModelSettings) -> None:
-        waited = self._settings.max_queue_delay_ms
+        had_delay = self._settings.max_queue_delay_ms > 0
         self._settings = settings
-        self._dispatcher.follow(settings)
-        if settings.max_queue_delay_ms and not waited:
-            self._deadlines.watch_anew(settings)
-
-    @property
-    def custom_policy(self) -> CustomPolicy | None:
-        """A user's own policy, which says who may join a batch."""
-        return self._dispatcher.custom
-
-    @custom_policy.setter
-    def custom_policy(self, custom: CustomPolicy | None) -> None:
-        self._dispatcher.custom = custom
+        if settings.max_queue_delay_ms and not had_delay:
+            self._deadlines.watch_again(settings)
 
     @property
     def model_processes(self) -> int:
-        """How many model processes live."""
+        """The number of live model processes."""
         return self.capacity.processes
 
     @model_processes.setter
@@ -89,69 +85,67 @@ class Scheduler:
         self.capacity.resize(processes)
 
     def set_withheld(self, results: int) -> None:
-        """So many results are withheld until those before them are done (`preserve_ordering`): they count."""
+        """Set how many results are withheld until earlier ones are done (`preserve_ordering`)."""
         self._queue.withheld = results
 
     def offer(self, request: Request, now_us: int) -> Refusal | None:
-        """A request arrived. Returns a Refusal if it may not wait."""
-        refused = self._queue.add(request, self._settings)
+        """A request arrived: admit it, or return its Refusal."""
+        refused = self._queue.admit(request, self._settings)
         if refused is None and request.deadline_us is not None:
             self._deadlines.watch(request, request.deadline_us, self._settings, now_us)
         return refused
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
-        """A producer takes back what waits. What is in flight rides on."""
+        """A producer withdraws requests. Those in flight are not affected."""
         return self._queue.withdraw(correlation_ids)
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Queue requests are gone from Redis: withdrawn by XDEL, or taken by another batcher."""
+        """Waiting requests are no longer in Redis: removed by XDEL, or dispatched by another batcher."""
         self._queue.forget(requests)
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
-        """A Dispatch of the last `poll` was carried out: these requests of it are in flight."""
-        self.capacity.cancel()
-        self.adopt(batch_id, dispatch, now_us)
+        """A Dispatch of the last `poll` was carried out, with these of its requests."""
+        batch = _in_flight(dispatch, now_us)
+        self.capacity.launch(batch_id, batch)
+        self._deadlines.watch_batch(batch_id, batch.expiring)
 
     def cancel(self) -> None:
-        """A Dispatch of the last `poll` came to nothing: none of its requests waited any more."""
+        """A Dispatch of the last `poll` was not carried out: none of its requests was still in Redis."""
         self.capacity.cancel()
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
-        """A batch is in flight that this scheduler did not dispatch: another batcher did, before."""
-        requests = dispatch.requests
-        due = {at: one for at, one in enumerate(requests) if dispatch.deadline_us(one) is not None}
-        arrivals_us = [request.arrival_us for request in requests]
-        batch = InFlightBatch(dispatched_us, len(requests), dispatch.lane, due, arrivals_us)
-        self.capacity.launch(batch_id, batch)
-        self._deadlines.watch_batch(batch_id, due)
+        """A batch is in flight that a previous batcher dispatched."""
+        batch = _in_flight(dispatch, dispatched_us)
+        self.capacity.adopt(batch_id, batch)
+        self._deadlines.watch_batch(batch_id, batch.expiring)
 
     def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
-        """A batch was committed; computing it took `compute_us`, 0 if nothing of it was computed."""
-        self.capacity.settle(batch_id, compute_us, now_us)
+        """A batch was committed. Its execution took `compute_us`, 0 if no request of it was executed."""
+        self.capacity.settle(batch_id, compute_us or None, now_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
-        """A batch in flight is gone from Redis, and nothing is known of how long it took."""
-        self.capacity.settle(batch_id, 0, now_us)
+        """A batch in flight is no longer in Redis, and it is unknown how long it took."""
+        self.capacity.forget(batch_id, now_us)
 
-    # --- what there is to see ------------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """The number of waiting requests."""
         return self._queue.count
 
     @property
     def withheld(self) -> int:
-        """Results that are withheld until those before them are done."""
+        """The number of results withheld until earlier ones are done."""
         return self._queue.withheld
 
     @property
     def waiting_bytes(self) -> int:
-        """What they bring along."""
+        """The bytes of all waiting requests."""
         return self._queue.bytes
 
     def in_flight(self) -> dict[str, InFlightBatch]:
-        """Batches in flight by ID, in the order in which they were dispatched."""
+        """The batches in flight by ID, in the order in which they were dispatched."""
         return self.capacity.in_flight
 
     def oldest_arrival_us(self) -> int | None:
@@ -159,23 +153,33 @@ class Scheduler:
         return self._queue.oldest_arrival_us()
 
     def fill_percent(self, requests: Sequence[Request]) -> int:
-        """How full a batch of these is, by number or by cost, whichever is nearer to its limit."""
+        """How full a batch of these requests is, by size or by cost, whichever is nearer to its limit."""
         settings = self._settings
         percent = 100 * len(requests) // settings.max_batch_size
         if settings.max_batch_cost is not None:
-            percent = max(percent, 100 * sum(one.cost for one in requests) // settings.max_batch_cost)
+            percent = max(percent, 100 * sum(r.cost for r in requests) // settings.max_batch_cost)
         return min(percent, 100)
 
-    # --- what to do ----------------------------------------------------------------------------------------
+    # --- decisions -----------------------------------------------------------------------------------------
 
     def poll(self, now_us: int) -> list[Decision]:
-        """Everything that is due by now. A Dispatch must be answered by `launch` or `cancel`."""
-        self.capacity.now_us = now_us
-        decisions = self._deadlines.ring(now_us, self._settings)
-        decisions += self._dispatcher.due(now_us)
+        """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
+        self._polled_us = now_us
+        decisions = self._deadlines.run_due(self._settings, now_us)
+        decisions += self._dispatcher.dispatch(self._settings, self.custom_policy, now_us)
         return decisions
 
     def wake_at_us(self) -> int | None:
-        """The next moment (us) at which `poll` could decide something by time alone, or None."""
-        moments = (self._deadlines.next_us(), self._dispatcher.next_us())
-        return min((one for one in moments if one is not None), default=None)
+        """When `poll` could next decide something by time alone, as of the last `poll`; None: never."""
+        deadline_us = self._deadlines.wake_at_us()
+        dispatch_us = self._dispatcher.wake_at_us(self._settings, self._polled_us)
+        if deadline_us is None or dispatch_us is None:
+            return dispatch_us if deadline_us is None else deadline_us
+        return min(deadline_us, dispatch_us)
+
+
+def _in_flight(dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
+    requests = dispatch.requests
+    expiring = {at: r for at, r in enumerate(requests) if dispatch.deadline_us(r) is not None}
+    arrivals_us = [request.arrival_us for request in requests]
+    return InFlightBatch(dispatched_us, len(requests), dispatch.lane, expiring, arrivals_us)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
+from carpool.process_names import is_local_process
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
@@ -322,10 +322,7 @@ class Supervisor:
         assert self._link is not None
         keys = Keys(worker.model, self._plan.prefix)
         snapshot = take_snapshot(self._link, keys, RedisClock())
-        name_prefix = (
-            f"{socket.gethostname()[:40]}-{worker.pid}-"  # of the names that a worker gives its processes
-        )
-        processes = sum(name.startswith(name_prefix) for name in snapshot.workers)
+        processes = sum(is_local_process(name, worker.pid) for name in snapshot.workers)
         if processes < self._plan.replicas or not self._link.call("EXISTS", keys.batcher):
             return False
         worker.serving = True

@@ -126,7 +126,7 @@ def take_sample(directory: Directory, only_model: str) -> Sample:
 
 def _sample_model(directory: Directory, model: str) -> ModelSample:
     overview = directory.overview(model)
-    report = None if overview.status is None else BatcherReport.decode(overview.status)
+    report = None if overview.report is None else BatcherReport.decode(overview.report)
     oldest_s = None
     if overview.waiting_entries and not (overview.batcher and report):
         oldest_s = _oldest_s(directory, model, overview.at_us)

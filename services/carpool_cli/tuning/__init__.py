@@ -1,1 +1,1 @@
-"""Settings that are good, found without trying them on anybody: virtual time, and what a live model shows."""
+"""Find good settings for a model: by simulation, and from measurements of the live model."""

@@ -1,8 +1,8 @@
-"""When requests arrive, for the simulator: by chance, in bursts, or as they did once.
+"""Traces of arrivals for the simulator: random (Poisson), in bursts, or recorded.
 
-A recorded trace is a text file with a request in each line: when it arrived, in seconds from any moment, so
-that Unix times do as well as 0.0125. Empty lines and those that begin with # say nothing; order is of no
-importance.
+A recorded trace is a text file with one request in each line: its time of arrival in seconds, counted from
+any moment, so that Unix times are as good as 0.0125. Empty lines and lines that begin with # are ignored. The
+lines may be in any order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-PHASE_S: Final = 0.5  # of bursts, on average
-RATIO: Final = 5.0
+BURST_PHASE_S: Final = 0.5  # mean duration of a busy or a quiet phase
+BURST_RATE_RATIO: Final = 5.0  # of a busy phase to a quiet one
 
 
 class Arrival(NamedTuple):
-    """A request of the trace. `expiration_us` None: it never expires."""
+    """A request of the trace. It never expires if `expiration_us` is None."""
 
     at_us: int
     expiration_us: int | None = None
@@ -28,7 +28,7 @@ class Arrival(NamedTuple):
 
 
 class Traffic(Protocol):
-    """Makes a trace of `number` requests at `per_s` on average; the same for the same seed."""
+    """Makes a trace of `number` requests at a mean rate of `per_s`. The same seed makes the same trace."""
 
     def __call__(
         self, per_s: float, number: int, seed: int = 0, expiration_us: int | None = None
@@ -36,11 +36,11 @@ class Traffic(Protocol):
 
 
 class TraceError(Exception):
-    """A file is no trace, and why."""
+    """A file is not a trace. The message says why."""
 
 
 def poisson(per_s: float, number: int, seed: int = 0, expiration_us: int | None = None) -> Iterator[Arrival]:
-    """Arrivals that know nothing of each other."""
+    """A Poisson process: arrivals are independent of each other."""
     chance = random.Random(seed)  # noqa: S311 (a simulation)
     at_us = 0.0
     for _ in range(number):
@@ -53,11 +53,13 @@ def bursty(
     number: int,
     seed: int = 0,
     expiration_us: int | None = None,
-    ratio: float = RATIO,
-    phase_s: float = PHASE_S,
+    ratio: float = BURST_RATE_RATIO,
+    phase_s: float = BURST_PHASE_S,
 ) -> Iterator[Arrival]:
-    """A Poisson process modulated by a Markov chain of two states (MMPP), one `ratio` times as busy as the
-    other; each lasts `phase_s` on average. Together `per_s` on average."""
+    """A Poisson process modulated by a Markov chain of two states (MMPP), at a mean rate of `per_s`.
+
+    One state has `ratio` times the rate of the other. Each state lasts `phase_s` on average.
+    """
     chance = random.Random(seed)  # noqa: S311 (a simulation)
     slow = 2 * per_s / (1 + ratio)
     rates = (slow, slow * ratio)
@@ -65,7 +67,9 @@ def bursty(
     made = 0
     while made < number:
         gap_us = chance.expovariate(rates[state]) * 1e6
-        if at_us + gap_us > until_us:  # memoryless: begin anew in the other state
+        if (
+            at_us + gap_us > until_us
+        ):  # the process has no memory, so the gap is drawn again in the next state
             at_us, state = until_us, 1 - state
             until_us += chance.expovariate(1 / phase_s) * 1e6
             continue
@@ -75,9 +79,9 @@ def bursty(
 
 
 class Recorded:
-    """Traffic as it was, made slower or faster to be of the rate that is asked for; there is no chance in it.
+    """Recorded traffic, stretched in time to have the requested rate. Nothing in it is random.
 
-    Longer than it was, it begins again.
+    A trace that is longer than the recording repeats it.
     """
 
     def __init__(self, times_us: Sequence[int]) -> None:
@@ -87,7 +91,7 @@ class Recorded:
 
     @property
     def per_s(self) -> float:
-        """The rate at which they came."""
+        """The mean rate of the recording."""
         return len(self._times_us) / self._period_us * 1e6
 
     def __len__(self) -> int:
@@ -98,40 +102,42 @@ class Recorded:
     ) -> Iterator[Arrival]:
         stretch = self.per_s / per_s if self._times_us else 1.0
         for made in range(number if self._times_us else 0):
-            again, at = divmod(made, len(self._times_us))
-            at_us = self._times_us[at] - self._times_us[0] + again * self._period_us
+            repetition, index = divmod(made, len(self._times_us))
+            at_us = self._times_us[index] - self._times_us[0] + repetition * self._period_us
             yield Arrival(round(at_us * stretch), expiration_us)
 
 
 def recorded(times_us: Sequence[int], expiration_us: int | None = None) -> Iterator[Arrival]:
-    """Arrivals as they were."""
+    """Arrivals at exactly these times."""
     for at_us in times_us:
         yield Arrival(at_us, expiration_us)
 
 
 def traffic(name: str) -> Traffic:
-    """Traffic by its name: poisson, bursty, or the file of a recorded trace. Raises TraceError."""
+    """The traffic of this name: poisson, bursty, or the file of a recorded trace. Raises TraceError."""
     if name in ("poisson", "bursty"):
         return poisson if name == "poisson" else bursty
     return Recorded(read_trace(Path(name)))
 
 
 def read_trace(path: Path) -> list[int]:
-    """The times of a recorded trace, in order, the first at 0. Raises TraceError."""
+    """The times of a recorded trace in us, in order, the first at 0. Raises TraceError."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not text"
-        raise TraceError(f"arrivals: poisson, bursty, or a file of them; {path}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise TraceError(
+            f"arrivals must be poisson, bursty, or a file of recorded arrivals; {path}: {reason}"
+        ) from None
     times_s = [
         _seconds(path, number, line)
         for number, line in enumerate(lines, 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not times_s:
-        raise TraceError(f"{path}: nothing arrives")
+        raise TraceError(f"{path}: the trace has no arrivals")
     first_s = min(times_s)
-    return sorted(round((one - first_s) * 1e6) for one in times_s)
+    return sorted(round((time_s - first_s) * 1e6) for time_s in times_s)
 
 
 def _seconds(path: Path, number: int, line: str) -> float:

@@ -1,4 +1,4 @@
-"""How long a live model takes for a batch of n, and the way there and back: found by sending it bursts."""
+"""Measure the execution time and the round trip of a live model by sending bursts of requests."""
 
 from __future__ import annotations
 
@@ -10,57 +10,63 @@ from typing import Any, Final, NamedTuple
 
 from carpool.client.aio import AsyncClient, Reply
 from carpool_batcher.core.latency import Line, fit
-from carpool_cli.tuning.curve import Curve, Sizes, at, curve_of, learned, medians, spread_of
-from carpool_cli.tuning.simulator import STEADY, World
+from carpool_cli.tuning.curve import Curve, Sizes, at, curve_of, learned_line, medians, spread_of
+from carpool_cli.tuning.simulator import NO_SPREAD, World
 
-LONGEST_S: Final = 20.0  # then what was heard has to do
-LONE: Final = 50  # requests sent alone
-TRIP: Final = Line(1000.0, 20.0)  # where it was not measured: as on two cores that everything shares
-LONG_US: Final = 3000  # a lone request's trip on cores that are free takes a third of that
-SCATTERED: Final = 2.0  # times the median, in one of ten
-WORTH_US: Final = 1000  # what is less than that from the median is not far from it
+CALIBRATION_S_MAX: Final = 20.0  # after that, what was measured so far must do
+LONE_REQUESTS: Final = 50
+ROUND_TRIP_DEFAULT: Final = Line(1000.0, 20.0)  # where it was not measured: of two cores that run everything
+# Doubts about a measurement:
+ROUND_TRIP_US_MAX: Final = 3000  # of a lone request; with idle cores it takes a third of that
+TAIL_MEDIAN_RATIO: Final = 2.0  # of the slowest tenth
+TAIL_US_MIN: Final = 1000  # a smaller difference from the median does not matter
 
 
 class Measured(NamedTuple):
-    """What bursts showed. `seen`: the size of each batch, and how long it was computed in us; `curve`: what
-    follows from it, and `line`: what a batcher takes it for."""
+    """What bursts showed.
 
-    seen: Sizes
+    `observed` has size and execution time (us) of each batch, `curve` is derived from it, and `line` is what
+    a batcher would learn from it.
+    """
+
+    observed: Sizes
     curve: Curve
     line: Line
     spread: Sequence[float]
-    trip: Line = TRIP
-    trip_spread: Sequence[float] = STEADY
+    round_trip: Line = ROUND_TRIP_DEFAULT
+    round_trip_spread: Sequence[float] = NO_SPREAD
 
     def world(self, processes: int) -> World:
-        """The simulator's world like this."""
-        out_us = int(self.trip.intercept_us / 2)
-        back_us = int(self.trip.intercept_us) - out_us
-        line, trip = self.line, self.trip
+        """The simulator's world with these times."""
+        out_us = int(self.round_trip.intercept_us / 2)
+        back_us = int(self.round_trip.intercept_us) - out_us
+        line, round_trip = self.line, self.round_trip
         return World(
-            processes, line.intercept_us, line.slope_us, out_us, back_us, trip.slope_us, self.spread,
-            self.trip_spread, curve=self.curve,
+            processes, line.intercept_us, line.slope_us, out_us, back_us, round_trip.slope_us, self.spread,
+            self.round_trip_spread, curve=self.curve,
         )  # fmt: skip
 
 
-def measured(seen: Sizes, trips: Sizes = ()) -> Measured:
-    """What follows from batches' times, and from their trips where there are any. Of `seen` one at least."""
-    curve = curve_of(seen)
-    computed = Measured(seen, curve, learned(seen), spread_of(seen, curve))
-    if not trips:
-        return computed
-    usual = medians(trips)  # one of each size, or slow trips of lone requests were in line and spread both
-    trip = fit([(round(size), int(took_us)) for size, took_us in usual])
-    return computed._replace(trip=trip, trip_spread=spread_of(trips, usual))
+def measured(observed: Sizes, round_trips: Sizes = ()) -> Measured:
+    """Derive everything from the times of batches, which must not be empty, and of round trips, if any."""
+    curve = curve_of(observed)
+    execution = Measured(observed, curve, learned_line(observed), spread_of(observed, curve))
+    if not round_trips:
+        return execution
+    # The line goes through the medians: otherwise slow lone requests would count in both line and spread.
+    middle = medians(round_trips)
+    line = fit([(round(size), int(time_us)) for size, time_us in middle])
+    return execution._replace(round_trip=line, round_trip_spread=spread_of(round_trips, middle))
 
 
 def bursts(max_size: int, rounds: int) -> list[int]:
-    """The sizes of the bursts to send: 1, 2, 4 and so on up to `max_size`, in no order, and LONE more of 1.
+    """The sizes of the bursts to send: 1, 2, 4 ... up to `max_size`, each `rounds` times, in random order.
 
-    One of 1 is the first: whatever time runs out in, there is a lone request.
+    LONE_REQUESTS further bursts have size 1. The first burst has size 1 too, so that there is a lone request
+    however soon the time is over.
     """
     sizes = sorted({1 << power for power in range(max_size.bit_length())} | {max_size})
-    sent = rounds * sizes + LONE * [1]
+    sent = rounds * sizes + LONE_REQUESTS * [1]
     random.Random(0).shuffle(sent)  # noqa: S311 (so that a machine that warms up does not look like a slope)
     sent.remove(1)
     return [1, *sent]
@@ -72,59 +78,63 @@ async def calibrate(
     body: Any,
     sizes: Sequence[int],
     *,
-    holds_back: bool,
-    step: Callable[[], None],
+    delays: bool,
+    on_progress: Callable[[], None],
 ) -> Measured:
-    """Send bursts, one after another, and never more than one at a time. Raises CarpoolError.
+    """Send bursts one after another. Raises CarpoolError.
 
-    `sizes`: of the bursts, the first of them 1. `holds_back`: whether the model's settings let a lone request
-    wait for company.
+    `sizes` are those of the bursts; the first is 1. `delays`: the model's settings may delay a lone request
+    so that others can join its batch.
     """
-    ends_s = monotonic() + LONGEST_S
-    await client.infer(model, body)  # whatever is done only once is done now
-    seen: list[tuple[int, int]] = []
-    trips: list[tuple[int, int]] = []
+    ends_s = monotonic() + CALIBRATION_S_MAX
+    await client.infer(model, body)  # one-time work, such as lazy loading, is done now
+    observed: list[tuple[int, int]] = []
+    round_trips: list[tuple[int, int]] = []
     for size in sizes:
-        asked = await asyncio.gather(*[_ask(client, model, body) for _ in range(size)])
-        # A burst may have been cut in batches, and others' requests may ride along: batches are what counts.
-        seen += {(reply.batch_size, reply.compute_us) for reply, _ in asked}
-        # The trip is that of the request put out last: before it, the others were made, which is no trip.
-        last, took_us = asked[-1]
-        if size == 1 or all(reply.batch_size == size for reply, _ in asked):
-            held_us = last.queue_us if holds_back else 0
-            trips.append((last.batch_size, max(0, took_us - last.compute_us - held_us)))
-        step()
+        replies = await asyncio.gather(*[_timed_request(client, model, body) for _ in range(size)])
+        # A burst may be split into batches, which may contain requests of other producers: batches count.
+        observed += {(reply.batch_size, reply.compute_us) for reply, _ in replies}
+        # The round trip is that of the request sent last. The time of an earlier one includes the encoding of
+        # those after it.
+        last, latency_us = replies[-1]
+        if size == 1 or all(reply.batch_size == size for reply, _ in replies):
+            queue_us = last.queue_us if delays else 0
+            round_trips.append((last.batch_size, max(0, latency_us - last.compute_us - queue_us)))
+        on_progress()
         if monotonic() > ends_s:
             break
-    return measured(seen, trips)
+    return measured(observed, round_trips)
 
 
-async def _ask(client: AsyncClient, model: str, body: Any) -> tuple[Reply, int]:
-    """A request's reply, and how many us it took."""
-    began_ns = perf_counter_ns()
+async def _timed_request(client: AsyncClient, model: str, body: Any) -> tuple[Reply, int]:
+    """A request's reply, and its latency in us."""
+    started_ns = perf_counter_ns()
     reply = await client.request(model, body)
-    return reply, (perf_counter_ns() - began_ns) // 1000
+    return reply, (perf_counter_ns() - started_ns) // 1000
 
 
-# --- whether to believe it ---------------------------------------------------------------------------------
+# --- whether the measurement can be trusted --------------------------------------------------------------
 
 
-def doubts(of: Measured) -> list[str]:
-    """Why what was measured is no ground for advice: reasons, as sentences, and none if it is."""
-    trip_us, alone_us = of.trip.at(1), at(of.curve, 1)
-    found: list[str] = []
-    if trip_us > max(LONG_US, alone_us / 2):
-        found.append(
-            f"A lone request is on its way for {trip_us / 1000:.3g} ms, "
-            f"and computed in {alone_us / 1000:.3g} ms."
+def doubts(measurement: Measured) -> list[str]:
+    """Reasons, as sentences, why a measurement is no basis for advice; none if it is."""
+    round_trip_us, execution_us = measurement.round_trip.at(1), at(measurement.curve, 1)
+    reasons: list[str] = []
+    if round_trip_us > max(ROUND_TRIP_US_MAX, execution_us / 2):
+        reasons.append(
+            f"The round trip of a lone request takes {round_trip_us / 1000:.3g} ms, "
+            f"its execution {execution_us / 1000:.3g} ms."
         )
-    for what, middle_us, factors in (("trip", trip_us, of.trip_spread), ("computation", alone_us, of.spread)):
+    for name, middle_us, factors in (
+        ("round trip", round_trip_us, measurement.round_trip_spread),
+        ("execution", execution_us, measurement.spread),
+    ):
         median, tenth = factors[len(factors) // 2], factors[len(factors) * 9 // 10]
-        if tenth > SCATTERED * median and (tenth - median) * middle_us > WORTH_US:
-            found.append(f"One {what} in ten took {tenth / median:.2g} times the usual one.")
-    return found
+        if tenth > TAIL_MEDIAN_RATIO * median and (tenth - median) * middle_us > TAIL_US_MIN:
+            reasons.append(f"One {name} in ten took {tenth / median:.2g} times the median.")
+    return reasons
 
 
-def give_or_take(spread: Sequence[float]) -> float:
-    """Half of the range in which the middle two thirds lie: of a normal spread, its standard deviation."""
+def deviation(spread: Sequence[float]) -> float:
+    """Half the range of the middle two thirds: of a normal spread, its standard deviation."""
     return (spread[len(spread) * 5 // 6] - spread[len(spread) // 6]) / 2

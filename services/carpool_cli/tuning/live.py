@@ -1,4 +1,4 @@
-"""A model that is being served, as the simulator needs to know it: its settings, its processes, its speed."""
+"""What the simulator needs to know of a live model: its settings, its processes, and its recent batches."""
 
 from __future__ import annotations
 
@@ -22,55 +22,62 @@ from carpool_cli.config import ConfigError
 from carpool_cli.tuning.arrivals import TraceError
 
 _READ_BATCHES: Final = 64
-_SETTLED: Final = 64  # batches, from which l(n) is read
+_SETTLED_BATCHES: Final = 64  # the latest ones, from which l(n) is derived
 _BLOCK_MS: Final = 200
-# Redis says so in these words, whichever client hands it on, and from 6 to 8 in one of two cases.
-_REFUSED: Final = "no permissions"
-_WHO_MAY: Final = """
-    This user of Redis may not do that. Looking at a model takes what the role `admin` may; sending it a BODY,
-    as `carpool tune` does, takes what `producer` may besides. Name with --redis-url a user who may both, or
-    sign in as `admin` and leave the BODY out: then what the model served of late tells."""
+# Part of Redis's error message. Its case differs between Redis 6 and 8.
+_NO_PERMISSION: Final = "no permissions"
+_PERMISSION_HINT: Final = """
+    The Redis user of this command lacks a permission. Reading a model's state needs the role `admin`;
+    sending BODY, as `carpool tune` does, needs the role `producer` as well. Pass the URL of a user that has
+    both roles as --redis-url. Or connect as `admin` and omit BODY: then `carpool tune` uses recently settled
+    batches."""
 
 
-class NotServedError(Exception):
-    """There is nothing to learn from this model, and why."""
+class UnavailableModelError(Exception):
+    """The model cannot be measured or simulated. The message says why."""
 
 
-class Live(NamedTuple):
-    """What Redis tells of a model."""
+class LiveModel(NamedTuple):
+    """What Redis knows of a model."""
 
-    registered: ModelSettings  # as its workers say
-    settings: ModelSettings  # as they hold
+    registered: ModelSettings  # by its workers
+    settings: ModelSettings  # the effective ones
     processes: int
-    seen: list[tuple[int, int]]  # batches of late, the last one last: size, and us
+    observed: list[
+        tuple[int, int]
+    ]  # size and execution time (us) of recently settled batches, the latest last
 
 
 class Recording(NamedTuple):
-    """When requests arrived, as exact as entry IDs: to the millisecond. `missed`: batches gone before they
-    could be read (Redis counts them from 7 on)."""
+    """When requests arrived, to the millisecond, which is the precision of entry IDs.
+
+    `missed` counts batches that were deleted before they could be read (0 before Redis 7, which cannot tell).
+    """
 
     times_us: list[int]
     missed: int
 
 
-def exit_status(command: str, do: Callable[[], None]) -> int:
-    """Do what a command is to do: 0, 1 if the model cannot be asked, 2 if what was asked for makes no sense.
-    Why is on standard error."""
+def run_command(command: str, run: Callable[[], None]) -> int:
+    """Run a command and return its exit status; print errors to standard error.
+
+    0: success. 1: Redis or the model failed. 2: the arguments are invalid, or the model cannot be measured.
+    """
     try:
-        do()
-    except (ConfigError, TraceError, NotServedError) as error:
+        run()
+    except (ConfigError, TraceError, UnavailableModelError) as error:
         print(f"carpool {command}: {error}", file=sys.stderr)
         return 2
     except (CarpoolError, CommandError, OSError) as error:
-        remedy = _WHO_MAY if _REFUSED in str(error).lower() else ""
-        print(f"carpool {command}: {error}{remedy}", file=sys.stderr)
+        hint = _PERMISSION_HINT if _NO_PERMISSION in str(error).lower() else ""
+        print(f"carpool {command}: {error}{hint}", file=sys.stderr)
         return 1
     return 0
 
 
 @contextmanager
-def linked(settings: ProducerSettings, command: str) -> Iterator[Link]:
-    """A connection of a command's, while it lasts."""
+def connected(settings: ProducerSettings, command: str) -> Iterator[Link]:
+    """A command's connection to Redis, closed at the end of the block."""
     link = Link(settings.redis_url, name=f"carpool-{command}-{os.getpid()}")
     try:
         yield link
@@ -78,47 +85,53 @@ def linked(settings: ProducerSettings, command: str) -> Iterator[Link]:
         link.close()
 
 
-def look(link: Link, prefix: str, model: str) -> Live:
-    """The model as it is now; nothing is sent to it. Raises NotServedError."""
-    known = Directory(link, prefix).models()
-    if model not in known:
-        there = f"there are {', '.join(known)}" if known else "none is; `carpool up square` serves one"
-        raise NotServedError(f"no model {model!r:.140} is registered; {there}")
+def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
+    """Read the state of a model; nothing is sent to it. Raises UnavailableModelError."""
+    registered = Directory(link, prefix).models()
+    if model not in registered:
+        names = (
+            f"registered: {', '.join(registered)}" if registered else "start one, as with `carpool up square`"
+        )
+        raise UnavailableModelError(f"no model {model!r:.140} is registered; {names}")
     keys = Keys(model, prefix)
     snapshot = take_snapshot(link, keys, RedisClock())
-    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED)
+    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED_BATCHES)
     settled = [decode_settled(flat) for _, flat in reversed(latest)]
-    seen = [(one.size, one.compute_us) for one in settled if type(one) is BatchSettled and one.compute_us]
-    return Live(
+    return LiveModel(
         ModelSettings.from_mapping(snapshot.registration),
         ModelSettings.from_mapping({**snapshot.registration, **snapshot.config}),
         len(snapshot.workers),
-        seen,
+        [
+            (batch.size, batch.compute_us)
+            for batch in settled
+            if type(batch) is BatchSettled and batch.compute_us
+        ],
     )
 
 
-def record(link: Link, keys: Keys, seconds: float, step: Callable[[float, int], None]) -> Recording:
-    """Watch a model for so long. `step` is told now and then for how long it was, and how many arrived.
+def record(link: Link, keys: Keys, seconds: float, on_progress: Callable[[float, int], None]) -> Recording:
+    """Record the arrivals of a model for `seconds`.
 
-    Batches are followed and not requests, because a request may leave before anybody could look, and one that
-    is put back would be seen twice.
+    `on_progress` is called repeatedly with the seconds passed and the number of arrivals. The recorder reads
+    batches, not requests: a request may be deleted before it is read, and one that is put back would be read
+    twice.
     """
-    began = _stream(link, keys.batches)
-    after = began[b"last-generated-id"].decode()
+    start = _stream(link, keys.batches)
+    after = start[b"last-generated-id"].decode()
     times_us: list[int] = []
     batches = 0
-    began_s = time.monotonic()
-    while (passed_s := time.monotonic() - began_s) < seconds:
-        step(passed_s, len(times_us))
+    started_s = time.monotonic()
+    while (passed_s := time.monotonic() - started_s) < seconds:
+        on_progress(passed_s, len(times_us))
         reply = link.call("XREAD", "COUNT", _READ_BATCHES, "BLOCK", _BLOCK_MS, "STREAMS", keys.batches, after)
         for _, entries in reply or ():
             batches += len(entries)
             for entry_id, flat in entries:
-                times_us += [one.arrival_us for one in decode_batch(entry_id, flat, 0).requests]
+                times_us += [request.arrival_us for request in decode_batch(entry_id, flat, 0).requests]
             after = entries[-1][0].decode()
-    left_unseen = len(link.call("XRANGE", keys.batches, f"({after}", "+"))
-    added = _stream(link, keys.batches).get(b"entries-added", 0) - began.get(b"entries-added", 0)
-    return Recording(times_us, max(0, added - batches - left_unseen))
+    unread = len(link.call("XRANGE", keys.batches, f"({after}", "+"))
+    added = _stream(link, keys.batches).get(b"entries-added", 0) - start.get(b"entries-added", 0)
+    return Recording(times_us, max(0, added - batches - unread))
 
 
 def _stream(link: Link, key: str) -> dict[bytes, Any]:

@@ -1,4 +1,4 @@
-"""`carpool tune MODEL`: measures a live model, tries settings in the simulator, says which are best."""
+"""`carpool tune MODEL`: measures a live model, tries settings in the simulator, and prints the best ones."""
 
 from __future__ import annotations
 
@@ -19,34 +19,45 @@ from carpool.settings import ProducerSettings, read_settings
 from carpool_cli.infer import read_body
 from carpool_cli.screen import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
-from carpool_cli.tuning.calibrate import TRIP, Measured, bursts, calibrate, doubts, give_or_take, measured
-from carpool_cli.tuning.curve import furthest_off
-from carpool_cli.tuning.live import Live, NotServedError, exit_status, linked, look
+from carpool_cli.tuning.calibrate import (
+    ROUND_TRIP_DEFAULT,
+    Measured,
+    bursts,
+    calibrate,
+    deviation,
+    doubts,
+    measured,
+)
+from carpool_cli.tuning.curve import largest_error
+from carpool_cli.tuning.live import LiveModel, UnavailableModelError, connected, read_live_model, run_command
 from carpool_cli.tuning.search import (
-    KNOWN,
+    OBSERVED_SHARE_MIN,
+    P99_TOLERANCE,
+    RATE_TOLERANCE,
     Candidate,
     Figures,
     Goal,
     candidates,
-    changes,
-    larger,
-    most_in_time,
-    most_requests,
-    recommended,
+    changed_settings,
+    larger_batches,
+    rank_by_latency,
+    rank_by_rate,
+    recommend,
 )
 from carpool_cli.tuning.simulator import World
 
-PLOTTED: Final = 12  # rates
-OFF: Final = 0.15  # of a batch's time, is how far a line may be off before it is told
-COLUMNS: Final = 12  # of sizes
+PLOTTED_RATES: Final = 12
+LINE_ERROR_MAX: Final = 0.15  # of a batch's time: a larger error of the learned line is reported
+CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
 
 class TuneSettings(ProducerSettings):
     """Find the settings with which a model serves the most requests within a latency.
 
-    Sends bursts of BODY to the model, one at a time, to learn how long a batch of n takes; without BODY, what
-    the model served of late tells. Then tries settings in the simulator, prints the best, and the command
-    that applies them. It changes nothing. BODY is as for `carpool infer`: JSON, text, @FILE or -.
+    Sends bursts of BODY to the model, one at a time, to measure the execution time of a batch of n; without
+    BODY it uses the recently settled batches of the model. Then it tries settings in the simulator, and
+    prints the best ones and the command that applies them. It changes no settings. BODY is as for `carpool
+    infer`: JSON, text, @FILE or -.
 
       carpool tune square 7 --latency-ms 20
       carpool tune square 7 --latency-ms 20 --rate 3000
@@ -55,66 +66,67 @@ class TuneSettings(ProducerSettings):
     model_config = SettingsConfigDict(cli_parse_none_str="\0")
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
-    body: CliPositionalArg[str] = Field("", description="a request like those that will come")
-    latency_ms: float = Field(gt=0, le=3_600_000, description="what 99 of 100 requests are to take at most")
+    body: CliPositionalArg[str] = Field("", description="the body of a typical request")
+    latency_ms: float = Field(gt=0, le=3_600_000, description="the latency to keep for 99% of the requests")
     rate: float | None = Field(
-        None, gt=0, description="requests/s that will come (default: find the most that can)"
+        None, gt=0, description="expected requests/s (default: find the highest possible rate)"
     )
     arrivals: str = Field("poisson", description="poisson, bursty, or a FILE, as for `carpool simulate`")
-    raw: bool = Field(False, description="send the body as it is, as bytes")
-    rounds: int = Field(5, ge=1, le=100, description="how often each size of burst is sent")
-    plot: str = Field("tune.png", description="where to draw p99 over rate")
+    raw: bool = Field(False, description="send the body unchanged, as bytes")
+    rounds: int = Field(5, ge=1, le=100, description="number of bursts of each size")
+    plot: str = Field("tune.png", description="file for the plot of p99 latency by rate; empty for none")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, search, say. 1 if the model cannot be asked, 2 if what was asked for makes no sense."""
+    """Measure, search and print, and return the exit status: see `run_command`."""
     settings = read_settings(TuneSettings, argv, "carpool tune")
-    return exit_status("tune", lambda: _tune(settings, Screen()))
+    return run_command("tune", lambda: _tune(settings, Screen()))
 
 
 def _tune(settings: TuneSettings, screen: Screen) -> None:
-    arrives = traffic(settings.arrivals)
-    with linked(settings, "tune") as link:
-        live = look(link, settings.prefix, settings.model)
+    arrivals = traffic(settings.arrivals)
+    with connected(settings, "tune") as link:
+        live = read_live_model(link, settings.prefix, settings.model)
     if not live.processes:
-        raise NotServedError(f"no process serves {settings.model} at present")
+        raise UnavailableModelError(f"no model process of {settings.model} is running")
     max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
-    found_out = _measure(settings, live, screen)
-    world = found_out.world(live.processes)
-    _show_measured(live, found_out, world, max_size, screen)
-    goal = Goal(world, settings.latency_ms, arrives)
-    alone_ms = (world.takes_us(1) + world.trip_us(1)) / 1000
-    if alone_ms > settings.latency_ms:
-        raise NotServedError(
-            f"a request alone takes {alone_ms:.3g} ms: no settings can bring 99 of 100 under "
-            f"{settings.latency_ms:g}"
+    measurement = _measure(settings, live, screen)
+    world = measurement.world(live.processes)
+    _show_measured(live, measurement, world, max_size, screen)
+    goal = Goal(world, settings.latency_ms, arrivals)
+    lone_ms = (world.execution_us(1) + world.round_trip_us(1)) / 1000
+    if lone_ms > settings.latency_ms:
+        raise UnavailableModelError(
+            f"a lone request already takes {lone_ms:.3g} ms: no settings can keep 99% of the requests within "
+            f"{settings.latency_ms:g} ms"
         )
     tried = list(candidates(live.settings, max_size, settings.latency_ms))
     progress = Progress(Screen(sys.stderr), len(tried))
     if settings.rate is None:
-        found = most_requests(goal, tried, max_size, progress.step)
+        ranked = rank_by_rate(goal, tried, max_size, progress.step)
     else:
-        found = most_in_time(goal, tried, settings.rate, progress.step)
+        ranked = rank_by_latency(goal, tried, settings.rate, progress.step)
     progress.end()
-    best = recommended(found, live.settings, at_one_rate=settings.rate is not None)
-    _show(settings, live, found, best, screen)
-    _show_larger(settings, goal, found_out, best, max_size, screen)
+    best = recommend(ranked, live.settings, at_one_rate=settings.rate is not None)
+    _show_ranking(settings, live, ranked, best, screen)
+    _show_advice(settings, live, best, screen)
+    _show_larger_batches(settings, goal, measurement, best, max_size, screen)
     if settings.plot:
-        _plot(settings, goal, found_out, live, best, max_size, screen)
+        _plot(settings, goal, measurement, live, best, max_size, screen)
 
 
-# --- measuring -----------------------------------------------------------------------------------------
+# --- measuring ---------------------------------------------------------------------------------------------
 
 
-def _measure(settings: TuneSettings, live: Live, screen: Screen) -> Measured:
-    """What the model shows, or has shown of late where there is nothing to send. Raises NotServedError."""
+def _measure(settings: TuneSettings, live: LiveModel, screen: Screen) -> Measured:
+    """Measure with bursts, or with recently settled batches without BODY. Raises UnavailableModelError."""
     if not settings.body:
-        if not live.seen:
-            raise NotServedError(
-                f"{settings.model} has settled no batch of late: say a BODY to send, as in `carpool tune "
+        if not live.observed:
+            raise UnavailableModelError(
+                f"{settings.model} has no recently settled batches: pass a BODY to send, as in `carpool tune "
                 f"{settings.model} 7 --latency-ms {settings.latency_ms:g}`"
             )
-        return measured(live.seen)
+        return measured(live.observed)
     body = read_body(settings.body, raw=settings.raw)
     sizes = bursts(live.settings.max_batch_size, settings.rounds)
     screen.print(
@@ -122,137 +134,147 @@ def _measure(settings: TuneSettings, live: Live, screen: Screen) -> Measured:
         "Ctrl-C stops"
     )
     progress = Progress(Screen(sys.stderr), len(sizes))
-    found_out = asyncio.run(_send(settings, live, body, sizes, progress))
+    measurement = asyncio.run(_send_bursts(settings, live, body, sizes, progress))
     progress.end()
-    return found_out
+    return measurement
 
 
-async def _send(
-    settings: TuneSettings, live: Live, body: Any, sizes: Sequence[int], progress: Progress
+async def _send_bursts(
+    settings: TuneSettings, live: LiveModel, body: Any, sizes: Sequence[int], progress: Progress
 ) -> Measured:
-    holds_back = bool(live.settings.max_queue_delay_ms) or live.settings.policy != "eager"
+    delays = bool(live.settings.max_queue_delay_ms) or live.settings.policy != "eager"
     async with AsyncClient(settings.redis_url, prefix=settings.prefix) as client:
-        return await calibrate(client, settings.model, body, sizes, holds_back=holds_back, step=progress.step)
+        return await calibrate(client, settings.model, body, sizes, delays=delays, on_progress=progress.step)
 
 
-# --- saying --------------------------------------------------------------------------------------------
+# --- printing the measurement ------------------------------------------------------------------------------
 
 
-def _show_measured(live: Live, found_out: Measured, world: World, max_size: int, screen: Screen) -> None:
+def _show_measured(
+    live: LiveModel, measurement: Measured, world: World, max_size: int, screen: Screen
+) -> None:
     screen.title("Measured")
-    for line in curve_rows(found_out):
+    for line in curve_rows(measurement):
         screen.print(f"  {line}")
-    trip = f"{(world.out_us + world.back_us) / 1000:.3g} + {world.trip_slope_us / 1000:.3g} n ms"
-    if found_out.trip is TRIP:
-        trip = f"was not measured: {trip} is a guess"
+    screen.print(f"  standard deviation of l(n): {deviation(world.spread):.1%}")
+    line = f"{(world.out_us + world.back_us) / 1000:.3g} + {world.round_trip_slope_us / 1000:.3g} n ms"
+    if measurement.round_trip is ROUND_TRIP_DEFAULT:
+        screen.print(f"  round trip through Redis: not measured, assumed {line}")
     else:
-        trip = f"takes {trip}, give or take {give_or_take(world.trip_spread):.1%}"
-    screen.print(f"  give or take {give_or_take(world.spread):.1%}; its trip {trip}")
-    screen.print(f"  {count(world.processes, 'process', 'processes')}")
-    for note in notes(live, found_out, max_size):
+        varies = f"{deviation(world.round_trip_spread):.1%}"
+        screen.print(f"  round trip through Redis: {line}, standard deviation {varies}")
+    screen.print(f"  {count(world.processes, 'model process', 'model processes')}")
+    for note in notes(live, measurement, max_size):
         screen.print(f"  {note}")
-    reasons = doubts(found_out)
+    reasons = doubts(measurement)
     if reasons:
         _warn(reasons, screen)
 
 
-def curve_rows(found_out: Measured) -> list[str]:
-    """l(n) at the sizes that were seen, and not where it was guessed."""
-    seen = [size for size, _ in found_out.seen]
-    points = [point for point in found_out.curve if min(seen) <= point[0] <= max(seen)]
-    points = points[:: -max(1, -(-len(points) // COLUMNS))][::-1]  # the largest in any case
+def curve_rows(measurement: Measured) -> list[str]:
+    """l(n) as a table, only between sizes that were observed."""
+    sizes = [size for size, _ in measurement.observed]
+    points = [point for point in measurement.curve if min(sizes) <= point[0] <= max(sizes)]
+    points = points[:: -max(1, -(-len(points) // CURVE_COLUMNS_MAX))][::-1]  # always with the largest size
     return table(
         [
-            ("a batch of n =", *(f"{size:.0f}" for size, _ in points)),
-            ("is computed in l(n), ms", *(f"{took_us / 1000:.3g}" for _, took_us in points)),
+            ("batch size n", *(f"{size:.0f}" for size, _ in points)),
+            ("execution time l(n), ms", *(f"{time_us / 1000:.3g}" for _, time_us in points)),
         ]
     )
 
 
-def notes(live: Live, found_out: Measured, max_size: int) -> Iterator[str]:
-    """What whoever reads the advice should know of how it was come by."""
-    seen = [size for size, _ in found_out.seen]
-    if min(seen) > 1 or max(seen) < KNOWN * max_size:
-        sizes = " to ".join(map(str, sorted({min(seen), max(seen)})))
-        yield f"(only batches of {sizes} were seen: other sizes are a guess)"
-    line = found_out.line
-    size, off = furthest_off(line, found_out.curve, min(max_size, max(seen)))
-    if abs(off) > OFF and not line.known_to:
-        law = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
-        yield (
-            f"The batcher learns a line, {law}, which is {abs(off):.0%} too {'high' if off > 0 else 'low'} "
-            f"at n = {size}: `deferred`,"
-        )
-        yield "and batches that leave just in time for a process, go by it."
+def notes(live: LiveModel, measurement: Measured, max_size: int) -> Iterator[str]:
+    """Limitations of the measurement that matter for the advice."""
+    sizes = [size for size, _ in measurement.observed]
+    if min(sizes) > 1 or max(sizes) < OBSERVED_SHARE_MIN * max_size:
+        text = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+        yield f"(only batches of size {text} were observed: other sizes are extrapolated)"
+    line = measurement.line
+    size, error = largest_error(line, measurement.curve, min(max_size, max(sizes)))
+    if abs(error) > LINE_ERROR_MAX and not line.known_to:
+        formula = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
+        difference = f"{abs(error):.0%} too {'high' if error > 0 else 'low'} at n = {size}"
+        yield f"The batcher learns a line, {formula}, which is {difference}:"
+        yield "it affects `deferred`, and batches dispatched just before a model process becomes idle."
     if live.settings.policy not in POLICIES:
-        yield f"(the policy {live.settings.policy} is simulated as if it were eager)"
+        yield f"(the policy {live.settings.policy} is simulated as eager)"
 
 
 def _warn(reasons: Sequence[str], screen: Screen) -> None:
-    """What was measured is a machine that has no time, or a Redis that is far away, and less the model."""
-    screen.print("\n  WARNING: the advice below is doubtful.", style="bold")
+    """Warn that the times show a busy machine or a slow connection to Redis rather than the model."""
+    screen.print("\n  WARNING: the advice below is unreliable.", style="bold")
     for reason in reasons:
         screen.print(f"  {reason}")
     screen.print(
-        "  Redis, the batcher, each worker and each model process need a core whenever they wake up. See\n"
-        "  with `uptime` and `top` who else wants the cores: stop that, or have more cores. A Redis that is\n"
-        "  far away belongs nearer. Then measure again, with a larger --rounds."
+        "  Redis, the batcher, each worker and each model process need an idle core when they have work.\n"
+        "  Use `uptime` and `top` to find out what else uses the cores; stop it, or use more cores. If the\n"
+        "  network to Redis is slow, move Redis closer. Then measure again, with more --rounds."
     )
 
 
-def _show(
-    settings: TuneSettings, live: Live, found: Sequence[Figures], best: Figures, screen: Screen
+# --- printing the advice -----------------------------------------------------------------------------------
+
+
+def _show_ranking(
+    settings: TuneSettings, live: LiveModel, ranked: Sequence[Figures], best: Figures, screen: Screen
 ) -> None:
     within = f"{settings.latency_ms:g} ms"
     if settings.rate is None:
-        screen.title(f"The most requests/s of which 99% take {within} at most, simulated")
+        screen.title(f"Simulated: the highest rate at which 99% of the requests take at most {within}")
     else:
-        screen.title(f"At {settings.rate:,.0f} requests/s, simulated")
-    rows = [("", "requests/s", f"within {within}", "p50 ms", "p99 ms", "mean batch", "settings")]
-    for one in found:
-        changed = changes(one.candidate.settings, live.settings)
-        words = " ".join(f"{name}={value}" for name, value in changed.items())
-        mark = "*" if one is best else " "
+        screen.title(f"Simulated at {settings.rate:,.0f} requests/s")
+    rows = [("", "requests/s", f"within {within}", "p50 ms", "p99 ms", "mean batch", "changed settings")]
+    for figures in ranked:
+        changes = changed_settings(figures.candidate.settings, live.settings)
+        mark = "*" if figures is best else " "
         rows.append(
             (
-                f"{mark} {one.candidate.kind}", f"{one.rate:,.0f}", f"{one.within:.1%}", _ms(one.p50_ms),
-                _ms(one.p99_ms), f"{one.mean_batch:.1f}", words,
+                f"{mark} {figures.candidate.kind}", f"{figures.rate:,.0f}", f"{figures.within:.1%}",
+                _ms(figures.p50_ms), _ms(figures.p99_ms), f"{figures.mean_batch:.1f}",
+                " ".join(f"{name}={value}" for name, value in changes.items()),
             )
         )  # fmt: skip
-    words_of = [row[-1] for row in rows]
-    for line, words in zip(table([row[:-1] for row in rows]), words_of, strict=True):
-        screen.print(f"  {line}  {words}".rstrip())
+    changes_of_rows = [row[-1] for row in rows]
+    for line, text in zip(table([row[:-1] for row in rows]), changes_of_rows, strict=True):
+        screen.print(f"  {line}  {text}".rstrip())
     screen.print(
-        "  * what changes least, of those that are as good as the first, give or take 2% (of p99 5%)"
+        "  * recommended: the fewest changes among the settings that are as good as the first, to within "
+        f"{RATE_TOLERANCE:.0%} (p99: {P99_TOLERANCE:.0%})"
     )
-    changed = changes(best.candidate.settings, live.settings)
+
+
+def _show_advice(settings: TuneSettings, live: LiveModel, best: Figures, screen: Screen) -> None:
+    """Print the command that applies the best settings, or why there is none."""
+    within = f"{settings.latency_ms:g} ms"
+    changes = changed_settings(best.candidate.settings, live.settings)
     if not best.rate or not best.within:
         screen.print(
-            f"\nNo settings keep {within}: a lone request takes too long, or more processes are needed."
+            f"\nNo settings keep {within}: a lone request takes too long, or there are too few processes."
         )
-    elif not changed:
+    elif not changes:
         screen.print("\nThe present settings are as good as any of these.")
     else:
-        pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changed.items())
-        if "default_expiration_ms" in changed:
-            screen.print(f"\nRequests that cannot be answered within {within} would be refused. To apply it:")
+        pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changes.items())
+        if "default_expiration_ms" in changes:
+            screen.print(f"\nRequests that cannot be answered within {within} would be refused. To apply:")
         else:
-            screen.print("\nTo apply it:")
+            screen.print("\nTo apply:")
         screen.print(f"  carpool config {shlex.quote(settings.model)} {pairs}")
 
 
-def _show_larger(
-    settings: TuneSettings, goal: Goal, found_out: Measured, best: Figures, max_size: int, screen: Screen
+def _show_larger_batches(
+    settings: TuneSettings, goal: Goal, measurement: Measured, best: Figures, max_size: int, screen: Screen
 ) -> None:
-    """Where batches larger than the largest promise more: a suggestion, of which nothing was measured."""
-    promised = larger(goal, best, max_size, max(size for size, _ in found_out.seen))
-    if promised is not None:
+    """Suggest larger batches where l(n), extrapolated, promises a gain."""
+    larger = larger_batches(goal, best, max_size, max(size for size, _ in measurement.observed))
+    if larger is not None:
         screen.print(
-            f"\nThe largest batch still pays: if l(n) goes on as it does, batches of {promised.size:,} would "
-            f"serve {promised.gain:.0%} more\nrequests/s than those of {max_size:,}. That was not measured: "
-            "try it if the model can take so many, and tune again:"
+            f"\nLarger batches may help: if l(n) continues as measured, batches of {larger.size:,} would "
+            f"serve {larger.gain:.0%} more\nrequests/s than batches of {max_size:,}. This was not measured: "
+            "if the model can execute batches of that size,\ntry it and tune again:"
         )
-        screen.print(f"  carpool config {shlex.quote(settings.model)} max_batch_size={promised.size}")
+        screen.print(f"  carpool config {shlex.quote(settings.model)} max_batch_size={larger.size}")
 
 
 def _ms(value: float) -> str:
@@ -262,26 +284,28 @@ def _ms(value: float) -> str:
 def _plot(
     settings: TuneSettings,
     goal: Goal,
-    found_out: Measured,
-    live: Live,
+    measurement: Measured,
+    live: LiveModel,
     best: Figures,
     max_size: int,
     screen: Screen,
 ) -> None:
-    from carpool_cli.tuning.plot import plot  # noqa: PLC0415 (it is not always wanted)
+    from carpool_cli.tuning.plot import plot  # noqa: PLC0415 (only needed with --plot)
 
     top = 1.15 * max(best.rate, settings.rate or 0.0, 1.0)
-    rates = [top * (step + 1) / PLOTTED for step in range(PLOTTED)]
-    shown = {"present settings": Candidate("as it is", live.settings)}
+    rates = [top * (step + 1) / PLOTTED_RATES for step in range(PLOTTED_RATES)]
+    shown = {"present settings": Candidate("present", live.settings)}
     if best.candidate.settings != live.settings:
-        shown[f"best: {best.candidate.kind}"] = best.candidate
+        shown[f"recommended: {best.candidate.kind}"] = best.candidate
     try:
         import matplotlib as _  # noqa: F401, PLC0415
 
-        curves = {label: [goal.try_at(one, rate) for rate in rates] for label, one in shown.items()}
+        curves = {
+            label: [goal.simulate(candidate, rate) for rate in rates] for label, candidate in shown.items()
+        }
         path = Path(settings.plot)
-        plot(path, settings.model, settings.latency_ms, curves, found_out, max_size)
+        plot(path, settings.model, settings.latency_ms, curves, measurement, max_size)
     except ImportError:
-        screen.print("\nThere is no plot: it needs matplotlib (pip install 'carpool[plot]').")
+        screen.print("\nNo plot was drawn: it needs matplotlib (pip install 'carpool[plot]').")
     else:
         screen.print(f"\nThe plot is in {path}.")

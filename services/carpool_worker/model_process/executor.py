@@ -1,8 +1,9 @@
-"""A batch through a model: items in, outcomes out. Pure: no Redis, no processes, no clock.
+"""Runs a model on the items of a frame and isolates the failures. Pure: no Redis, no processes, no clock.
 
-An item's failure is the item's. Where the model raises on a batch, the batch is halved until the culprits
-stand alone, and the others get their results: at worst 2n - 1 calls for n culprits, 2 log2(n) more for one.
-A wrong number of results is an error of the whole batch: nobody can know whose is missing.
+An invalid or failing item fails alone. If the model raises on several items, they are halved until each
+failing item is alone, and the others get their results. Of n items, one failing item costs 2 log2(n) more
+calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
+results are missing.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import numpy as np
 
 from carpool.errors import INTERNAL, INVALID_ARGUMENT, CarpoolError
 from carpool.wire.tensors import Array
+from carpool_worker.model_process.frames import Failure
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 
-Failure = tuple[str, str]  # status, detail
-Stacked = dict[str, Array]  # by tensor name; the first dimension is the item's
+Stacked = dict[str, Array]  # by tensor name; the first dimension counts the items
 
 
 class Items(Protocol):
-    """The bodies of the requests that are executed together."""
+    """The bodies of a frame's requests, by index."""
 
     def __len__(self) -> int: ...
-    def one(self, position: int) -> Any:
-        """One item, as `validate` gets it."""
+    def item(self, index: int) -> Any:
+        """One item, as passed to `validate`."""
 
-    def some(self, positions: Sequence[int]) -> Any:
-        """Some items, as `predict` gets them."""
+    def select(self, indexes: Sequence[int]) -> Any:
+        """Several items, as passed to `predict`."""
 
 
 class ListItems:
-    """Bodies of any kind: `predict` gets a list."""
+    """Bodies of a model that declares no tensors: `predict` gets a list."""
 
     def __init__(self, values: list[Any]) -> None:
         self._values = values
@@ -40,15 +41,15 @@ class ListItems:
     def __len__(self) -> int:
         return len(self._values)
 
-    def one(self, position: int) -> Any:
-        return self._values[position]
+    def item(self, index: int) -> Any:
+        return self._values[index]
 
-    def some(self, positions: Sequence[int]) -> list[Any]:
-        return [self._values[position] for position in positions]
+    def select(self, indexes: Sequence[int]) -> list[Any]:
+        return [self._values[index] for index in indexes]
 
 
 class StackedItems:
-    """Declared tensors: `predict` gets one stacked array, or several by name."""
+    """Bodies of a model that declares tensors: `predict` gets one stacked array, or several by name."""
 
     def __init__(self, arrays: Stacked) -> None:
         self._arrays = arrays
@@ -57,20 +58,21 @@ class StackedItems:
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
 
-    def one(self, position: int) -> Any:
+    def item(self, index: int) -> Any:
         if self._only is not None:
-            return self._only[position]
-        return {name: array[position] for name, array in self._arrays.items()}
+            return self._only[index]
+        return {name: array[index] for name, array in self._arrays.items()}
 
-    def some(self, positions: Sequence[int]) -> Any:
-        everything = len(positions) == len(self)
+    def select(self, indexes: Sequence[int]) -> Any:
+        if len(indexes) == len(self):  # without a copy
+            return dict(self._arrays) if self._only is None else self._only
         if self._only is not None:
-            return self._only if everything else self._only[list(positions)]
-        return {name: array if everything else array[list(positions)] for name, array in self._arrays.items()}
+            return self._only[list(indexes)]
+        return {name: array[list(indexes)] for name, array in self._arrays.items()}
 
 
 class Outcome(NamedTuple):
-    """What became of a batch: failures by position, and the results of all others, in order.
+    """Failures by index, and the results of all other items, in order.
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
     """
@@ -80,27 +82,27 @@ class Outcome(NamedTuple):
 
 
 class WrongOutputError(Exception):
-    """What the model returned cannot be parted into one result for each item."""
+    """What the model returned is not one result for each item."""
 
 
 def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -> Outcome:
-    """Validate each item, run the model on those that are valid, and sort out who failed."""
+    """Validate each item, run the model on the valid ones, and isolate those on which it fails."""
     failures = _validate(model, items)
-    valid = [position for position in range(len(items)) if position not in failures]
-    pieces: list[list[Any] | Stacked] = []
+    valid = [index for index in range(len(items)) if index not in failures]
+    parts: list[list[Any] | Stacked] = []
     if valid:
-        _attempt(model, items, requests, valid, failures, pieces)
-    return Outcome(failures, _join(pieces))
+        _attempt(model, items, requests, valid, failures, parts)
+    return Outcome(failures, _join(parts))
 
 
 def _validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
     failures: dict[int, Failure] = {}
     if model.validate is not None:
-        for position in range(len(items)):
+        for index in range(len(items)):
             try:
-                model.validate(items.one(position))
-            except BaseException as error:  # a library's panic, SystemExit: none of them is ours to die of
-                failures[position] = failure_of(error, INVALID_ARGUMENT)
+                model.validate(items.item(index))
+            except BaseException as error:  # a library's panic, SystemExit: none may end this process
+                failures[index] = failure_of(error, INVALID_ARGUMENT)
     return failures
 
 
@@ -108,64 +110,65 @@ def _attempt(
     model: LoadedModel,
     items: Items,
     requests: Sequence[RequestInfo],
-    positions: Sequence[int],
+    indexes: Sequence[int],
     failures: dict[int, Failure],
-    pieces: list[list[Any] | Stacked],
+    parts: list[list[Any] | Stacked],
 ) -> None:
-    """Run the model on these items; if it raises, on each half of them, to find out on which."""
+    """Run the model on these items. If it raises, run it on each half, to isolate the failing items."""
     try:
-        outputs = _run(model, items, requests, positions)
+        outputs = _run(model, items, requests, indexes)
     except BaseException as error:
         failure = failure_of(error, INTERNAL)
-        alone = len(positions) == 1 or isinstance(error, WrongOutputError)
+        is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
-        pieces.append(outputs if isinstance(outputs, dict) else _sort_out(positions, outputs, failures))
+        parts.append(outputs if isinstance(outputs, dict) else _take_failures(indexes, outputs, failures))
         return
-    # Here the exception is gone, and with it what the model had in memory: the halves may need that.
-    if alone:
-        failures.update(dict.fromkeys(positions, failure))
+    # Outside the except clause the exception is freed with all that the model held: the halves may need the
+    # memory.
+    if is_final:
+        failures.update(dict.fromkeys(indexes, failure))
         return
-    middle = len(positions) // 2
-    for half in (positions[:middle], positions[middle:]):
-        _attempt(model, items, requests, half, failures, pieces)
+    middle = len(indexes) // 2
+    for half in (indexes[:middle], indexes[middle:]):
+        _attempt(model, items, requests, half, failures, parts)
 
 
 def _run(
-    model: LoadedModel, items: Items, requests: Sequence[RequestInfo], positions: Sequence[int]
+    model: LoadedModel, items: Items, requests: Sequence[RequestInfo], indexes: Sequence[int]
 ) -> list[Any] | Stacked:
-    """The model's results for these items, one for each. Raises what it raises, or WrongOutputError."""
-    infos = [requests[position] for position in positions] if model.wants_requests else ()
-    outputs = model.run(items.some(positions), infos)
+    """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
+    infos = [requests[index] for index in indexes] if model.wants_requests else ()
+    outputs = model.run(items.select(indexes), infos)
     if not isinstance(outputs, Sequence | Mapping) and hasattr(outputs, "__array__"):
-        outputs = np.asarray(outputs)  # a torch tensor on the CPU, for one
+        outputs = np.asarray(outputs)  # for example a torch tensor on the CPU
     if isinstance(outputs, Mapping):
         columns = {str(name): _column(values) for name, values in outputs.items()}
         if not columns:
-            raise WrongOutputError(f"the model returned no outputs for {len(positions)} requests")
+            raise WrongOutputError(f"the model returned no outputs for {len(indexes)} requests")
         for name, column in columns.items():
-            _check_count(len(column) if column.ndim else 0, len(positions), f" in output {name!r}")
+            _check_count(len(column) if column.ndim else 0, len(indexes), f" in output {name!r}")
         return _stacked(model, columns)
     if isinstance(outputs, np.ndarray):
-        _check_count(len(outputs) if outputs.ndim else 0, len(positions))
+        _check_count(len(outputs) if outputs.ndim else 0, len(indexes))
         if model.outputs or (outputs.ndim > 1 and outputs.dtype != object):
             return _stacked(model, {model.outputs[0].name if model.outputs else "": outputs})
-        # Plain values from a model that declares no tensors.
+        # A model that declares no tensors and returns one value for each item: a list of plain values.
         return list(outputs) if outputs.dtype == object else list(outputs.tolist())
     if isinstance(outputs, str | bytes) or not isinstance(outputs, Sequence):
         raise WrongOutputError(
-            f"the model returned a {type(outputs).__name__} for {len(positions)} requests, not a list"
+            f"the model returned a {type(outputs).__name__} for {len(indexes)} requests, not a list"
         )
-    _check_count(len(outputs), len(positions))
+    _check_count(len(outputs), len(indexes))
     return list(outputs)
 
 
-def _check_count(got: int, wanted: int, where: str = "") -> None:
-    if got != wanted:
-        raise WrongOutputError(f"the model returned {got} results for {wanted} requests{where}")
+def _check_count(count: int, expected: int, where: str = "") -> None:
+    if count != expected:
+        raise WrongOutputError(f"the model returned {count} results for {expected} requests{where}")
 
 
 def _column(values: Any) -> Array:
-    """One output of several, a row for each item; rows of unequal shape as objects."""
+    """One of several outputs as an array with a row for each item; rows of unequal shape become objects."""
     try:
         return np.asarray(values)
     except ValueError:
@@ -176,7 +179,7 @@ def _column(values: Any) -> Array:
 
 
 def _stacked(model: LoadedModel, columns: Stacked) -> list[Any] | Stacked:
-    """The columns as they are if all can travel stacked; else their rows: texts, and what varies in shape."""
+    """The columns if all can be sent stacked; else (strings, rows of unequal shape) a list of rows."""
     declared = {spec.name: spec.datatype for spec in model.outputs}
     stackable = True
     for name, column in columns.items():
@@ -190,7 +193,7 @@ def _stacked(model: LoadedModel, columns: Stacked) -> list[Any] | Stacked:
 
 
 def _rows(outputs: list[Any] | Stacked) -> list[Any]:
-    """Stacked results as a list, one item each."""
+    """Stacked results as a list with one element for each item."""
     if not isinstance(outputs, dict):
         return outputs
     if len(outputs) == 1:
@@ -198,49 +201,49 @@ def _rows(outputs: list[Any] | Stacked) -> list[Any]:
     return [dict(zip(outputs, row, strict=True)) for row in zip(*outputs.values(), strict=True)]
 
 
-def _join(pieces: Sequence[list[Any] | Stacked]) -> list[Any] | Stacked:
-    """The results of parts of a batch, in order, as one: stacked where all are, alike.
+def _join(parts: Sequence[list[Any] | Stacked]) -> list[Any] | Stacked:
+    """Join the results of parts of a frame, in order: stacked if all are stacked with the same layout.
 
-    So a result looks the same whether or not a neighbour failed.
+    Then a result has the same form whether or not another item failed.
     """
-    stacked = [piece for piece in pieces if isinstance(piece, dict)]
-    if stacked and len(stacked) == len(pieces) and len({_layout(piece) for piece in stacked}) == 1:
+    stacked = [part for part in parts if isinstance(part, dict)]
+    if stacked and len(stacked) == len(parts) and len({_layout(part) for part in stacked}) == 1:
         if len(stacked) == 1:
             return stacked[0]
-        return {name: np.concatenate([piece[name] for piece in stacked]) for name in stacked[0]}
-    return [row for piece in pieces for row in _rows(piece)]
+        return {name: np.concatenate([part[name] for part in stacked]) for name in stacked[0]}
+    return [row for part in parts for row in _rows(part)]
 
 
 def _layout(stacked: Stacked) -> tuple[Any, ...]:
     return tuple((name, array.dtype, array.shape[1:]) for name, array in stacked.items())
 
 
-def _sort_out(positions: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> list[Any]:
-    """Part the results from the exceptions that the model returned in their place."""
+def _take_failures(indexes: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> list[Any]:
+    """Move the exceptions that the model returned in place of results to `failures`."""
     results: list[Any] = []
-    for position, output in zip(positions, outputs, strict=True):
+    for index, output in zip(indexes, outputs, strict=True):
         if isinstance(output, BaseException):
-            failures[position] = failure_of(output, INTERNAL)
+            failures[index] = failure_of(output, INTERNAL)
         else:
             results.append(output)
     return results
 
 
 def failure_of(error: BaseException, status: str) -> Failure:
-    """A status and a sentence for the producer: never the exception's class, never a traceback."""
+    """The status and detail for the producer: neither the exception's class nor a traceback."""
     if isinstance(error, CarpoolError):
-        return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may have left it out
-    said = _text(error)
+        return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may not set it
+    message = _text(error)
     if isinstance(error, WrongOutputError):
-        return status, said
-    refused = (
-        "the model refused this body" if status == INVALID_ARGUMENT else "the model failed on this request"
+        return status, message
+    failure = (
+        "the model rejected this body" if status == INVALID_ARGUMENT else "the model failed on this request"
     )
-    return status, f"{refused}: {said}" if said else refused
+    return status, f"{failure}: {message}" if message else failure
 
 
-def _text(said: object) -> str:
+def _text(value: object) -> str:
     try:
-        return str(said).strip()
-    except Exception:  # a model's exceptions are a user's code, too
+        return str(value).strip()
+    except Exception:  # the __str__ of a model's exception is user code
         return ""

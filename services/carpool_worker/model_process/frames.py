@@ -1,7 +1,11 @@
-"""How a worker and its model process talk: frames over a socket pair. A msgpack header, then raw bytes.
+"""What crosses the boundary between a worker and its model process, used on both sides.
 
-No pickle: what a producer sent is never more than data on its way to the model. Stacked tensors travel as
-they lie in memory, so that neither side touches a request's numbers.
+A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
+is answered by one outcome, in order. A message is a msgpack header and a payload of raw bytes, over a socket
+pair.
+
+No pickle: data from a producer is never executed. Stacked tensors are sent as they lie in memory, so neither
+side copies or converts single numbers.
 """
 
 from __future__ import annotations
@@ -9,31 +13,85 @@ from __future__ import annotations
 import math
 import socket
 import struct
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
 
-from carpool.wire.tensors import WIDTHS, Array, datatype_of, from_bytes, tensor_map, to_bytes
+from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
 
-_LENGTHS: Final = struct.Struct("<II")
+_LENGTHS: Final = struct.Struct("<II")  # of header and payload
 _BUFFER_BYTES: Final = 64 * 1024
-_TENSOR: Final = 1
+_ONE_WRITE_BYTES_MAX: Final = 64 * 1024  # payloads below this are joined to their header: one system call
+_TENSOR: Final = 1  # msgpack extension type
 
-Header = dict[str, Any]
-Part = tuple[str, str, tuple[int, ...]]  # name, datatype, shape of one item
+_READY: Final = "ready"
+_LOAD_FAILED: Final = "load failed"
+
+Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
+Failure = tuple[str, str]  # status, detail
+RequestFields = tuple[
+    str, str, Mapping[str, bytes]
+]  # correlation ID, lane, fields that Carpool does not know
+
+
+class Ready(NamedTuple):
+    """The model is loaded; what it declares about itself."""
+
+    settings: Mapping[str, str]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    wants_requests: bool
+    misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
+
+
+class LoadFailed(NamedTuple):
+    """The model cannot be loaded, and the model process ends."""
+
+    reason: str
+    trace: str  # the traceback if the model's own code raised, else ""
+
+
+class FrameHeader(NamedTuple):
+    """Worker to model process: the payload has the bodies of `size` requests, the first at position `first`.
+
+    Without `parts` the payload is a packed list of values. `requests` only for a model that asks for them.
+    """
+
+    first: int
+    size: int
+    parts: Sequence[Part] = ()
+    requests: Sequence[RequestFields] = ()
+    number: int = 0  # set when the frame is sent, and returned with its outcome
+
+
+class OutcomeHeader(NamedTuple):
+    """Model process to worker: failures by index in the frame; the payload has the results of all others.
+
+    Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
+    """
+
+    first: int
+    size: int
+    number: int
+    compute_us: int
+    failures: Mapping[int, Failure]
+    parts: Sequence[Part] = ()
 
 
 class ProcessGoneError(ConnectionError):
-    """The other side hung up: its process is gone."""
+    """The connection to the other process is closed."""
 
 
-def send_frame(sock: socket.socket, header: Header, payload: bytes | bytearray | memoryview = b"") -> None:
-    """Send one frame. Raises ProcessGoneError."""
-    head = msgpack.packb(header, unicode_errors="replace")  # what an exception says is any text
+# --- messages ----------------------------------------------------------------------------------------------
+
+
+def send_message(sock: socket.socket, header: Any, payload: bytes | bytearray | memoryview = b"") -> None:
+    """Send one message. Raises ProcessGoneError."""
+    head = msgpack.packb(header, unicode_errors="replace")  # an exception's text may have lone surrogates
     try:
-        if len(payload) < 1 << 16:
+        if len(payload) < _ONE_WRITE_BYTES_MAX:
             sock.sendall(b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload)))
         else:
             sock.sendall(_LENGTHS.pack(len(head), len(payload)) + head)
@@ -42,8 +100,8 @@ def send_frame(sock: socket.socket, header: Header, payload: bytes | bytearray |
         raise ProcessGoneError(str(error)) from error
 
 
-class FrameReader:
-    """Takes frames from a socket: a small one with one system call, a large one straight into its place."""
+class MessageReader:
+    """Reads messages from a socket: small ones with one system call, large payloads without a copy."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -51,8 +109,11 @@ class FrameReader:
         self._start = 0
         self._end = 0
 
-    def receive(self) -> tuple[Header, bytearray]:
-        """The next frame. Raises ProcessGoneError at the end of the stream."""
+    def receive(self) -> tuple[Any, bytearray]:
+        """The next message's header (a NamedTuple arrives as a list) and payload.
+
+        Raises ProcessGoneError at the end of the stream.
+        """
         head_bytes, payload_bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
         header = msgpack.unpackb(self._take(head_bytes), strict_map_key=False)
         return header, self._take(payload_bytes)
@@ -67,31 +128,58 @@ class FrameReader:
         return self._take_large(size_bytes)
 
     def _fill(self, size_bytes: int) -> None:
-        """Have at least `size_bytes` in the buffer, and as many more as have come."""
-        held = self._end - self._start
-        self._buffer[:held] = self._buffer[self._start : self._end]
-        self._start, self._end = 0, held
+        """Read until at least `size_bytes` are buffered."""
+        buffered = self._end - self._start
+        self._buffer[:buffered] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, buffered
         while self._end < size_bytes:
             self._end += self._receive_into(memoryview(self._buffer)[self._end :])
 
     def _take_large(self, size_bytes: int) -> bytearray:
         data = bytearray(size_bytes)
         view = memoryview(data)
-        held = self._end - self._start
-        view[:held] = self._buffer[self._start : self._end]
+        filled = self._end - self._start
+        view[:filled] = self._buffer[self._start : self._end]
         self._start = self._end = 0
-        while held < size_bytes:
-            held += self._receive_into(view[held:])
+        while filled < size_bytes:
+            filled += self._receive_into(view[filled:])
         return data
 
     def _receive_into(self, view: memoryview) -> int:
         try:
-            got = self._sock.recv_into(view)
+            received = self._sock.recv_into(view)
         except OSError as error:
             raise ProcessGoneError(str(error)) from error
-        if not got:
-            raise ProcessGoneError("the other side hung up")
-        return got
+        if not received:
+            raise ProcessGoneError("the other process closed the connection")
+        return received
+
+
+def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
+    """Send the first message of a model process. Raises ProcessGoneError."""
+    if isinstance(result, LoadFailed):
+        send_message(sock, (_LOAD_FAILED, *result))
+        return
+    inputs, outputs = (
+        [(spec.name, spec.datatype, spec.shape) for spec in specs]
+        for specs in (result.inputs, result.outputs)
+    )
+    send_message(sock, (_READY, result.settings, inputs, outputs, result.wants_requests, result.misspelt))
+
+
+def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
+    """Receive the first message of a model process. Raises ProcessGoneError."""
+    (kind, *fields), _ = reader.receive()
+    if kind == _LOAD_FAILED:
+        return LoadFailed(*fields)
+    settings, inputs, outputs, wants_requests, misspelt = fields
+    return Ready(
+        settings,
+        tuple(TensorSpec(*spec) for spec in inputs),
+        tuple(TensorSpec(*spec) for spec in outputs),
+        wants_requests,
+        misspelt,
+    )
 
 
 # --- values ------------------------------------------------------------------------------------------------
@@ -100,7 +188,7 @@ class FrameReader:
 def pack_values(values: Any) -> bytes:
     """Python values and arrays as bytes. Raises TypeError, ValueError or OverflowError for anything else.
 
-    Arrays of text become their tensor's map, which is how they look in every body.
+    Arrays of strings become a BYTES tensor's map, as in request and result bodies.
     """
     return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
 
@@ -111,7 +199,7 @@ def unpack_values(data: bytes | bytearray | memoryview) -> Any:
 
 
 def unpack_each(data: bytes | bytearray | memoryview) -> list[Any]:
-    """A packed list's values, each on its own: in place of one that cannot be read stands the exception."""
+    """The values of a packed list, each unpacked alone: an exception replaces one that cannot be unpacked."""
     unpacker = msgpack.Unpacker(max_buffer_size=0)
     unpacker.feed(data)
     values: list[Any] = []
@@ -120,7 +208,7 @@ def unpack_each(data: bytes | bytearray | memoryview) -> list[Any]:
         unpacker.skip()
         try:
             values.append(unpack_values(data[start : unpacker.tell()]))
-        except Exception as error:  # a tuple that was a map's key is a list now, for one
+        except Exception as error:  # for example a tuple as a map's key, which comes back as a list
             values.append(error)
     return values
 
@@ -134,14 +222,14 @@ def _pack_other(value: Any) -> Any:
         return msgpack.ExtType(_TENSOR, msgpack.packb(tensor_map(value)))
     if isinstance(value, np.generic):
         return value.item()
-    if hasattr(value, "__array__"):  # a torch tensor on the CPU, for one
+    if hasattr(value, "__array__"):  # for example a torch tensor on the CPU
         try:
             array = np.asarray(value)
-        except Exception as error:  # one that requires a gradient, for another
+        except Exception as error:  # for example a tensor that requires a gradient
             raise TypeError(f"a {type(value).__name__} cannot be sent: {error}") from None
         return _pack_other(array)
     if isinstance(value, int):
-        raise OverflowError("a number in it is beyond 64 bits")
+        raise OverflowError("a number in it exceeds 64 bits")
     raise TypeError(f"a {type(value).__name__} cannot be sent as a result")
 
 
@@ -156,15 +244,15 @@ def _unpack_ext(code: int, data: bytes) -> Any:
 
 
 def part_bytes(part: Part, count: int) -> int:
-    """The length of `count` stacked items of a tensor of numbers."""
+    """The size of `count` stacked items of a numeric tensor."""
     return WIDTHS[part[1]] * math.prod(part[2]) * count
 
 
 def unstack(parts: Sequence[Part], count: int, data: bytearray | memoryview) -> dict[str, Array]:
-    """The stacked arrays that lie one behind the other in `data`: shape (count, *shape) each.
+    """The stacked arrays that follow each other in `data`, each of shape (count, *shape).
 
-    A BYTES tensor's item is a packed list of its texts; stacked they are an array of str objects: numpy's own
-    strings would all be as long as the longest, and lose the zeros at their end.
+    A BYTES tensor's item is a packed list of strings. They are stacked as an array of str objects, because
+    numpy's own strings are padded to the longest and lose trailing zeros.
     """
     arrays: dict[str, Array] = {}
     view, start = memoryview(data), 0
@@ -183,7 +271,7 @@ def unstack(parts: Sequence[Part], count: int, data: bytearray | memoryview) -> 
 
 
 def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
-    """The texts of `count` items of a BYTES tensor, and how many bytes they took."""
+    """The strings of `count` items of a BYTES tensor, and their size in bytes."""
     unpacker = msgpack.Unpacker(max_buffer_size=0)
     unpacker.feed(data)
     texts = [text for _ in range(count) for text in unpacker.unpack()]
@@ -191,16 +279,16 @@ def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
 
 
 def stack(arrays: dict[str, Array], declared: dict[str, str]) -> tuple[list[Part], bytes]:
-    """Stacked arrays of numbers as parts and bytes; `declared` datatypes by name win over the arrays' own.
+    """Stacked numeric arrays as parts and bytes; a `declared` datatype replaces the array's own.
 
-    Raises ValueError for what cannot travel so.
+    Raises ValueError for an array that cannot be sent stacked.
     """
     parts: list[Part] = []
     data: list[bytes] = []
     for name, array in arrays.items():
         datatype = declared.get(name) or datatype_of(array)
         if datatype == "BYTES":
-            raise ValueError(f"output {name!r}: texts do not stack")
+            raise ValueError(f"output {name!r}: strings cannot be sent stacked")
         parts.append((name, datatype, tuple(array.shape[1:])))
         data.append(to_bytes(array, datatype))
     return parts, b"".join(data)

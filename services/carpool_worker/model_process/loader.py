@@ -1,50 +1,62 @@
-"""From what a user names to a model: `module:Name`, `path/file.py:Name`, `onnx:FILE`, or a ready-made one."""
+"""From a model's name on the command line to the model.
+
+A model is `module:Name`, `path/file.py:Name`, `onnx:FILE`, or a name registered by an installed package: an
+entry point in the group `carpool.models`, such as `square = "carpool_worker.models.square:Square"` in
+pyproject.toml.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
 from carpool.keys import MODEL_NAME
 from carpool.plugins import UnusableError, find_object
 
-READY_MADE: Final = {
-    "square": "carpool_worker.models.square:Square",
-    "docsearch": "carpool_cli.demo.docsearch:DocSearch",
-}
+MODELS_GROUP: Final = "carpool.models"
 _ONNX: Final = "onnx:"
 
 
+def registered_names() -> list[str]:
+    """The names of models that installed packages register, sorted."""
+    return sorted(entry_points(group=MODELS_GROUP).names)
+
+
 def model_name(spec: str) -> tuple[str, str]:
-    """The name under which a model is registered, and where to find it. `NAME=WHERE` says both."""
-    name, equals, where = spec.partition("=")
+    """The name under which a model is served, and its location. `NAME=LOCATION` sets both."""
+    name, equals, location = spec.partition("=")
     if equals and MODEL_NAME.fullmatch(name):
-        return name, where
-    where = spec
-    if where in READY_MADE:
-        name = where
-    elif where.startswith(_ONNX):
+        return name, location
+    location = spec
+    if location.startswith(_ONNX):
         from carpool_worker.models import onnx  # noqa: PLC0415 (an optional extra)
 
-        name = onnx.model_name(Path(where.removeprefix(_ONNX)))
+        name = onnx.model_name(Path(location.removeprefix(_ONNX)))
     else:
-        name = where.rpartition(":")[2]
+        name = location.rpartition(":")[2]
     if not MODEL_NAME.fullmatch(name):
         raise ValueError(f"model {spec!r}: no name to register it under; write NAME={spec}")
-    return name, where
+    return name, location
 
 
-def find_model(where: str) -> Any:
-    """The model object: a class, an instance or a function. Raises UnusableError: what was expected."""
-    if where in READY_MADE:
-        where = READY_MADE[where]
-    if where.startswith(_ONNX):
+def find_model(location: str) -> Any:
+    """The model object: a class, an instance or a function.
+
+    Raises UnusableError for a location of no known form, and whatever the model's module raises.
+    """
+    if location.startswith(_ONNX):
         from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
 
-        return OnnxModel(where.removeprefix(_ONNX))
-    source, colon, name = where.rpartition(":")
-    if not colon or not source or not name:
-        raise UnusableError(
-            f"model {where!r}: write module:Name, path/file.py:Name, onnx:FILE, {' or '.join(READY_MADE)}"
-        )
-    return find_object(where)
+        return OnnxModel(location.removeprefix(_ONNX))
+    source, colon, name = location.rpartition(":")
+    if source and name:
+        return find_object(location)
+    if not colon:
+        for entry_point in entry_points(group=MODELS_GROUP, name=location):
+            return entry_point.load()
+    registered = ", ".join(registered_names()) or "none"
+    raise UnusableError(
+        f"model {location!r}: write module:Name, path/file.py:Name, onnx:FILE, "
+        f"or a registered name ({registered})"
+    )

@@ -1,7 +1,8 @@
-"""The model process: receive a frame, execute it, send the outcome. It speaks to nobody but its worker.
+"""The model process: receive a frame, execute it, send the outcome.
 
-The model has this process to itself: it may hold the GIL, sleep in C, leak or crash, and the worker goes on
-fetching, renewing and committing beside it.
+A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
+has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
+renewing and committing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from carpool.errors import INTERNAL
 from carpool.lifecycle import die_with_parent
@@ -22,97 +22,97 @@ from carpool.logs import configure_logs
 from carpool.plugins import UnusableError
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import Items, ListItems, Outcome, StackedItems, execute
+from carpool_worker.model_process.frames import FrameHeader, LoadFailed, OutcomeHeader, Ready
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve a model to the worker that started us. `argv`: its pid, our socket, the model, the device."""
-    parent, descriptor, where, device = argv
+    """Serve a model to the worker that started this process.
+
+    `argv`: the worker's PID, the descriptor of this process's socket, the model, the device.
+    """
+    parent, descriptor, location, device = argv
     die_with_parent(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to act on: it drains first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the worker drains first, then ends this process
     sock = socket.socket(fileno=int(descriptor))
-    # The socket is this process's alone. What a model forks must not answer in its place, nor keep the worker
-    # from hearing that it died.
+    # Processes that the model starts must not inherit the socket: they could write to it, and while they hold
+    # it open, the worker does not notice that this process died.
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=sock.close)
-    os.dup2(2, 1)  # what a model prints belongs with the logs
-    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for a model that logs by structlog
+    os.dup2(2, 1)  # what a model prints goes to the logs
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for models that log with structlog
     try:
-        model = adapt(find_model(where), device)
+        model = adapt(find_model(location), device)
     except UnusableError as error:
-        frames.send_frame(sock, {"failed": str(error), "traceback": ""})
+        frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
-    except BaseException as error:  # out of the user's own code: it helps to see where
-        frames.send_frame(
-            sock, {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        )
+    except BaseException as error:  # raised by the user's own code, so the traceback helps
+        reason = f"{type(error).__name__}: {error}"
+        frames.send_load_result(sock, LoadFailed(reason, traceback.format_exc()))
         return 1
-    frames.send_frame(sock, {"ready": _registration(model)})
-    reader = frames.FrameReader(sock)
+    frames.send_load_result(sock, _ready(model))
+    reader = frames.MessageReader(sock)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:
-            _serve(reader, sock, model)
+            _execute_next(reader, sock, model)
     if model.unload is not None:
         model.unload()
     return 0
 
 
-def _registration(model: LoadedModel) -> dict[str, Any]:
-    settings = model.settings
-    return {
-        "settings": settings.as_text(),
-        "inputs": [(spec.name, spec.datatype, spec.shape) for spec in model.inputs],
-        "outputs": [(spec.name, spec.datatype, spec.shape) for spec in model.outputs],
-        "wants_requests": model.wants_requests,
-        "misspelt": dict(model.misspelt),
-    }
+def _ready(model: LoadedModel) -> Ready:
+    return Ready(
+        model.settings.as_text(), model.inputs, model.outputs, model.wants_requests, dict(model.misspelt)
+    )
 
 
-def _serve(reader: frames.FrameReader, sock: socket.socket, model: LoadedModel) -> None:
-    header, payload = reader.receive()
-    parts = header.get("parts")
+def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: LoadedModel) -> None:
+    fields, payload = reader.receive()
+    frame = FrameHeader(*fields)
     items: Items
-    if parts is None:
-        items = ListItems(frames.unpack_values(payload))
+    if frame.parts:
+        items = StackedItems(frames.unstack(frame.parts, frame.size, payload))
     else:
-        items = StackedItems(frames.unstack(parts, header["count"], payload))
-    requests = [RequestInfo(*info) for info in header.get("requests", ())]
+        items = ListItems(frames.unpack_values(payload))
+    requests = [RequestInfo(*info) for info in frame.requests]
     started_ns = time.perf_counter_ns()
     outcome = execute(model, items, requests)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
-    head, data = _encode(model, outcome, len(items))
-    head |= {"compute_us": compute_us, **{name: header.get(name) for name in ("number", "count", "first")}}
-    frames.send_frame(sock, head, data)
+    failures, parts, data = _encode(model, outcome, len(items))
+    header = OutcomeHeader(frame.first, frame.size, frame.number, compute_us, failures, parts)
+    frames.send_message(sock, header, data)
 
 
-def _encode(model: LoadedModel, outcome: Outcome, count: int) -> tuple[frames.Header, bytes]:
-    """An outcome as a frame; a result that cannot be sent fails its own request."""
+Encoded = tuple[dict[int, frames.Failure], list[frames.Part], bytes]  # failures, parts, payload
+
+
+def _encode(model: LoadedModel, outcome: Outcome, count: int) -> Encoded:
+    """Encode an outcome; a result that cannot be sent fails its own request."""
     failures, results = outcome
     if isinstance(results, dict):
         try:
             parts, data = frames.stack(results, {spec.name: spec.datatype for spec in model.outputs})
-            return {"failures": failures, "parts": parts}, data
-        except Exception as error:  # whatever a model's arrays do when they are looked at
-            return {
-                "failures": dict.fromkeys(range(count), (INTERNAL, str(error))) | failures
-            }, frames.pack_values([])
+        except Exception as error:  # a model's arrays may be of any class and raise anything
+            return dict.fromkeys(range(count), (INTERNAL, str(error))) | failures, [], frames.pack_values([])
+        return failures, parts, data
     try:
-        return {"failures": failures}, frames.pack_values(results)
+        return failures, [], frames.pack_values(results)
     except Exception:
-        return _encode_singly(outcome, count)
+        return _encode_each(outcome, count)
 
 
-def _encode_singly(outcome: Outcome, count: int) -> tuple[frames.Header, bytes]:
-    failures, good = dict(outcome.failures), []
-    positions = [position for position in range(count) if position not in failures]
-    for position, result in zip(positions, outcome.results, strict=True):
+def _encode_each(outcome: Outcome, count: int) -> Encoded:
+    """Encode each result alone, to find out which of them cannot be sent."""
+    failures, sendable = dict(outcome.failures), []
+    indexes = [index for index in range(count) if index not in failures]
+    for index, result in zip(indexes, outcome.results, strict=True):
         try:
             frames.pack_values(result)
-            good.append(result)
+            sendable.append(result)
         except Exception as error:
-            failures[position] = (INTERNAL, f"the model's result cannot be sent: {error}")
-    return {"failures": failures}, frames.pack_values(good)
+            failures[index] = (INTERNAL, f"the model's result cannot be sent: {error}")
+    return failures, [], frames.pack_values(sendable)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""What a user writes: a plain function, or a class with some of these methods. Only `predict` is required.
+"""A user's model: a plain function, or a class with some of these methods. Only `predict` is required.
 
     class Embedder:
         max_batch_size = 64
-        inputs = [TensorSpec("text_ids", "INT64", (128,))]     # optional: then batches come stacked
-        def load(self, device): ...             # once, before ready; "cpu" or "cuda:0"
-        def validate(self, body): ...           # raising fails this request alone, INVALID_ARGUMENT
-        def preprocess(self, bodies): ...       # list -> whatever predict takes
-        def predict(self, batch): ...           # -> a list, or one stacked array, in the batch's order
-        def postprocess(self, outputs): ...     # whatever predict returned -> results
+        inputs = [TensorSpec("text_ids", "INT64", (128,))]     # optional: then batches are stacked arrays
+        def load(self, device): ...             # once, before any batch; "cpu" or "cuda:0"
+        def validate(self, body): ...           # an exception fails this request alone: INVALID_ARGUMENT
+        def preprocess(self, bodies): ...       # list -> what predict takes
+        def predict(self, batch): ...           # -> a list or one stacked array, in the order of the batch
+        def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
 
-A function `def square(batch): return [x * x for x in batch]` is a model too. A model may raise or return an
-exception for one item of a batch; carpool.errors has one for each status. A method `predict(self, batch,
-requests)` also gets a RequestInfo for each item.
+A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise, or
+return in place of an item's result, an exception; carpool.errors has one for each status. A method
+`predict(self, batch, requests)` also gets a RequestInfo for each item.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from carpool.wire.tensors import TensorSpec
 
 __all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]
 
-# How alike a name and a setting's are for the one to be a slip for the other, from 0 to 1. A letter that is
-# wrong, missing or in the wrong place is above this, and so is a unit left out; `batch_size` is below.
-ALIKE: Final = 0.86
+# How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
+# letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
+MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
 class RequestInfo(NamedTuple):
-    """What a request carries beside its body: `fields` are those that Carpool does not know."""
+    """What a request has beside its body. `fields` are those that are not Carpool's own."""
 
     correlation_id: str
     lane: str
@@ -44,7 +44,7 @@ class RequestInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A user's model, ready to be executed: its hooks, and what it declares of itself."""
+    """A user's model, loaded: its hooks and its declarations."""
 
     run: Callable[[Any, Sequence[RequestInfo]], Any]
     validate: Callable[[Any], object] | None = None
@@ -53,11 +53,11 @@ class LoadedModel:
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     settings: ModelSettings = field(default_factory=ModelSettings)
-    misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that means nothing -> setting
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
 
 
 def adapt(model: Any, device: str) -> LoadedModel:
-    """Load a user's model on `device`, and find its hooks. What it declares wrongly raises UnusableError."""
+    """Load a user's model on `device` and find its hooks. Raises UnusableError for a wrong declaration."""
     if inspect.isclass(model):
         model = model()
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
@@ -66,7 +66,7 @@ def adapt(model: Any, device: str) -> LoadedModel:
             f"the model {model!r:.80} is neither a function nor a class with a method 'predict'"
         )
     if inspect.iscoroutinefunction(predict):
-        raise UnusableError("the model's 'predict' is a coroutine function: it must be a plain one")
+        raise UnusableError("the model's 'predict' is a coroutine function: it must be a plain function")
     load = getattr(model, "load", None)
     if load is not None:
         load(device)
@@ -113,22 +113,25 @@ def _settings(model: Any) -> ModelSettings:
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
-    """Attributes that look like a setting's name and are none, each with that setting.
+    """Attributes whose names are probably misspelt settings, each with that setting.
 
-    Not methods, nor what begins with an underscore; and a setting that is declared too was not missed.
+    Methods and names with a leading underscore are ignored, and so are names similar to a setting that the
+    model declares as well.
     """
     settings = ModelSettings.names()
-    missing = {_plain(name): name for name in settings if getattr(model, name, None) is None}
-    homes = [model, *type(model).__mro__]
-    for name in sorted({name for home in homes for name in getattr(home, "__dict__", ())}):
+    undeclared = {_normalised(name): name for name in settings if getattr(model, name, None) is None}
+    owners = [model, *type(model).__mro__]
+    for name in sorted({name for owner in owners for name in getattr(owner, "__dict__", ())}):
         if name.startswith("_") or name in settings or callable(inspect.getattr_static(model, name)):
             continue
-        for meant in difflib.get_close_matches(_plain(name), missing, n=1, cutoff=ALIKE):
-            yield name, missing[meant]
+        for match in difflib.get_close_matches(
+            _normalised(name), undeclared, n=1, cutoff=MISSPELLING_SIMILARITY_MIN
+        ):
+            yield name, undeclared[match]
 
 
-def _plain(name: str) -> str:
-    """A name as it would be in any other style: maxBatchSize, MAX_BATCH_SIZE."""
+def _normalised(name: str) -> str:
+    """A name without its style: max_batch_size, maxBatchSize and MAX_BATCH_SIZE become equal."""
     return name.replace("_", "").lower()
 
 
@@ -140,5 +143,5 @@ def _specs(model: Any, name: str) -> tuple[TensorSpec, ...]:
     if not all(isinstance(spec, TensorSpec) for spec in specs):
         raise UnusableError(f"the model's {name!r} must be a list of TensorSpec, not {declared!r:.120}")
     if len({spec.name for spec in specs}) != len(specs):
-        raise UnusableError(f"the model's {name!r} name a tensor twice")
+        raise UnusableError(f"the model's {name!r} name a tensor more than once")
     return specs

@@ -1,4 +1,4 @@
-"""The ready-made model behind `onnx:FILE`: any ONNX file with a batch dimension, run by onnxruntime.
+"""The model for `onnx:FILE`: any ONNX file with a batch dimension, run by onnxruntime.
 
 Inputs, outputs and their types are read from the file. onnxruntime is optional (`carpool[onnx]`) and is
 imported only when a model is loaded.
@@ -45,7 +45,7 @@ _CPU: Final = "CPUExecutionProvider"
 _BFLOAT16: Final = 16  # TensorProto.DataType
 _ERRORS_ONLY: Final = 3  # onnxruntime's severities: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d+))?")
-# Names that do not say which model: NAME/model.onnx, NAME/1/model.onnx, NAME/onnx/model.onnx.
+# File names that do not identify a model: NAME/model.onnx, NAME/1/model.onnx, NAME/onnx/model.onnx.
 _GENERIC_NAME: Final = re.compile(r"model|network|onnx|weights|\d+", re.IGNORECASE)
 
 Batch = Array | Mapping[str, Array]
@@ -54,11 +54,11 @@ Batch = Array | Mapping[str, Array]
 class OnnxModel:
     """A batched model over one ONNX file.
 
-    Row i of a batch's outputs is the answer to row i of its inputs, equal to that row's answer alone but for
-    rounding (onnxruntime may sum in another order), in every graph that keeps its rows apart. Dynamic
-    quantization does not, since it scales by the whole batch: `load` warns of that.
+    Row i of the outputs belongs to row i of the inputs. If the graph computes its rows independently, a row's
+    output does not depend on the other rows, except for rounding (onnxruntime may sum in another order).
+    Dynamic quantization scales by the whole batch, so there it does depend on them: `load` logs a warning.
 
-    `inputs` and `outputs` are those of one request and its result, in the file's order; empty until loaded.
+    `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded.
     """
 
     max_batch_size = 32
@@ -71,13 +71,13 @@ class OnnxModel:
         self._session: Any = None
 
     def load(self, device: str) -> None:
-        """Open the file on `device`: "cpu", or "cuda:N" (the CPU and a warning where there is no CUDA).
+        """Open the file on `device`: "cpu", or "cuda:N" (without CUDA: the CPU, and a warning).
 
-        Raises ValueError for what is wrong with the file or the device's name, RuntimeError for what this
-        machine lacks; each is a sentence that says what to do.
+        Raises ValueError for an unsuitable file or device name, RuntimeError if onnxruntime is missing or
+        cannot load the file. Each message says what to do.
         """
         if not self.path.is_file():
-            raise ValueError(f"there is no file {self.path}: after onnx: give the path of an ONNX file")
+            raise ValueError(f"file {self.path} does not exist: write onnx: and the path of an ONNX file")
         runtime = _import_onnxruntime(self.path)
         providers = _providers(device, runtime.get_available_providers())
         session = _open_session(runtime, self.path, providers)
@@ -88,25 +88,25 @@ class OnnxModel:
         _warn_of_dynamic_quantization(self.path)
 
     def predict(self, batch: Batch) -> Array | dict[str, Array]:
-        """Answer n requests at once.
+        """Run the graph on a batch of n.
 
-        `batch` is the stacked input (n, *shape), or a dict name -> stacked input where the file has several;
-        the same for what is returned. BF16 is float32 on both sides. Raises RuntimeError if an output does
-        not have n rows, and whatever onnxruntime raises for inputs that the graph cannot take.
+        `batch` is the stacked input (n, *shape), or a dict name -> stacked input if the file has several; the
+        returned outputs likewise. BF16 is float32 on both sides. Raises RuntimeError if an output does not
+        have n rows, and what onnxruntime raises for inputs that the graph cannot take.
         """
         if self._session is None:
             raise RuntimeError(f"{self.path} is not loaded: call load() first")
         feeds = self._feeds(batch)
         rows = len(feeds[self.inputs[0].name])
         arrays = self._run(feeds)
-        answers = {
+        outputs = {
             spec.name: _checked(array, spec, rows, self.path)
             for spec, array in zip(self.outputs, arrays, strict=True)
         }
-        return answers if len(answers) > 1 else answers[self.outputs[0].name]
+        return outputs if len(outputs) > 1 else outputs[self.outputs[0].name]
 
     def unload(self) -> None:
-        """Let go of the session and its memory; `load` may be called again."""
+        """Free the session and its memory; `load` may be called again."""
         self._session = None
 
     def _feeds(self, batch: Batch) -> dict[str, Array]:
@@ -115,13 +115,11 @@ class OnnxModel:
         if not isinstance(batch, Mapping):
             batch = {names[0]: batch}
         if batch.keys() != set(names):
-            raise ValueError(
-                f"{self.path} takes the inputs {', '.join(names)}, but was given {', '.join(batch)}"
-            )
+            raise ValueError(f"{self.path} takes the inputs {', '.join(names)}, but got {', '.join(batch)}")
         return dict(batch)
 
     def _run(self, feeds: dict[str, Array]) -> list[Array]:
-        """The graph's outputs in order; by way of OrtValues where BF16 is involved, which numpy lacks."""
+        """The graph's outputs in order. With BF16, which numpy lacks, they are passed as OrtValues."""
         if all(spec.datatype != "BF16" for spec in (*self.inputs, *self.outputs)):
             arrays: list[Array] = self._session.run(None, feeds)
             return arrays
@@ -130,7 +128,7 @@ class OnnxModel:
 
 
 def model_name(path: Path) -> str:
-    """A valid model name for a file: its stem, or its folder's name where the stem says only "model"."""
+    """A valid model name for a file: its stem, or its folder's name if the stem is generic (model.onnx)."""
     if _GENERIC_NAME.fullmatch(path.stem):
         for folder in path.absolute().parents[:2]:
             if MODEL_NAME.fullmatch(folder.name) and not _GENERIC_NAME.fullmatch(folder.name):
@@ -152,14 +150,13 @@ def _import_onnxruntime(path: Path) -> Any:
 
 
 def _providers(device: str, available: Sequence[str]) -> list[Any]:
-    """onnxruntime's execution providers for a device, the wanted one first, of those it has."""
+    """The execution providers for a device, the preferred one first, of those that onnxruntime has."""
     match = _DEVICE.fullmatch(device)
     if match is None:
         raise ValueError(f"device {device!r}: must be cpu or cuda:N, such as cuda:0")
     if device == "cpu" or _CUDA not in available:
         return [_CPU]
-    # A batch's size differs from the last one's, and by default each new size makes cuDNN search all its
-    # convolution algorithms.
+    # Batch sizes vary, and by default cuDNN searches all its convolution algorithms for each new size.
     return [(_CUDA, {"device_id": int(match[1] or 0), "cudnn_conv_algo_search": "HEURISTIC"}), _CPU]
 
 
@@ -169,26 +166,26 @@ def _open_session(runtime: Any, path: Path, providers: Sequence[Any]) -> Any:
     options.intra_op_num_threads = _threads()
     try:
         return runtime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # onnxruntime's exceptions have no base of their own
+    except Exception as error:  # onnxruntime's exceptions have no common base class
         if type(error).__name__ == "InvalidProtobuf" or "No graph was found" in str(error):
-            raise ValueError(f"{path} is not a whole ONNX file: export or download it again") from error
+            raise ValueError(f"{path} is no ONNX file, or incomplete: export or download it again") from error
         raise RuntimeError(
-            f"onnxruntime {runtime.__version__} cannot load {path}: {error}. Export it for an opset and "
-            "with operators that this version knows, or install a newer onnxruntime"
+            f"onnxruntime {runtime.__version__} cannot load {path}: {error}. Export it with an opset and "
+            "operators that this version supports, or install a newer onnxruntime"
         ) from error
 
 
 def _threads() -> int:
-    """The first number in OMP_NUM_THREADS ("4", "4,2"), else 0: onnxruntime's own choice."""
+    """The first number in OMP_NUM_THREADS ("4", "4,2"), else 0: onnxruntime's default."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 def _read_specs(session: Any, path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The file's inputs and outputs without their batch dimension; ValueError where one has none."""
+    """The file's inputs and outputs without their batch dimension. Raises ValueError if one has none."""
     inputs, outputs = session.get_inputs(), session.get_outputs()
     if not inputs:
-        raise ValueError(f"{path} has no inputs: there is nothing that requests could carry")
+        raise ValueError(f"{path} has no inputs, so it cannot serve requests")
     specs = (
         tuple(_spec("input", value, path) for value in inputs),
         tuple(_spec("output", value, path) for value in outputs),
@@ -199,41 +196,39 @@ def _read_specs(session: Any, path: Path) -> tuple[tuple[TensorSpec, ...], tuple
 
 
 def _spec(role: str, value: Any, path: Path) -> TensorSpec:
-    """The declaration of one of onnxruntime's NodeArgs."""
+    """The TensorSpec of one of onnxruntime's NodeArgs."""
     datatype = DATATYPES.get(value.type)
     if datatype is None:
         raise ValueError(
-            f"{path}: {role} {value.name!r} is of type {value.type}, which cannot be sent; "
-            f"export the model with tensors of one of {', '.join(sorted(DATATYPES.values()))}"
+            f"{path}: {role} {value.name!r} is of type {value.type}, which Carpool cannot send; "
+            f"export the model with tensors of one of the types {', '.join(sorted(DATATYPES.values()))}"
         )
     if not value.shape:
         raise ValueError(
-            f"{path}: {role} {value.name!r} is a single number or has no declared shape, so it has no "
-            "batch dimension; export the model with a first dimension that varies"
+            f"{path}: {role} {value.name!r} is a scalar or has no declared shape, so it has no "
+            "batch dimension; export the model with a dynamic first dimension"
         )
     return TensorSpec(value.name, datatype, tuple(_size(size) for size in value.shape[1:]))
 
 
 def _size(size: int | str | None) -> int:
-    """A declared size; -1 for one that is a name ("sequence") or left open."""
+    """A declared size; -1 for a dimension that varies: it has a name ("sequence"), or nothing."""
     return size if isinstance(size, int) else -1
 
 
 def _check_inputs(inputs: Sequence[Any], path: Path) -> None:
-    """Raise ValueError unless the first dimension of every input may vary."""
+    """Raise ValueError unless the first dimension of every input varies."""
     fixed = {value.name: value.shape[0] for value in inputs if isinstance(value.shape[0], int)}
     if not fixed:
         return
-    remedy = "export the model with a dynamic first dimension (dynamic_shapes or dynamic_axes in PyTorch)"
+    fix = "export the model with a dynamic first dimension (dynamic_shapes or dynamic_axes in PyTorch)"
     if len(fixed) == len(inputs) and set(fixed.values()) == {1}:
         raise ValueError(
             f"{path} takes one item at a time and cannot be batched: the batch dimension of "
-            f"{', '.join(map(repr, fixed))} is fixed at 1; {remedy}"
+            f"{', '.join(map(repr, fixed))} is fixed at 1; {fix}"
         )
     name, size = next(iter(fixed.items()))
-    raise ValueError(
-        f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {remedy}"
-    )
+    raise ValueError(f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {fix}")
 
 
 def _check_outputs(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> None:
@@ -250,12 +245,12 @@ def _check_outputs(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) ->
 
 
 def _read_max_batch_size(session: Any, path: Path, default: int) -> int:
-    """The file's own limit (metadata `carpool.max_batch_size`), else `default`."""
+    """The limit in the file's metadata (`carpool.max_batch_size`), else `default`."""
     text = session.get_modelmeta().custom_metadata_map.get(MAX_BATCH_SIZE_KEY)
     if text is None:
         return default
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{path}: metadata {MAX_BATCH_SIZE_KEY} is {text!r}; must be a whole number from 1")
+        raise ValueError(f"{path}: metadata {MAX_BATCH_SIZE_KEY} is {text!r}; must be an integer, 1 or more")
     return int(text)
 
 
@@ -270,7 +265,7 @@ def _warn_of_device(session: Any, path: Path, device: str) -> None:
 
 
 def _warn_of_dynamic_quantization(path: Path) -> None:
-    """Such operators take one scale from the whole batch, so a result depends on the others beside it."""
+    """Log a warning for operators that scale by the whole batch: a result then depends on its batch."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         found = content.find(b"DynamicQuantize") >= 0
     if found:
@@ -282,7 +277,7 @@ def _warn_of_dynamic_quantization(path: Path) -> None:
 
 
 def _checked(array: Array, spec: TensorSpec, rows: int, path: Path) -> Array:
-    """One output, strings as numpy's own, after looking that it has a row for each request."""
+    """One output, after checking that it has a row for each request; strings as numpy's own."""
     if array.ndim == 0 or len(array) != rows:
         raise RuntimeError(
             f"{path}: output {spec.name!r} has shape {list(array.shape)} for a batch of {rows}; "
@@ -292,7 +287,7 @@ def _checked(array: Array, spec: TensorSpec, rows: int, path: Path) -> Array:
 
 
 def _to_ort_value(array: Array, datatype: str) -> Any:
-    """onnxruntime's view of an array; float32 is rounded to BF16 where the input wants that."""
+    """An array as an OrtValue; float32 is rounded to BF16 for an input of that type."""
     ort_value = importlib.import_module("onnxruntime").OrtValue
     if datatype != "BF16":
         return ort_value.ortvalue_from_numpy(np.ascontiguousarray(array))
@@ -301,7 +296,7 @@ def _to_ort_value(array: Array, datatype: str) -> Any:
 
 
 def _from_ort_value(value: Any) -> Array:
-    """The array of an output in the CPU's memory; BF16 as float32."""
+    """An output as an array in CPU memory; BF16 as float32."""
     if value.data_type() != "tensor(bfloat16)":
         return np.asarray(value.numpy())
     shape = value.shape()

@@ -1,4 +1,4 @@
-"""The articles' model: it sleeps 1 ms x log(n + 1) for a batch of n, and squares."""
+"""The demo model `square`: a batch of n takes 1 ms x log(n + 1): the larger, the cheaper per request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from carpool.errors import InvalidArgumentError
 
 
 class Square:
-    """Numbers in, their squares out. A batch of 100 takes seven times as long as one, not a hundred."""
+    """Squares numbers. A batch of 100 takes seven times as long as a batch of one, not a hundred times."""
 
     max_batch_size = 200
 
     def validate(self, body: object) -> None:
-        """A body must be a number."""
+        """Reject a body that is not a number."""
         if isinstance(body, bool) or not isinstance(body, int | float):
             raise InvalidArgumentError("body: must be a number")
 

@@ -2,7 +2,7 @@
 
 aio           AsyncClient: requests, timeouts, results
 sync          Client: AsyncClient on a thread of its own
-transport     the two connections, reconnection, and how requests share entries
+transport     the two connections to Redis, reconnection, and how requests share entries
 """
 
 from carpool.client.aio import AsyncClient, Reply

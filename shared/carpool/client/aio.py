@@ -1,4 +1,4 @@
-"""The asyncio producer: what a program calls. `transport` moves its requests and results."""
+"""The asyncio producer: `AsyncClient`. The connections to Redis are in `transport`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
 
-from carpool.client.transport import MAX_ENTRY_REQUESTS, Channel, Pending, Pipeline
+from carpool.client.transport import MAX_ENTRY_REQUESTS, Channel, OutgoingRequest, Transport
 from carpool.errors import (
     OK,
     CarpoolError,
@@ -36,27 +36,27 @@ from carpool.wire.tensors import HeadMemo, datatype_of, from_bytes, tensor_head,
 DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
-TICK_S: Final = 0.01
-LONGEST_S: Final = 366 * 24 * 3600
-_LAYOUTS: Final = 1000
-# Fields that this client sets itself: a request with others' would be answered where nobody looks.
-_CLIENTS_FIELDS: Final = frozenset(
+TIMEOUT_MAX_S: Final = 366 * 24 * 3600
+TIMER_RESOLUTION_S: Final = 0.01
+_CACHED_HEADS_MAX: Final = 1000
+# Fields that only this client sets. With others' values, the result would be written where it does not read.
+_RESERVED_FIELDS: Final = frozenset(
     {"arrival", "body", "content_type", "correlation_id", "expiration", "reply_to", "requests", "withdraw"}
 )
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its model and its body.
+    """Options of a request.
 
-    `timeout`: seconds, None for ever, in place of the client's; it travels with the request, which costs no
-        compute once it has passed.
-    `priority`: 0 to 9, higher first; 4 if not said.
-    `lane`: only requests of one lane share a batch.
-    `cost`: what it counts for against the model's `max_batch_cost`.
-    `tenant`: whose it is; tenants take fair turns, by the model's `tenant_weights`.
-    `content_type`: how the body is written, if not as its type suggests.
-    `correlation_id`: one's own, to send a request again.
-    `fields`: for the model to read.
+    `timeout`: seconds until the request fails, None for no limit; by default the client's. It is sent with
+        the request, which is not executed after it has passed.
+    `priority`: 0 to 9, higher first; by default 4.
+    `lane`: only requests of the same lane share a batch.
+    `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.
+    `tenant`: tenants share the model by its `tenant_weights`.
+    `content_type`: how to encode the body; by default its type decides.
+    `correlation_id`: your own ID, such as the one of a request that you send again.
+    `fields`: further fields, for the model to read.
     """
 
     timeout: float | None
@@ -70,7 +70,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Reply(NamedTuple):
-    """A result, and how it was served."""
+    """A result, with the size and the times of the batch it was in."""
 
     value: Any
     correlation_id: str
@@ -80,26 +80,26 @@ class Reply(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Awaited(Pending):
-    """A pending request, as the client keeps it."""
+class _AwaitedRequest(OutgoingRequest):
+    """A request without a result so far, with what only this module needs."""
 
-    whole: bool = False  # resolve with a Reply, not with its value
+    wants_reply: bool = False  # its future gets a Reply instead of the value alone
     timeout_s: float = 0.0
-    tick: _Tick | None = None
+    timeout: _Timeout | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Tick:
-    """Requests that time out together."""
+class _Timeout:
+    """One timer, for all requests whose timeout ends in the same TIMER_RESOLUTION_S."""
 
     timer: asyncio.TimerHandle
-    awaited: set[_Awaited] = field(default_factory=set)
+    requests: set[_AwaitedRequest] = field(default_factory=set)
 
 
 class AsyncClient:
     """A producer. Use it as `async with AsyncClient(url) as client:`; one per event loop is enough.
 
-    `timeout` is the seconds every request may take unless it says otherwise; None waits for ever.
+    `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class AsyncClient:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
-        self._timeout_s = _seconds(timeout)
+        self._timeout_s = _checked_timeout_s(timeout)
         self._name = f"py-{secrets.token_hex(8)}"
         self._numbers = count()
-        self._channels: dict[str, Channel] = {}
-        self._awaited: dict[str, _Awaited] = {}
-        self._ticks: dict[int, _Tick] = {}
-        self._heads: dict[tuple[Any, tuple[int, ...]], tuple[str, bytes]] = {}
-        self._memo = HeadMemo()
+        self._channels: dict[str, Channel] = {}  # by model
+        self._awaited: dict[str, _AwaitedRequest] = {}  # by correlation ID
+        self._timeouts: dict[int, _Timeout] = {}  # by the end of the timeout, in TIMER_RESOLUTION_S
+        self._heads: dict[tuple[Any, tuple[int, ...]], tuple[str, bytes]] = {}  # by dtype and shape
+        self._last_head = HeadMemo()  # of the results
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
         url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
-        self._pipeline = Pipeline(url, self._name, self._take, self._fail)
+        self._transport = Transport(url, self._name, self._on_envelope, self._fail)
 
-    # --- the life of a client ------------------------------------------------------------------------------
+    # --- connecting and closing ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -140,7 +140,7 @@ class AsyncClient:
             raise UnavailableError("this client is closed")
         if self._opening is None:
             self._loop = asyncio.get_running_loop()
-            self._opening = asyncio.ensure_future(self._pipeline.open())
+            self._opening = asyncio.ensure_future(self._transport.open())
         opening = self._opening
         try:
             await asyncio.shield(opening)
@@ -150,54 +150,54 @@ class AsyncClient:
             raise
 
     async def close(self) -> None:
-        """Hang up. What has no result yet fails with UnavailableError; what waits is not withdrawn."""
+        """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn."""
         if self._closed:
             return
         self._closed = True
-        await self._pipeline.close()
+        await self._transport.close()
         error = UnavailableError("the client was closed before there was a result")
-        for awaited in list(self._awaited.values()):
-            self._fail(awaited, error)
-        for tick in self._ticks.values():
-            tick.timer.cancel()
-        self._ticks.clear()
+        for request in list(self._awaited.values()):
+            self._fail(request, error)
+        for timeout in self._timeouts.values():
+            timeout.timer.cancel()
+        self._timeouts.clear()
 
     # --- requests ------------------------------------------------------------------------------------------
 
     async def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
-        """The model's result for `body`. Raises the CarpoolError of its status where there is none.
+        """Send a request and return the model's result. Raises the CarpoolError of the result's status.
 
-        `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model as such.
-        Cancelling withdraws the request if it still waits.
+        `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model unchanged.
+        Cancelling withdraws the request if it is still waiting.
         """
-        channel = self._channels.get(model) or await self._open(model)
-        awaited = self._enqueue(channel, body, options)
+        channel = self._channels.get(model) or await self._open_channel(model)
+        request = self._enqueue(channel, body, options)
         try:
-            return await awaited.future
+            return await request.future
         except asyncio.CancelledError:
-            self._withdraw(awaited)
+            self._withdraw(request)
             raise
 
     async def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
-        """As `infer`, and how the request was served."""
-        channel = self._channels.get(model) or await self._open(model)
-        awaited = self._enqueue(channel, body, options)
-        awaited.whole = True
+        """As `infer`, but also return how the request was executed."""
+        channel = self._channels.get(model) or await self._open_channel(model)
+        request = self._enqueue(channel, body, options)
+        request.wants_reply = True
         try:
-            reply: Reply = await awaited.future
+            reply: Reply = await request.future
         except asyncio.CancelledError:
-            self._withdraw(awaited)
+            self._withdraw(request)
             raise
         return reply
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
-        """`infer` as a future, begun at once. Cancelling the future withdraws the request."""
+        """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         channel = self._channels.get(model)
         if channel is None:
             return asyncio.ensure_future(self.infer(model, body, **options))
-        awaited = self._enqueue(channel, body, options)
-        awaited.future.add_done_callback(lambda done: self._withdraw(awaited) if done.cancelled() else None)
-        return awaited.future
+        request = self._enqueue(channel, body, options)
+        request.future.add_done_callback(lambda done: self._withdraw(request) if done.cancelled() else None)
+        return request.future
 
     async def map(
         self,
@@ -208,17 +208,18 @@ class AsyncClient:
         return_exceptions: bool = False,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[Any]:
-        """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
+        """Send a request for each of `bodies`, and yield the results in the same order.
 
-        An error is raised in its place, or yielded with `return_exceptions`. Leaving withdraws the rest.
+        `bodies` may be endless: at most `in_flight` requests have no result at any time. An error is raised
+        in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: must be 1 or more")
         if model not in self._channels:
-            await self._open(model)
+            await self._open_channel(model)
         window: deque[asyncio.Future[Any]] = deque()
         try:
-            async for body in _each(bodies):
+            async for body in _iterate(bodies):
                 window.append(self.submit(model, body, **options))
                 while len(window) >= in_flight or (window and window[0].done()):
                     yield await _outcome(window.popleft(), return_exceptions)
@@ -230,42 +231,44 @@ class AsyncClient:
 
     async def models(self) -> list[str]:
         """Names of the registered models."""
-        names = await self._ask("SMEMBERS", models_key(self._prefix))
+        names = await self._call("SMEMBERS", models_key(self._prefix))
         return sorted(name.decode() for name in names)
 
-    # --- learning of a model -------------------------------------------------------------------------------
+    # --- commands beside the requests ----------------------------------------------------------------------
 
-    async def _open(self, model: str) -> Channel:
-        """What there is to know of a model, once. Raises NotFoundError."""
+    async def _open_channel(self, model: str) -> Channel:
+        """Look up a model, and read its results from now on. Raises NotFoundError."""
         try:
             keys = Keys(model, self._prefix)
         except ValueError as error:
             raise NotFoundError(str(error)) from None
-        size = await self._ask("HGET", keys.registration, "max_batch_size")
+        size = await self._call("HGET", keys.registration, "max_batch_size")
         if size is None:
-            known = ", ".join(await self.models()) or "none"
-            raise NotFoundError(f"no worker has registered a model {model!r}; registered: {known}")
+            names = ", ".join(await self.models()) or "none"
+            raise NotFoundError(f"no worker has registered a model {model!r}; registered: {names}")
         channel = self._channels.get(model)
         if channel is None:
-            limit = max(1, min(int(size), MAX_ENTRY_REQUESTS)) if size.isdigit() else 1
-            channel = self._channels[model] = Channel(keys, keys.replies(self._name).encode(), limit)
-            self._pipeline.follow(channel)
+            requests_max = max(1, min(int(size), MAX_ENTRY_REQUESTS)) if size.isdigit() else 1
+            channel = self._channels[model] = Channel(keys, keys.replies(self._name).encode(), requests_max)
+            self._transport.add_channel(channel)
         return channel
 
-    async def _ask(self, *command: str) -> Any:
+    async def _call(self, *command: str) -> Any:
+        """Redis's reply to a command. Raises UnavailableError."""
         await self.connect()
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._pipeline.ask(*command)
+                reply = await self._transport.call(*command)
         except TimeoutError:
-            raise self._pipeline.trouble or UnavailableError(f"Redis did not answer {command[0]}") from None
+            error = self._transport.connection_error
+            raise error or UnavailableError(f"Redis did not reply to {command[0]}") from None
         if isinstance(reply, CommandError):
-            raise UnavailableError(f"Redis refused {command[0]}: {reply}")
+            raise UnavailableError(f"Redis rejected {command[0]}: {reply}")
         return reply
 
-    # --- requests out: everything here runs once for each --------------------------------------------------
+    # --- sending: runs once for each request ---------------------------------------------------------------
 
-    def _enqueue(self, channel: Channel, body: Any, options: RequestOptions) -> _Awaited:
+    def _enqueue(self, channel: Channel, body: Any, options: RequestOptions) -> _AwaitedRequest:
         if self._closed:
             raise UnavailableError("this client is closed")
         timeout_s = self._timeout_s
@@ -276,22 +279,22 @@ class AsyncClient:
         if correlation_id is None:
             correlation_id = f"{self._name}-{next(self._numbers)}"
         else:
-            self._check_own(correlation_id)
+            self._check_correlation_id(correlation_id)
         content_type, data = self._encode(body, content_type)
-        raw = {"correlation_id": correlation_id, "body": data}
+        fields = {"correlation_id": correlation_id, "body": data}
         if options:
-            raw |= _own_fields(options)
-            timeout_s = _seconds(timeout_s)
+            fields |= _optional_fields(options)
+            timeout_s = _checked_timeout_s(timeout_s)
         expiration_ms = None if timeout_s is None else max(1, int(timeout_s * 1000))
-        awaited = _Awaited(channel, self._loop.create_future(), raw, content_type, expiration_ms)
+        request = _AwaitedRequest(channel, self._loop.create_future(), fields, content_type, expiration_ms)
         if timeout_s is not None:
-            self._set_timer(awaited, timeout_s)
-        self._awaited[correlation_id] = awaited
-        self._pipeline.put(awaited)
-        return awaited
+            self._set_timeout(request, timeout_s)
+        self._awaited[correlation_id] = request
+        self._transport.send(request)
+        return request
 
-    def _check_own(self, correlation_id: str) -> None:
-        """A correlation ID of the caller's: one that makes no sense would be answered where nobody looks."""
+    def _check_correlation_id(self, correlation_id: str) -> None:
+        """Reject an unusable ID: the error for it would be written under another ID, which nothing reads."""
         if correlation_id in self._awaited:
             raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is in flight already")
         if type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
@@ -300,12 +303,11 @@ class AsyncClient:
             )
 
     def _encode(self, body: Any, content_type: str | None) -> tuple[str, bytes]:
-        """The content type and the bytes of a body. Arrays of one layout share their head."""
+        """The content type and the bytes of a body. Arrays of the same dtype and shape share their head."""
         if type(body) is np.ndarray and content_type in (None, MSGPACK):
-            layout = (body.dtype, body.shape)
-            known = self._heads.get(layout) or self._learn(layout, body)
-            if known is not None:
-                return MSGPACK, known[1] + to_bytes(body, known[0])
+            head = self._heads.get((body.dtype, body.shape)) or self._make_head(body)
+            if head is not None:
+                return MSGPACK, head[1] + to_bytes(body, head[0])
         if content_type is None:
             content_type = RAW if isinstance(body, bytes | bytearray | memoryview) else MSGPACK
         try:
@@ -313,122 +315,129 @@ class AsyncClient:
         except InternalError as error:
             raise InvalidArgumentError(f"body: {error.detail}") from None
 
-    def _learn(
-        self, layout: tuple[Any, tuple[int, ...]], array: np.ndarray[Any, Any]
-    ) -> tuple[str, bytes] | None:
-        """The datatype and head of arrays of a layout; None for those that travel as strings."""
+    def _make_head(self, array: np.ndarray[Any, Any]) -> tuple[str, bytes] | None:
+        """The datatype and the head of an array, kept for the next; None for an array of strings."""
         try:
             datatype = datatype_of(array)
         except ValueError as error:
             raise InvalidArgumentError(f"body: {error}") from None
         if datatype == "BYTES":
             return None
-        if len(self._heads) >= _LAYOUTS:
+        if len(self._heads) >= _CACHED_HEADS_MAX:
             self._heads.clear()
-        known = self._heads[layout] = (datatype, tensor_head(datatype, array.shape, array.nbytes))
-        return known
+        head = (datatype, tensor_head(datatype, array.shape, array.nbytes))
+        self._heads[array.dtype, array.shape] = head
+        return head
 
-    # --- endings -------------------------------------------------------------------------------------------
+    # --- results, errors, timeouts and withdrawals ---------------------------------------------------------
 
-    def _take(self, envelope: dict[str, Any]) -> None:
-        """A result: of a request that is still awaited, or nobody's any more."""
-        awaited = self._awaited.get(envelope["correlation_id"])
-        if awaited is None:
+    def _on_envelope(self, envelope: dict[str, Any]) -> None:
+        """Resolve the future of a result's request. A result that is no longer wanted is ignored."""
+        request = self._awaited.get(envelope["correlation_id"])
+        if request is None:
             return
-        self._forget(awaited)
-        future = awaited.future
+        self._forget(request)
+        future = request.future
         if future.done():
             return
         try:
-            value = self._value(envelope)
+            value = self._decode(envelope)
         except CarpoolError as error:
             future.set_exception(error)
             return
-        if awaited.whole:
+        if request.wants_reply:
             served = (envelope["batch_size"], envelope["queue_us"], envelope["compute_us"])
             value = Reply(value, envelope["correlation_id"], *served)
         future.set_result(value)
 
-    def _value(self, envelope: dict[str, Any]) -> Any:
+    def _decode(self, envelope: dict[str, Any]) -> Any:
+        """The value in an envelope. Raises the CarpoolError of its status."""
         status = envelope["status"]
         if status != OK:
             raise error_for(status, envelope.get("detail", ""), envelope["correlation_id"])
         body, content_type = envelope["body"], envelope["content_type"]
         if content_type != MSGPACK:
             return decode_body(content_type, body)
-        memo = self._memo
-        data = memo.data_of(body)
+        head = self._last_head
+        data = head.data_of(body)
         if data is not None:
-            return from_bytes(memo.datatype, memo.shape, data)
+            return from_bytes(head.datatype, head.shape, data)
         value = decode_body(content_type, body)
         if type(value) is np.ndarray:
-            memo.remember(body, datatype_of(value), value.shape, value.nbytes)
+            head.remember(body, datatype_of(value), value.shape, value.nbytes)
         return value
 
-    def _set_timer(self, awaited: _Awaited, timeout_s: float) -> None:
-        """Time out within TICK_S of the time. One timer for all in a tick: a timer each costs more than all
-        else that is done here for a request, and nearly none of them rings."""
-        number = int((self._loop.time() + timeout_s) / TICK_S) + 1
-        tick = self._ticks.get(number)
-        if tick is None:
-            tick = self._ticks[number] = _Tick(self._loop.call_at(number * TICK_S, self._ring, number))
-        tick.awaited.add(awaited)
-        awaited.tick = tick
-        awaited.timeout_s = timeout_s
+    def _set_timeout(self, request: _AwaitedRequest, timeout_s: float) -> None:
+        """Fail the request after `timeout_s`, at most TIMER_RESOLUTION_S late.
 
-    def _ring(self, number: int) -> None:
-        trouble = f" (and {self._pipeline.trouble.detail})" if self._pipeline.trouble else ""
-        for awaited in list(self._ticks.pop(number).awaited):
-            detail = f"no result within {awaited.timeout_s:g} s{trouble}"
-            correlation_id = awaited.raw["correlation_id"]
-            self._fail(awaited, DeadlineExceededError(detail, correlation_id=correlation_id))
+        Requests share timers. One timer each would cost more than everything else done here for a request,
+        and hardly any timer ever fires.
+        """
+        number = int((self._loop.time() + timeout_s) / TIMER_RESOLUTION_S) + 1
+        timeout = self._timeouts.get(number)
+        if timeout is None:
+            timer = self._loop.call_at(number * TIMER_RESOLUTION_S, self._on_timeout, number)
+            timeout = self._timeouts[number] = _Timeout(timer)
+        timeout.requests.add(request)
+        request.timeout = timeout
+        request.timeout_s = timeout_s
 
-    def _fail(self, pending: Pending, error: CarpoolError) -> None:
-        awaited = self._awaited.get(pending.raw["correlation_id"])
-        if awaited is pending:
+    def _on_timeout(self, number: int) -> None:
+        error = self._transport.connection_error
+        cause = f" ({error.detail})" if error else ""
+        for request in list(self._timeouts.pop(number).requests):
+            detail = f"no result within {request.timeout_s:g} s{cause}"
+            correlation_id = request.fields["correlation_id"]
+            self._fail(request, DeadlineExceededError(detail, correlation_id=correlation_id))
+
+    def _fail(self, request: OutgoingRequest, error: CarpoolError) -> None:
+        awaited = self._awaited.get(request.fields["correlation_id"])
+        if awaited is request:
             self._forget(awaited)
             if not awaited.future.done():
                 awaited.future.set_exception(error)
 
-    def _withdraw(self, awaited: _Awaited) -> None:
-        """Its caller was cancelled."""
-        if self._awaited.get(awaited.raw["correlation_id"]) is awaited:
-            self._forget(awaited)
-            self._pipeline.withdraw(awaited)
+    def _withdraw(self, request: _AwaitedRequest) -> None:
+        """Withdraw a request whose caller was cancelled."""
+        if self._awaited.get(request.fields["correlation_id"]) is request:
+            self._forget(request)
+            self._transport.withdraw(request)
 
-    def _forget(self, awaited: _Awaited) -> None:
-        del self._awaited[awaited.raw["correlation_id"]]
-        if awaited.tick is not None:
-            awaited.tick.awaited.discard(awaited)
+    def _forget(self, request: _AwaitedRequest) -> None:
+        del self._awaited[request.fields["correlation_id"]]
+        if request.timeout is not None:
+            request.timeout.requests.discard(request)
 
 
-def _seconds(timeout_s: float | None) -> float | None:
-    """A timeout that makes sense. Infinity is None; one that has passed already expires at once."""
+def _checked_timeout_s(timeout_s: float | None) -> float | None:
+    """A valid timeout. Infinity becomes None; a negative one becomes 0. Raises InvalidArgumentError."""
     if timeout_s is None or timeout_s == math.inf:
         return None
-    if isinstance(timeout_s, int | float) and -LONGEST_S <= timeout_s <= LONGEST_S:  # no NaN is
+    if isinstance(timeout_s, int | float) and -TIMEOUT_MAX_S <= timeout_s <= TIMEOUT_MAX_S:  # false for NaN
         return max(0.0, timeout_s)
-    raise InvalidArgumentError(f"timeout: {timeout_s!r:.60} must be seconds, at most {LONGEST_S}, or None")
+    raise InvalidArgumentError(
+        f"timeout: {timeout_s!r:.60} must be a number of seconds, at most {TIMEOUT_MAX_S}, or None"
+    )
 
 
-def _own_fields(options: RequestOptions) -> dict[str, Any]:
-    """The fields that only this request has."""
+def _optional_fields(options: RequestOptions) -> dict[str, Any]:
+    """The options that are sent as fields of the request."""
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-    own: dict[str, Any] = dict(options.get("fields") or {})
+    fields: dict[str, Any] = dict(options.get("fields") or {})
     for name in ("priority", "lane", "cost", "tenant"):
         if options.get(name) is not None:
-            own[name] = options.get(name)
-    for name, value in own.items():
-        if name in _CLIENTS_FIELDS or not isinstance(value, bytes | str | int | float):
-            raise InvalidArgumentError(
-                f"{name!r:.60}: cannot be sent as a field with the value {value!r:.60}"
-            )
-    return own
+            fields[name] = options.get(name)
+    for name, value in fields.items():
+        if name in _RESERVED_FIELDS:
+            raise InvalidArgumentError(f"{name!r:.60}: this field is set by the client")
+        if not isinstance(value, bytes | str | int | float):
+            raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {value!r:.60}")
+    return fields
 
 
-async def _each(bodies: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+async def _iterate(bodies: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
     if isinstance(bodies, AsyncIterable):
         async for body in bodies:
             yield body

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """`AsyncClient` on a thread of its own; may be shared by any number of threads."""
+    """`AsyncClient` on a thread of its own. Any number of threads may share one Client."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class Client:
 
     def connect(self) -> None:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
-        self._begin(self._client.connect()).result()
+        self._start(self._client.connect()).result()
 
     def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
-        """The model's result for `body`; options and errors as AsyncClient.infer's."""
+        """Send a request and return the model's result; options and errors as for AsyncClient.infer."""
         return self._wait(self.submit(model, body, **options))
 
     def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
-        """As `infer`, and how the request was served."""
-        return self._wait(self._begin(self._client.request(model, body, **options)))
+        """As `infer`, but also return how the request was executed."""
+        return self._wait(self._start(self._client.request(model, body, **options)))
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """`infer` as a future, begun at once. Cancelling the future withdraws the request."""
-        return self._begin(self._client.infer(model, body, **options))
+        """As `infer`, but return a future at once. Cancelling it withdraws the request."""
+        return self._start(self._client.infer(model, body, **options))
 
     def map(
         self,
@@ -79,9 +79,10 @@ class Client:
         return_exceptions: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Any]:
-        """Results in the order of `bodies`, however many, with at most `in_flight` at a time.
+        """Send a request for each of `bodies`, and yield the results in the same order.
 
-        An error is raised in its place, or yielded with `return_exceptions`. Leaving withdraws the rest.
+        `bodies` may be endless: at most `in_flight` requests have no result at any time. An error is raised
+        in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: must be 1 or more")
@@ -99,10 +100,10 @@ class Client:
 
     def models(self) -> list[str]:
         """Names of the registered models."""
-        return self._wait(self._begin(self._client.models()))
+        return self._wait(self._start(self._client.models()))
 
     def close(self) -> None:
-        """Hang up. What has no result yet fails with UnavailableError."""
+        """Disconnect. Requests without a result fail with UnavailableError."""
         if not self._closed:
             self._closed = True
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -110,16 +111,14 @@ class Client:
             self._thread.join()
             self._loop.close()
 
-    # --- inside --------------------------------------------------------------------------------------------
-
-    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
             coroutine.close()
             raise UnavailableError("this client is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _close(self) -> None:
-        """Whoever still waits is told, before the loop stops under them."""
+        """Close the client, and let every call in other threads end before the event loop stops."""
         await self._client.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.wait(others, timeout=1.0) if others else None
@@ -131,7 +130,7 @@ class Client:
     def _wait(future: Future[T]) -> T:
         try:
             return future.result()
-        except BaseException:  # Ctrl-C while waiting, for one: nobody wants the result any more
+        except BaseException:  # such as Ctrl-C while waiting: the result is no longer wanted
             future.cancel()
             raise
 

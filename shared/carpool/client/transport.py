@@ -1,19 +1,19 @@
-"""One producer's way to Redis and back: a pipelined writer, a reader, and their reconnection.
+"""The two connections of a producer: a pipelined writer and a reader, and how they are restored.
 
-    outbox --flush--> writer: XADD, several requests in one entry
-                      reader: XREAD of this producer's own reply streams --> on_envelope
+    send() -> outbox -> writer: XADD, several requests in one entry
+                        reader: XREAD of this producer's reply streams -> on_envelope
 
-Everything put out in one turn of the event loop shares entries, and results of a whole batch come back in
-one. When a connection is lost both are opened again: entries whose acceptance is not known are sent again
-(under the same correlation IDs: who gets a second result drops it), and reading goes on where it stopped, so
-results that were written meanwhile are found.
+Requests sent in the same iteration of the event loop share entries, and all results of a batch arrive in one
+entry. When one connection is lost, both are opened anew. Entries for which Redis has not replied are sent
+again with the same correlation IDs; a second result for one of them is ignored. Reading resumes after the
+last entry read, so results written in the meantime are found.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -27,127 +27,137 @@ from carpool.wire.results import decode_results
 
 MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
-MAX_WITHDRAWN: Final = 5000  # in one entry, of which at most 1 MiB is read
-BLOCK_MS: Final = 2000
-SILENCE_S: Final = 10.0
+MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
+READ_BLOCK_MS: Final = 2000
+READ_ENTRIES: Final = 64
+SILENCE_MAX_S: Final = 10.0  # several times READ_BLOCK_MS, after which Redis replies even without results
 TRIM_ENTRIES: Final = 32
-CONGESTED_S: Final = 0.001
-_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+CONGESTION_PAUSE_S: Final = 0.001
+_RECONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One model, as this producer uses it: where its requests go and its results come from."""
+    """One model as this producer uses it: where its requests go, and where their results are read."""
 
     keys: Keys
-    replies: bytes
-    entry_requests: int
-    last_id: str = "0-0"
-    untrimmed: int = 0  # entries that were read, and still take up Redis's memory
-    withdrawn: list[str] = field(default_factory=list)
+    replies: bytes  # the key of this producer's reply stream
+    entry_requests_max: int
+    last_id: str = "0-0"  # of the last entry read from the reply stream
+    untrimmed_entries: int = 0  # entries that were read and still take memory in Redis
+    withdrawn_ids: list[str] = field(default_factory=list)  # correlation IDs to withdraw with the next flush
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
-    """One request that has no result yet. `raw` are its own fields; the next two are its entry's."""
+class OutgoingRequest:
+    """A request on its way to Redis. Requests of one entry share content type and expiration."""
 
     channel: Channel
     future: asyncio.Future[Any]
-    raw: dict[str, Any]
+    fields: dict[str, Any]  # those that it does not share, correlation ID and body among them
     content_type: str
     expiration_ms: int | None
     sent: bool = False
 
 
-class Pipeline:
-    """See the module. `on_envelope` gets every result, `on_refused` every request that Redis did not take."""
+# What Redis's reply to a command concerns: the requests of an entry, a caller of `call`, or nothing.
+_Waiter = list[OutgoingRequest] | asyncio.Future[Any] | None
+
+
+class Transport:
+    """Sends requests and receives results.
+
+    `on_envelope` is called with each result, and `on_rejected` with each request that Redis did not accept.
+    """
 
     def __init__(
         self,
         url: str,
         name: str,
         on_envelope: Callable[[dict[str, Any]], None],
-        on_refused: Callable[[Pending, CarpoolError], None],
+        on_rejected: Callable[[OutgoingRequest, CarpoolError], None],
     ) -> None:
         self._url = url
         self._name = name
         self._on_envelope = on_envelope
-        self._on_refused = on_refused
+        self._on_rejected = on_rejected
         self._channels: list[Channel] = []
-        self._outbox: dict[tuple[Channel, str, int | None], list[Pending]] = {}
+        # Requests to be sent with the next flush, grouped by what the requests of one entry share.
+        self._outbox: dict[tuple[Channel, str, int | None], list[OutgoingRequest]] = {}
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
-        self._unanswered: deque[list[Pending] | asyncio.Future[Any] | None] = deque()
-        self._reading: dict[bytes, Channel] = {}
+        self._waiters: deque[_Waiter] = deque()  # one for each command without a reply, oldest first
+        self._channels_by_stream: dict[bytes, Channel] = {}  # those of the XREAD under way
         self._reconnecting: asyncio.Future[None] | None = None
-        self._watching: asyncio.TimerHandle | None = None
-        self._heard_at_s = 0.0
-        self._flushing = False
+        self._silence_timer: asyncio.TimerHandle | None = None
+        self._last_read_s = 0.0
+        self._flush_scheduled = False
         self._connected = False
         self._closed = False
-        self.trouble: LinkError | None = None  # why there is no connection, while there is none
+        self.connection_error: LinkError | None = None  # why there is no connection; None while there is one
 
-    # --- what a client does with it ------------------------------------------------------------------------
+    # --- used by AsyncClient -------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Connect. Raises LinkError."""
         self._loop = asyncio.get_running_loop()
         await self._connect()
-        self._watch()
+        self._check_silence()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect, and fail the calls that have no reply."""
         self._closed = True
-        for waiting in (self._watching, self._reconnecting):
-            if waiting is not None:
-                waiting.cancel()
+        for scheduled in (self._silence_timer, self._reconnecting):
+            if scheduled is not None:
+                scheduled.cancel()
         if self._connected:
             self._connected = False
             self._writer.close()
             self._reader.close()
-            await asyncio.sleep(0)  # the transports close in the next turn
-        asked = [about for about in self._unanswered if isinstance(about, asyncio.Future)]
-        for about in [*asked, *(about for _, about in self._commands)]:
-            if about is not None and not about.done():
-                about.set_exception(UnavailableError("the client was closed before Redis answered"))
+            await asyncio.sleep(0)  # the sockets are closed in the next iteration of the event loop
+        calls = [waiter for waiter in self._waiters if isinstance(waiter, asyncio.Future)]
+        for call in [*calls, *(call for _, call in self._commands)]:
+            if call is not None and not call.done():
+                call.set_exception(UnavailableError("the client was closed before Redis replied"))
 
-    def follow(self, channel: Channel) -> None:
+    def add_channel(self, channel: Channel) -> None:
         """Read this channel's results from now on."""
         self._channels.append(channel)
         if not self._connected:
             return
-        if not self._reading:
-            self._read_on()
-        elif self._reader.identity is not None:  # it is blocked on the others: have it look up
-            self._say(("CLIENT", "UNBLOCK", self._reader.identity), None)
+        if not self._channels_by_stream:
+            self._read_results()
+        elif self._reader.identity is not None:  # end the XREAD under way, which lacks the new stream
+            self._enqueue_command(("CLIENT", "UNBLOCK", self._reader.identity), None)
 
-    def put(self, pending: Pending) -> None:
-        """Send a request, together with all others of this turn of the event loop."""
-        group = (pending.channel, pending.content_type, pending.expiration_ms)
-        waiting = self._outbox.get(group)
-        if waiting is None:
-            self._outbox[group] = [pending]
+    def send(self, request: OutgoingRequest) -> None:
+        """Send a request, together with all others of this iteration of the event loop."""
+        group = (request.channel, request.content_type, request.expiration_ms)
+        requests = self._outbox.get(group)
+        if requests is None:
+            self._outbox[group] = [request]
         else:
-            waiting.append(pending)
-        if not self._flushing:
-            self._flush_soon()
+            requests.append(request)
+        if not self._flush_scheduled:
+            self._schedule_flush()
 
-    def withdraw(self, pending: Pending) -> None:
-        """Nobody wants this result any more: tell the batcher, if it may have heard of the request."""
-        if pending.sent and not self._closed:
-            pending.channel.withdrawn.append(pending.raw["correlation_id"])
-            self._flush_soon()
+    def withdraw(self, request: OutgoingRequest) -> None:
+        """Withdraw a request, if it was sent: its result is no longer wanted."""
+        if request.sent and not self._closed:
+            request.channel.withdrawn_ids.append(request.fields["correlation_id"])
+            self._schedule_flush()
 
-    def ask(self, *command: str) -> asyncio.Future[Any]:
-        """A command beside the requests, and its reply, which may be a CommandError."""
+    def call(self, *command: str) -> asyncio.Future[Any]:
+        """Send any other command. Its reply may be a CommandError."""
         future = self._loop.create_future()
-        self._say(command, future)
+        self._enqueue_command(command, future)
         return future
 
     # --- connections ---------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        writer = AsyncLink(self._url, name=f"{self._name}:w", on_reply=self._hear, on_lost=self._lost)
-        reader = AsyncLink(self._url, name=f"{self._name}:r", on_reply=self._take, on_lost=self._lost)
+        lost = self._on_connection_lost
+        writer = AsyncLink(self._url, name=f"{self._name}:w", on_reply=self._on_reply, on_lost=lost)
+        reader = AsyncLink(self._url, name=f"{self._name}:r", on_reply=self._on_results, on_lost=lost)
         await writer.connect()
         try:
             await reader.connect()
@@ -156,172 +166,181 @@ class Pipeline:
             raise
         self._writer, self._reader = writer, reader
         self._connected = True
-        self.trouble = None
-        self._heard_at_s = self._loop.time()
-        self._reading = {}
-        self._read_on()
-        self._flush_soon()
+        self.connection_error = None
+        self._last_read_s = self._loop.time()
+        self._channels_by_stream = {}
+        self._read_results()
+        self._schedule_flush()
 
-    def _lost(self, error: LinkError) -> None:
-        """One connection is gone: close the other too, and open both anew."""
+    def _on_connection_lost(self, error: LinkError) -> None:
+        """Close the other connection too, send again what may not have arrived, and reconnect."""
         if not self._connected:
             return
         self._connected = False
-        self.trouble = error
+        self.connection_error = error
         self._writer.close()
         self._reader.close()
-        unanswered, self._unanswered = self._unanswered, deque()
-        for about in unanswered:  # it may or may not have arrived
-            if isinstance(about, list):
-                for pending in about:
-                    if not pending.future.done():
-                        self.put(pending)
-            elif about is not None and not about.done():
-                about.set_exception(error)
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if isinstance(waiter, list):
+                for request in waiter:
+                    if not request.future.done():
+                        self.send(request)
+            elif waiter is not None and not waiter.done():
+                waiter.set_exception(error)
         if not self._closed:
-            self._reconnecting = asyncio.ensure_future(self._connect_again())
+            self._reconnecting = asyncio.ensure_future(self._reconnect())
 
-    async def _connect_again(self) -> None:
+    async def _reconnect(self) -> None:
         for attempt in count():
-            await asyncio.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
+            await asyncio.sleep(_RECONNECT_PAUSES_S[min(attempt, len(_RECONNECT_PAUSES_S) - 1)])
             try:
                 await self._connect()
             except LinkError as error:
-                self.trouble = error
+                self.connection_error = error
             else:
                 return
 
-    def _watch(self) -> None:
-        """Once a second: a connection over which nothing comes, though it should, is lost."""
-        self._watching = self._loop.call_later(1.0, self._watch)
+    def _check_silence(self) -> None:
+        """Once a second: give up a reader that has been silent for too long; trim what was read."""
+        self._silence_timer = self._loop.call_later(1.0, self._check_silence)
         if not self._connected:
             return
-        if self._reading and self._loop.time() - self._heard_at_s > SILENCE_S:
-            self._lost(LinkError(f"Redis was silent for {SILENCE_S:g} s"))
-        elif any(channel.untrimmed for channel in self._channels):
-            self._writer.write(self._collect(trim=True))
+        if self._channels_by_stream and self._loop.time() - self._last_read_s > SILENCE_MAX_S:
+            self._on_connection_lost(LinkError(f"Redis was silent for {SILENCE_MAX_S:g} s"))
+        elif any(channel.untrimmed_entries for channel in self._channels):
+            self._writer.write(self._take_commands(trim=True))
 
-    # --- the writer ----------------------------------------------------------------------------------------
+    # --- writing -------------------------------------------------------------------------------------------
 
-    def _say(self, command: Command, about: asyncio.Future[Any] | None) -> None:
-        self._commands.append((command, about))
-        self._flush_soon()
+    def _enqueue_command(self, command: Command, call: asyncio.Future[Any] | None) -> None:
+        self._commands.append((command, call))
+        self._schedule_flush()
 
-    def _flush_soon(self) -> None:
-        """Flush after all that is ready in this turn of the event loop."""
-        if not self._flushing:
-            self._flushing = True
+    def _schedule_flush(self) -> None:
+        """Flush after everything that is ready in this iteration of the event loop has run."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._flush_scheduled = False
         if not self._connected:
             return
         if self._writer.congested:
-            self._flushing = True
-            self._loop.call_later(CONGESTED_S, self._flush)
+            self._flush_scheduled = True
+            self._loop.call_later(CONGESTION_PAUSE_S, self._flush)
             return
-        commands = self._collect()
+        commands = self._take_commands()
         if commands:
             self._writer.write(commands)
 
-    def _collect(self, *, trim: bool = False) -> list[Command]:
-        """Everything there is to say, as commands; who awaits their replies is noted in the same order."""
+    def _take_commands(self, *, trim: bool = False) -> list[Command]:
+        """Everything to be written now. Appends a waiter for each command, in the same order."""
         commands: list[Command] = []
         outbox, self._outbox = self._outbox, {}
-        for (channel, content_type, expiration_ms), waiting in outbox.items():
-            for some in _split(waiting, channel.entry_requests):
-                commands.append(self._entry(channel, content_type, expiration_ms, some))
-                self._unanswered.append(some)
-        for command, about in self._commands:
+        for (channel, content_type, expiration_ms), group in outbox.items():
+            for requests in _split(group, channel.entry_requests_max):
+                commands.append(self._add_entry(channel, content_type, expiration_ms, requests))
+                self._waiters.append(requests)
+        for command, call in self._commands:
             commands.append(command)
-            self._unanswered.append(about)
+            self._waiters.append(call)
         self._commands.clear()
         for channel in self._channels:
-            if channel.untrimmed >= TRIM_ENTRIES or trim:
-                milliseconds, _, number = channel.last_id.partition("-")
-                first_kept = f"{milliseconds}-{int(number) + 1}"
-                commands.append(("XTRIM", channel.replies, "MINID", first_kept))
-                self._unanswered.append(None)
-                channel.untrimmed = 0
-            while channel.withdrawn:
-                names, channel.withdrawn = (
-                    channel.withdrawn[:MAX_WITHDRAWN],
-                    channel.withdrawn[MAX_WITHDRAWN:],
-                )
-                commands.append(("XADD", channel.keys.requests, "*", "withdraw", " ".join(names)))
-                self._unanswered.append(None)
+            if channel.untrimmed_entries >= TRIM_ENTRIES or trim:
+                commands.append(_trim(channel))
+                self._waiters.append(None)
+            while channel.withdrawn_ids:
+                commands.append(_withdraw(channel))
+                self._waiters.append(None)
         return commands
 
-    def _entry(
-        self, channel: Channel, content_type: str, expiration_ms: int | None, some: list[Pending]
+    def _add_entry(
+        self, channel: Channel, content_type: str, expiration_ms: int | None, requests: list[OutgoingRequest]
     ) -> Command:
-        """One XADD for some requests that share content type and expiration."""
-        for pending in some:
-            pending.sent = True
+        """One XADD for requests that share content type and expiration."""
+        for request in requests:
+            request.sent = True
         shared: list[Any] = ["content_type", content_type, "reply_to", self._name]
         if expiration_ms is not None:
             shared += ["expiration", expiration_ms]
-        if len(some) == 1:
-            own = [part for pair in some[0].raw.items() for part in pair]
+        if len(requests) == 1:
+            own = [part for pair in requests[0].fields.items() for part in pair]
             return ("XADD", channel.keys.requests, "*", *shared, *own)
-        packed = msgpack.packb([pending.raw for pending in some])
+        packed = msgpack.packb([request.fields for request in requests])
         return ("XADD", channel.keys.requests, "*", *shared, "requests", packed)
 
-    def _hear(self, reply: Any) -> None:
-        """Redis's answer to the oldest command that has none."""
-        about = self._unanswered.popleft()
-        if isinstance(about, list):
+    def _on_reply(self, reply: Any) -> None:
+        """Redis's reply to the oldest command without one."""
+        waiter = self._waiters.popleft()
+        if isinstance(waiter, list):
             if isinstance(reply, CommandError):
-                for pending in about:
-                    self._on_refused(pending, _not_accepted(reply))
-        elif about is not None and not about.done():
-            about.set_result(reply)
+                for request in waiter:
+                    self._on_rejected(request, _rejection(reply))
+        elif waiter is not None and not waiter.done():
+            waiter.set_result(reply)
 
-    # --- the reader ----------------------------------------------------------------------------------------
+    # --- reading -------------------------------------------------------------------------------------------
 
-    def _read_on(self) -> None:
-        """Have Redis answer when there are results of any channel."""
+    def _read_results(self) -> None:
+        """Ask Redis for the next results of every channel; it replies as soon as there are any."""
         if self._channels and self._connected:
-            self._reading = {channel.replies: channel for channel in self._channels}
-            after = [channel.last_id for channel in self._channels]
-            self._reader.write([("XREAD", "COUNT", 64, "BLOCK", BLOCK_MS, "STREAMS", *self._reading, *after)])
+            self._channels_by_stream = {channel.replies: channel for channel in self._channels}
+            streams, last_ids = self._channels_by_stream, [channel.last_id for channel in self._channels]
+            block = ("COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS)
+            self._reader.write([("XREAD", *block, "STREAMS", *streams, *last_ids)])
 
-    def _take(self, reply: Any) -> None:
-        """Results came, or none did for a while: then the reply is None."""
-        self._heard_at_s = self._loop.time()
+    def _on_results(self, reply: Any) -> None:
+        """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
+        self._last_read_s = self._loop.time()
         if isinstance(reply, CommandError):
-            self._lost(LinkError(f"the reply stream cannot be read: {reply}"))
+            self._on_connection_lost(LinkError(f"cannot read the reply stream: {reply}"))
             return
-        taken: list[dict[str, Any]] = []
+        envelopes: list[dict[str, Any]] = []
         for stream, entries in reply or ():
-            channel = self._reading[stream]
+            channel = self._channels_by_stream[stream]
             for _, flat in entries:
-                taken += decode_results(flat[flat.index(b"results") + 1])
+                envelopes += decode_results(flat[flat.index(b"results") + 1])
             channel.last_id = entries[-1][0].decode()
-            channel.untrimmed += len(entries)
-        for envelope in taken:
+            channel.untrimmed_entries += len(entries)
+        for envelope in envelopes:
             self._on_envelope(envelope)
-        self._loop.call_soon(self._read_on)  # after those who got their results: they wait, Redis keeps
+        # Not at once: the callers that have just got their results come first.
+        self._loop.call_soon(self._read_results)
 
 
-def _split(waiting: list[Pending], limit: int) -> Iterable[list[Pending]]:
-    """Entries of at most `limit` requests and about MAX_ENTRY_BYTES each; who was cancelled is left out."""
-    some: list[Pending] = []
+def _split(group: list[OutgoingRequest], requests_max: int) -> Iterator[list[OutgoingRequest]]:
+    """Requests by entry, at most `requests_max` and about MAX_ENTRY_BYTES each, without cancelled ones."""
+    requests: list[OutgoingRequest] = []
     size_bytes = 0
-    for pending in waiting:
-        if pending.future.done():
+    for request in group:
+        if request.future.done():
             continue
-        if len(some) == limit or size_bytes > MAX_ENTRY_BYTES:
-            yield some
-            some, size_bytes = [], 0
-        some.append(pending)
-        size_bytes += len(pending.raw["body"])
-    if some:
-        yield some
+        if len(requests) == requests_max or size_bytes > MAX_ENTRY_BYTES:
+            yield requests
+            requests, size_bytes = [], 0
+        requests.append(request)
+        size_bytes += len(request.fields["body"])
+    if requests:
+        yield requests
 
 
-def _not_accepted(reply: CommandError) -> CarpoolError:
+def _trim(channel: Channel) -> Command:
+    """An XTRIM of the entries that were read."""
+    channel.untrimmed_entries = 0
+    milliseconds, _, number = channel.last_id.partition("-")
+    return ("XTRIM", channel.replies, "MINID", f"{milliseconds}-{int(number) + 1}")
+
+
+def _withdraw(channel: Channel) -> Command:
+    """An XADD that withdraws the first requests of the channel's list, and removes them from it."""
+    ids = channel.withdrawn_ids[:MAX_WITHDRAWN_IDS]
+    channel.withdrawn_ids = channel.withdrawn_ids[MAX_WITHDRAWN_IDS:]
+    return ("XADD", channel.keys.requests, "*", "withdraw", " ".join(ids))
+
+
+def _rejection(reply: CommandError) -> CarpoolError:
     if reply.code == "OOM":
         return ResourceExhaustedError(f"Redis is out of memory: {reply}")
     return UnavailableError(f"Redis did not accept the request: {reply}")

@@ -1,10 +1,13 @@
-"""What services do in Redis: the moves of batcher and worker, over one connection to one model's keys.
+"""What services do in Redis, over one connection to the keys of one model.
 
-Each move is one script on one hash slot and takes effect wholly or not at all. Each is idempotent, because a
-lost reply (LinkError) leaves the caller only one thing to do: say it again, or look.
+Each operation is one script on one hash slot, and takes effect completely or not at all. Each is idempotent:
+after a LinkError the caller does not know whether its command took effect, and repeats it or reads the state.
 
-    directory   what anybody may look at: which models there are, and how they fare
+    connection  connections to Redis, and how scripts are run
+    arguments   how lists are passed to scripts
+    directory   what can be read without taking part: which models there are, and their state
     batcher     lease, dispatch, refuse, and what a batcher reads
     worker      register, fetch, renew, reclaim, commit
-    delivery    how a result gets to its producer: what both of them write
+    results     how a result gets to its producer: what batchers and workers both write
+    lua/        the scripts, each with its KEYS, ARGV, reply and complexity
 """

@@ -1,36 +1,55 @@
-"""The batcher's moves, and what it reads."""
+"""What a batcher does in Redis: hold the lease, read, dispatch, refuse, publish its report.
+
+Nothing here changes an Entry or a Request. `dispatch` and `refuse` return what happened to entries, and the
+batcher updates its own table of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.messages import Batch, BatchSettled, Dispatch, Entry, Refusal, Request, Result, WorkersChanged
+from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import ModelSnapshot, take_snapshot
 from carpool.store.results import (
-    IN_ORDER,
-    RESULT_ARGS,
+    DELIVER_IN_ORDER,
     Address,
     Answer,
-    ScriptKeys,
-    answer,
+    answer_ahead,
     release,
-    result_args,
+    result_groups,
 )
 from carpool.wire.batches import decode_batch, decode_settled, encode_batch
 from carpool.wire.requests import encode_requests, tickets_of
 
-_ADMIT: Final = Script("ordering/admit")
-_DISPATCH: Final = Script("dispatch", after=("ordering/move", "put_back"))
-_REFUSE: Final = Script("refuse", after=(*IN_ORDER, "put_back"))
+_ADMIT: Final = Script("ordering/admit", after=("arguments", "ordering/tickets"))
+_DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
+_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
 _LEASE: Final = Script("lease")
 _MISSING: Final = Script("missing")
-_STATUS: Final = Script("status")
+_REPORT: Final = Script("report")
 
-RawEntry = tuple[bytes, list[bytes]]
+RawEntry = tuple[bytes, list[bytes]]  # ID, and field, value, field, value, ...
+
+
+class PutBack(NamedTuple):
+    """An entry was replaced by one with a new ID, which holds those of its requests that still wait."""
+
+    entry: Entry
+    new_id: str
+    waiting: list[Request]
+
+
+class EntryChanges(NamedTuple):
+    """What a script did to entries of the request stream; each of them is in one of these lists."""
+
+    removed: list[Entry]  # with all of their requests
+    put_back: list[PutBack]
+    missing: list[Entry]  # no longer in the stream: none of their requests was dispatched or answered
 
 
 class Dispatched(NamedTuple):
@@ -40,8 +59,15 @@ class Dispatched(NamedTuple):
     dispatch: Dispatch
 
 
+class DispatchOutcome(NamedTuple):
+    """What became of dispatches, in their order: None where none of the requests still waited."""
+
+    batches: list[Dispatched | None]
+    entries: EntryChanges
+
+
 class BatcherStore:
-    """One connection to one model. Not for two threads: each loop has a store of its own."""
+    """A batcher's connection to one model. Not for two threads: each loop has a store of its own."""
 
     def __init__(self, link: Link, keys: Keys, clock: RedisClock | None = None) -> None:
         self._link = link
@@ -49,23 +75,23 @@ class BatcherStore:
         self.clock = clock or RedisClock()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._link.close()
 
     def hold_lease(self, name: str, lease_ms: int) -> bool:
-        """Become or stay the model's one active batcher; `lease_ms` 0 steps down."""
+        """Become or stay the model's one active batcher; `lease_ms` 0 gives the lease back."""
         return bool(self._link.run(_LEASE, [self.keys.batcher], [name, lease_ms]))
 
     def snapshot(self) -> ModelSnapshot:
-        """Look at the model, and at the clock."""
+        """The state of the model. Also sets the clock."""
         return take_snapshot(self._link, self.keys, self.clock)
 
-    def publish_status(self, status: str, ttl_ms: int) -> None:
-        """Say how this batcher fares, for whoever watches, until `ttl_ms` pass or it is said anew."""
-        self._link.run(_STATUS, [self.keys.status], [status, ttl_ms])
+    def publish_report(self, report: str, ttl_ms: int) -> None:
+        """Publish this batcher's report; it expires after `ttl_ms`."""
+        self._link.run(_REPORT, [self.keys.report], [report, ttl_ms])
 
     def last_settled_id(self) -> str:
-        """Where to read `settled` from, to hear only what is committed from now on."""
+        """The ID after which `settled` must be read to get only batches that are settled from now on."""
         last = self._link.call("XREVRANGE", self.keys.settled, "+", "-", "COUNT", 1)
         return last[0][0].decode() if last else "0-0"
 
@@ -81,145 +107,168 @@ class BatcherStore:
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
     def admit(self, entries: Sequence[Entry]) -> int:
-        """The requests of these entries, which have tickets, take them in the order of results.
+        """Put the tickets of these entries' requests into the order of results.
 
-        Returns how many tickets are taken: by who waits or is in flight, and by results that are held.
+        Returns the number of tickets in the order: of requests that wait or are in flight, and of withheld
+        results.
         """
-        args: list[Argument] = [len(entries)]
+        groups: list[Group] = []
         for entry in entries:
             tickets = [request.ticket for request in entry.requests if request.ticket is not None]
-            args += [entry.id, len(tickets), *tickets]
-        return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], args))
+            groups.append([entry.id, *list_args(tickets)])
+        return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups)))
 
     def release(self, entries: Container[str] = (), batches: Container[str] = ()) -> None:
-        """Deliver what is held and need not be, also where a ticket before it was given up without a word.
+        """Deliver withheld results whose turn has come, and free tickets whose request was lost.
 
-        `entries` and `batches` are known to be there: to look would cost Redis their bytes.
+        `entries` and `batches` are known to be in Redis. A ticket of one of them is not looked up: that would
+        cost Redis the bytes of the whole entry or batch.
         """
         first = release(self._link, self.keys)
-        known = batches if first.startswith("b") else entries
-        if first and first[1:] not in known:
+        if first is None:
+            return
+        known = batches if first.state == "IN_FLIGHT" else entries
+        if first.id not in known:
             release(self._link, self.keys, free_lost=True)
 
-    def dispatch(
-        self, dispatches: Sequence[Dispatch], result_ttl_ms: int
-    ) -> tuple[list[Dispatched | None], list[Entry]]:
-        """Turn waiting requests into batches. Entries of which only some requests leave get a new ID.
-
-        Returns for each dispatch its batch, None where none of its requests still waited; and the entries
-        that were gone.
-        """
-        leaving: dict[Entry, int] = {}
+    def dispatch(self, dispatches: Sequence[Dispatch], result_ttl_ms: int) -> DispatchOutcome:
+        """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back."""
+        taken: dict[Entry, int] = {}
         for dispatch in dispatches:
             for request in dispatch.requests:
-                leaving[request.entry] = leaving.get(request.entry, 0) + 1
-        entries = {entry: index for index, entry in enumerate(leaving, 1)}
-        staying = self._staying(dispatches, leaving)
-        args: list[Argument] = [len(entries), *(entry.id for entry in entries), len(staying)]
-        for entry, rest in staying.items():
-            args += [entries[entry], *_put_back_args(entry, rest)]
-        args.append(len(dispatches))
-        for dispatch in dispatches:
-            args += self._dispatch_args(dispatch, entries, result_ttl_ms)
-        gone, new_ids, batch_ids = self._link.run(
+                taken[request.entry] = taken.get(request.entry, 0) + 1
+        indexes = {entry: index for index, entry in enumerate(taken, 1)}
+        remaining = self._remaining(dispatches, taken)
+        args = list_args([entry.id for entry in indexes])
+        args += group_list_args(
+            [(indexes[entry], *_put_back_args(entry, waiting)) for entry, waiting in remaining.items()]
+        )
+        args += group_list_args(
+            [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
+        )
+        missing, new_ids, batch_ids = self._link.run(
             _DISPATCH, [self.keys.requests, self.keys.batches, self.keys.held], args
         )
 
-        gone_ids = {entry_id.decode() for entry_id in gone}
-        dispatched = [
-            Dispatched(batch_id.decode(), _without(dispatch, gone_ids)) if batch_id else None
+        missing_ids = {entry_id.decode() for entry_id in missing}
+        batches = [
+            Dispatched(batch_id.decode(), _without(dispatch, missing_ids)) if batch_id else None
             for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
-        vanished = [entry for entry in entries if entry.id in gone_ids]
-        _leave(entries.keys() - set(vanished), dict(zip(staying, new_ids, strict=True)), staying)
-        return dispatched, vanished
+        changes = EntryChanges(
+            removed=[entry for entry in indexes if entry not in remaining and entry.id not in missing_ids],
+            put_back=[
+                PutBack(entry, new_id.decode(), waiting)
+                for (entry, waiting), new_id in zip(remaining.items(), new_ids, strict=True)
+                if new_id
+            ],
+            missing=[entry for entry in indexes if entry.id in missing_ids],
+        )
+        return DispatchOutcome(batches, changes)
 
     @staticmethod
-    def _staying(dispatches: Sequence[Dispatch], leaving: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
-        """Who stays behind, in the entries of which only some leave."""
-        partly = [entry for entry, number in leaving.items() if number < len(entry.requests)]
+    def _remaining(dispatches: Sequence[Dispatch], taken: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
+        """The requests that remain of each entry that is dispatched only partly."""
+        partly = [entry for entry, number in taken.items() if number < len(entry.requests)]
         if not partly:
             return {}
-        gone = {request for dispatch in dispatches for request in dispatch.requests}
-        return {entry: [request for request in entry.requests if request not in gone] for entry in partly}
+        dispatched = {request for dispatch in dispatches for request in dispatch.requests}
+        return {
+            entry: [request for request in entry.requests if request not in dispatched] for entry in partly
+        }
 
     def _dispatch_args(
-        self, dispatch: Dispatch, entries: Mapping[Entry, int], result_ttl_ms: int
+        self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int
     ) -> list[Argument]:
-        indexes = dict.fromkeys(entries[request.entry] for request in dispatch.requests)
         fields: list[Argument] = ["requests", encode_batch(dispatch)]
         fields += ["size", len(dispatch.requests), "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
-        tickets: list[Argument] = []
-        for request in dispatch.requests:
-            if request.ticket is not None:
-                tickets += [entries[request.entry], request.ticket]
-        return [len(indexes), *indexes, len(fields), *fields, len(tickets) // 2, *tickets]
+        args = list_args(dict.fromkeys(indexes[request.entry] for request in dispatch.requests))
+        args += list_args(fields)
+        args += group_list_args(
+            [
+                (indexes[request.entry], request.ticket)
+                for request in dispatch.requests
+                if request.ticket is not None
+            ]
+        )
+        return args
 
     def refuse(
         self, refusals: Sequence[Refusal], emptied: Sequence[Entry], result_ttl_ms: int
-    ) -> list[Entry]:
+    ) -> EntryChanges:
         """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
 
-        Returns the entries that were gone: nobody in them was answered.
+        The rest of an entry is put back.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
-        args: list[Argument] = [result_ttl_ms, len(by_entry)]
-        staying: dict[Entry, list[Request]] = {}
+        remaining: list[list[Request]] = []
+        groups: list[Group] = []
         for entry, of_entry in by_entry.items():
-            leaving = {refusal.request for refusal in of_entry}
-            staying[entry] = rest = [request for request in entry.requests if request not in leaving]
-            results = result_args(self.keys, script_keys, map(_refused, of_entry))
-            args += [entry.id, *_put_back_args(entry, rest), len(results) // RESULT_ARGS, *results]
-        new_ids = dict(zip(by_entry, self._link.run(_REFUSE, script_keys.keys, args), strict=True))
-        vanished = [entry for entry, new_id in new_ids.items() if new_id is None]
-        _leave(by_entry.keys() - set(vanished), new_ids, staying)
-        return vanished
+            refused = {refusal.request for refusal in of_entry}
+            waiting = [request for request in entry.requests if request not in refused]
+            remaining.append(waiting)
+            results = group_list_args(result_groups(self.keys, script_keys, map(_result_of, of_entry)))
+            groups.append([entry.id, *_put_back_args(entry, waiting), *results])
+        args = [result_ttl_ms, *group_list_args(groups)]
+        replies = self._link.run(_REFUSE, script_keys.keys, args)
+
+        changes = EntryChanges([], [], [])
+        for entry, waiting, (outcome, *new_id) in zip(by_entry, remaining, replies, strict=True):
+            if outcome == b"PUT_BACK":
+                changes.put_back.append(PutBack(entry, new_id[0].decode(), waiting))
+            else:
+                (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
+        return changes
 
     def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
-        """Answer requests whose deadline passed while their batch is wherever it is.
+        """Answer requests of a batch in flight whose deadline passed.
 
-        Returns how many were answered: none of a batch that has been settled meanwhile.
+        Returns how many were answered: none if the batch has been settled meanwhile.
         """
-        return len(answer(self._link, self.keys, "", batch_id, 0, answers, None, result_ttl_ms))
+        return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
 
 
-class Tail:
-    """Follows a model's requests and settled batches: asks, and hears later, so a timer can come between."""
+class StreamReader:
+    """Reads what is new in a model's request and settled streams.
+
+    `start_read` and `finish_read` are separate, so that a timer can end the wait between them: the read goes
+    on in Redis, and a later `finish_read` gets its reply.
+    """
 
     def __init__(self, link: Link, keys: Keys, settled_after: str) -> None:
         self._link = link
         self._keys = keys
         self._requests_after = "0-0"
         self._settled_after = settled_after
-        self._asked = False
+        self._reading = False
 
-    def ask(self, count: int, block_ms: int) -> None:
-        """Have Redis answer when there is something new. Does nothing while an answer is awaited."""
-        if self._asked:
+    def start_read(self, count: int, block_ms: int) -> None:
+        """Send the read, which waits up to `block_ms`. Does nothing while the reply to one is due."""
+        if self._reading:
             return
         keys = self._keys
         self._link.send(
             "XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS",
             keys.requests, keys.settled, self._requests_after, self._settled_after,
         )  # fmt: skip
-        self._asked = True
+        self._reading = True
 
-    def hear(self, timeout_s: float) -> tuple[list[RawEntry], list[BatchSettled | WorkersChanged]]:
-        """What is new, or nothing when `timeout_s` passes or Redis had nothing to say."""
+    def finish_read(self, timeout_s: float) -> tuple[list[RawEntry], list[BatchSettled | WorkersChanged]]:
+        """Entries of the request stream and of `settled`; neither if no reply comes within `timeout_s`."""
         if not self._link.readable(timeout_s):
             return [], []
         reply = self._link.receive()
-        self._asked = False
+        self._reading = False
         arrived: list[RawEntry] = []
         settled: list[BatchSettled | WorkersChanged] = []
         for stream, entries in reply or ():
-            if not entries:  # it was emptied between our being told and our reading
+            if not entries:  # Redis woke us for entries that were deleted before it read them
                 continue
             if stream == self._keys.settled.encode():
                 settled = [decode_settled(flat) for _, flat in entries]
@@ -230,33 +279,24 @@ class Tail:
         return arrived, settled
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._link.close()
 
 
-def _without(dispatch: Dispatch, gone: Container[str]) -> Dispatch:
-    if not gone:
+def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
+    if not missing_ids:
         return dispatch
-    return dispatch._replace(requests=[one for one in dispatch.requests if one.entry.id not in gone])
+    requests = [request for request in dispatch.requests if request.entry.id not in missing_ids]
+    return dispatch._replace(requests=requests)
 
 
-def _put_back_args(entry: Entry, staying: Sequence[Request]) -> list[Argument]:
-    """Payload, arrival (ms) and tickets of those who stay; '' for the payload if nobody does."""
-    payload = encode_requests(staying) if staying else b""
-    return [payload, entry.arrival_us // 1000, tickets_of(staying)]
+def _put_back_args(entry: Entry, waiting: Sequence[Request]) -> tuple[bytes, int, str]:
+    """Payload, arrival (ms) and tickets of the requests to put back; an empty payload if there are none."""
+    payload = encode_requests(waiting) if waiting else b""
+    return payload, entry.arrival_us // 1000, tickets_of(waiting)
 
 
-def _leave(
-    entries: Iterable[Entry], new_ids: Mapping[Entry, bytes | None], staying: Mapping[Entry, list[Request]]
-) -> None:
-    """Requests left these entries; those that stay are under a new ID."""
-    for entry in entries:
-        entry.requests = staying.get(entry, [])
-        if entry.requests:
-            entry.id = (new_ids[entry] or b"").decode()
-
-
-def _refused(refusal: Refusal) -> tuple[Address, Result]:
+def _result_of(refusal: Refusal) -> tuple[Address, Result]:
     ticket = None if refusal.request is None else refusal.request.ticket
     result = Result(refusal.correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
     return Address(refusal.reply_to, ticket), result

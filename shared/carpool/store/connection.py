@@ -1,9 +1,20 @@
-"""Connections to Redis, the only module that imports redis-py.
+"""Connections to Redis. The only module that imports redis-py.
 
-redis-py does what it is good at: addresses, TLS, authentication, the parser. Its command layer is left aside:
-no response callbacks (they cost more than Redis does), no pool, and no retries, because only the caller knows
-whether saying a thing twice is safe. After any doubt about what was heard the connection is closed. Nor does
-it introduce itself (`driver_info`): roles need not be allowed to, and two trips are saved.
+redis-py parses the URL, connects, sets up TLS, signs in, and parses replies. Its command layer is not used:
+
+- no response callbacks, which cost more time than Redis itself;
+- no connection pool;
+- no retries, because only the caller knows whether a command may be repeated. After any error that makes it
+  unclear which replies are still to come, the connection is closed;
+- no `driver_info`: a role needs no permission to send it, and connecting takes two round trips less.
+
+Three private attributes of redis-py's connections are used, which have no public equivalent. Because of them
+pyproject.toml limits its version.
+
+- `Connection._sock` (Link), the socket: to set kernel timeouts, and to wait for a reply with a timeout.
+- `asyncio.Connection._writer` (AsyncLink), its stream: to take over the transport.
+- `asyncio.Connection._reader` (AsyncLink): set to None with `_writer` at the end, since redis-py does not see
+  that the connection was closed, and would warn.
 """
 
 from __future__ import annotations
@@ -36,23 +47,23 @@ Command = Sequence[Argument]
 TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 256 * 1024
 _TIMEVAL: Final = struct.Struct("@ll")
-_MORE: Final = object()
-_SELECTABLE: Final = 1024  # FD_SETSIZE
+_INCOMPLETE: Final = object()
+_SELECT_DESCRIPTORS: Final = 1024  # FD_SETSIZE: select() takes only lower ones
 
 
 class LinkError(UnavailableError):
-    """The connection to Redis is down, or was lost half-way: whether the command took effect is not known."""
+    """The connection to Redis failed. It is not known whether a command that was sent took effect."""
 
 
 class CommandError(Exception):
-    """Redis answered with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
+    """Redis replied with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-# redis-py strips the code from the messages of errors that have a class of their own.
+# redis-py removes the code from the messages of errors that have a class of their own.
 _CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
     (redis.exceptions.NoScriptError, "NOSCRIPT"),
     (redis.exceptions.OutOfMemoryError, "OOM"),
@@ -68,81 +79,85 @@ def _command_error(error: Exception) -> CommandError:
     return CommandError(str(error).split(" ", 1)[0], str(error))
 
 
-# Scheme, what is heard where nobody is let in, and what to do about it; the first that fits.
+# Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
 _REMEDIES: Final = (
-    ("rediss:", "mismatch", "connect by a name that is in its certificate"),
+    ("rediss:", "mismatch", "connect by a host name that is in its certificate"),
     (
         "rediss:",
         "CERTIFICATE_VERIFY_FAILED",
-        "name who vouches for it by CARPOOL_REDIS_CA_FILE, or by ?ssl_ca_certs=FILE in the URL",
+        "set CARPOOL_REDIS_CA_FILE to the CA that signed it, or add ?ssl_ca_certs=FILE to the URL",
     ),
-    ("rediss:", "Timeout connecting", "if it does not speak TLS there, the URL begins with redis://"),
+    ("rediss:", "Timeout connecting", "if this port does not use TLS, the URL must begin with redis://"),
     (
         "rediss:",
         "CERTIFICATE_REQUIRED|EOF occurred|Broken pipe|reset by peer|closed by server",
-        "if it wants a certificate of ours, name it by CARPOOL_REDIS_CERT_FILE and CARPOOL_REDIS_KEY_FILE, "
-        "or by ?ssl_certfile=FILE&ssl_keyfile=FILE in the URL",
+        "if it requires a client certificate, set CARPOOL_REDIS_CERT_FILE and CARPOOL_REDIS_KEY_FILE, "
+        "or add ?ssl_certfile=FILE&ssl_keyfile=FILE to the URL",
     ),
-    ("redis:", "reset by peer|closed by server", "if it speaks TLS there, the URL begins with rediss://"),
+    ("redis:", "reset by peer|closed by server", "if this port uses TLS, the URL must begin with rediss://"),
     (
         "",
         "Authentication required",
-        "sign in by CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or by a URL with USER:PASSWORD@",
+        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@",
     ),
-    ("", "'select'", "with `carpool acl` there is database 0 only: installations differ by their prefix"),
+    ("", "'select'", "`carpool acl` allows database 0 only: give each installation its own prefix instead"),
 )  # fmt: skip
 
 
-def _link_error(url: str, error: Exception, *, greeting: bool = False) -> LinkError:
-    """`greeting`: while connecting, when it may be our settings that are wrong."""
-    said = "no answer in time" if isinstance(error.__context__, BlockingIOError) else str(error)
-    for scheme, words, remedy in _REMEDIES if greeting else ():
-        if url.startswith(scheme) and re.search(words, said):
-            said = f"{said.rstrip('.')}; {remedy}"
+def _link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkError:
+    """`connecting`: the connection was not established yet, so the settings may be wrong: add a remedy."""
+    reason = "no answer in time" if isinstance(error.__context__, BlockingIOError) else str(error)
+    for scheme, pattern, remedy in _REMEDIES if connecting else ():
+        if url.startswith(scheme) and re.search(pattern, reason):
+            reason = f"{reason.rstrip('.')}; {remedy}"
             break
-    return LinkError(f"Redis at {without_password(url)}: {said}")
+    return LinkError(f"Redis at {without_password(url)}: {reason}")
 
 
 def _keepalive(url: str) -> dict[str, Any]:
-    """A host that vanished is noticed; a socket of this machine has no such option."""
+    """Options that detect a host which is down; Unix sockets have none."""
     return {} if url.startswith("unix:") else {"socket_keepalive": True}
 
 
 def _pack(command: tuple[Argument, ...]) -> bytes:
-    # hiredis's stub allows tuples of one only
+    # hiredis's type stub only allows tuples of one element
     packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
     return packed
 
 
 class Script:
-    """A Lua script of `store/lua`, known by its hash. `after` names files of functions that it calls."""
+    """A Lua script in `store/lua`. Redis knows it by its hash, once it has run.
+
+    `after` names the files with the functions that it uses, each after those that it depends on. The script
+    is all these files and its own, concatenated, because scripts in Redis cannot import.
+    """
 
     def __init__(self, name: str, *, after: Sequence[str] = ()) -> None:
         self.name: Final = name.rpartition("/")[2]
         folder = resources.files("carpool.store") / "lua"
-        self.source: Final = "".join((folder / f"{one}.lua").read_text() for one in (*after, name))
+        self.source: Final = "".join((folder / f"{file}.lua").read_text() for file in (*after, name))
         self.sha: Final = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
 @contextlib.contextmanager
-def _understanding(url: str) -> Iterator[None]:
-    """redis-py takes settings of its own from the URL's query, and finds late that it has none so named."""
+def _url_errors(url: str) -> Iterator[None]:
+    """Report what redis-py rejects in a URL. Its query may hold any of redis-py's own connection settings."""
     try:
         yield
     except (TypeError, ValueError):
         raise LinkError(
-            f"Redis at {without_password(url)}: what follows the ? of the URL, or the number behind its last "
-            "/, means nothing to redis-py"
+            f"Redis at {without_password(url)}: redis-py rejects the query of this URL (after the ?), or its "
+            "database (the number after the last /)"
         ) from None
 
 
 class Link:
-    """One blocking connection. Connects when first used, and again after it was lost. Not for two threads."""
+    """One blocking connection. Connects when first used, and again after it failed. Not for two threads."""
 
     def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
         self._url = url
         self._timeout_s = timeout_s
-        with _understanding(url):
+        with _url_errors(url):
             pool = redis.ConnectionPool.from_url(
                 url,
                 protocol=2,
@@ -168,23 +183,23 @@ class Link:
             if self._connection._sock is None:
                 self._connect()
             self._connection.send_packed_command((_pack(command),), check_health=False)
-        except (redis.RedisError, OSError) as error:  # a wrong password is found while connecting
-            greeting = self._connection._sock is None
+        except (redis.RedisError, OSError) as error:
+            connecting = self._connection._sock is None
             self.close()
-            raise _link_error(self._url, error, greeting=greeting) from error
+            raise _link_error(self._url, error, connecting=connecting) from error
 
     def _connect(self) -> None:
-        """Connect, and leave timeouts to the kernel: Python's cost a system call for each read and write."""
+        """Connect, and set timeouts in the kernel: Python's cost a system call for each read and write."""
         self._connection.connect()
         sock = self._connection._sock
         if not isinstance(sock, ssl.SSLSocket):
             sock.settimeout(None)
-            patience = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+            timeout = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def receive(self) -> Any:
-        """The next reply, which must begin to come within the link's timeout."""
+        """The next reply, of which the first bytes must arrive within the link's timeout."""
         try:
             return self._connection.read_response()
         except redis.ResponseError as error:
@@ -194,7 +209,7 @@ class Link:
             raise _link_error(self._url, error) from error
 
     def call_many(self, *commands: Command) -> list[Any]:
-        """Send several commands at once. A command's error is returned in its place, not raised."""
+        """Send several commands, then receive all replies. A CommandError is returned in its place."""
         for command in commands:
             self.send(*command)
         return [self._receive_or_error() for _ in commands]
@@ -206,7 +221,7 @@ class Link:
             return error
 
     def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Run a script by its hash, and by its source where Redis does not know it (yet, or any more)."""
+        """Run a script by its hash, or by its source if Redis does not know the hash (yet, or any more)."""
         try:
             return self.call("EVALSHA", script.sha, len(keys), *keys, *args)
         except CommandError as error:
@@ -215,14 +230,16 @@ class Link:
         return self.call("EVAL", script.source, len(keys), *keys, *args)
 
     def readable(self, timeout_s: float) -> bool:
-        """Whether a reply begins to arrive within `timeout_s`. True too when the other side hung up."""
-        sock = self._connection._sock  # no public way to wait on it together with a timer
+        """Whether a reply begins to arrive within `timeout_s`. Also True when Redis closed the connection."""
+        sock = self._connection._sock
         if sock is None:
             return True
-        if getattr(sock, "pending", None) and sock.pending():  # TLS may hold bytes the kernel no longer has
+        if (
+            getattr(sock, "pending", None) and sock.pending()
+        ):  # bytes that TLS has read from the kernel already
             return True
         descriptor = sock.fileno()
-        if descriptor < _SELECTABLE:  # to the microsecond, where poll rounds up to whole milliseconds
+        if descriptor < _SELECT_DESCRIPTORS:  # exact to the microsecond; poll rounds up to milliseconds
             return bool(select.select((descriptor,), (), (), max(0.0, timeout_s))[0])
         if self._poller is None or self._poller[0] != descriptor:
             poller = select.poll()
@@ -231,17 +248,17 @@ class Link:
         return bool(self._poller[1].poll(max(0.0, timeout_s) * 1000))
 
     def close(self) -> None:
-        """Hang up. The next call connects anew."""
+        """Close the connection. The next call connects again."""
         self._poller = None
         self._connection.disconnect()
 
 
 class AsyncLink(asyncio.Protocol):
-    """One asyncio connection for pipelining: `write` waits for nothing, replies come to `on_reply` in order.
+    """One asyncio connection for pipelining: `write` does not wait, and `on_reply` gets the replies in order.
 
-    redis-py opens the connection and signs in; then its stream is set aside and the transport talks to this
-    protocol directly. A reply costs a callback, not a task switch: that is most of a lone request's latency.
-    `on_lost` is called once, with the reason, when the connection is gone.
+    redis-py opens the connection and signs in. Then this protocol replaces its stream on the transport: a
+    reply costs a callback and not a task switch, which is most of the latency of a single request.
+    `on_lost` is called once, with the reason, when the connection is lost.
     """
 
     def __init__(
@@ -255,7 +272,7 @@ class AsyncLink(asyncio.Protocol):
         self._url = url
         self._on_reply = on_reply
         self._on_lost = on_lost
-        with _understanding(url):
+        with _url_errors(url):
             pool = redis.asyncio.ConnectionPool.from_url(
                 url,
                 protocol=2,
@@ -267,7 +284,7 @@ class AsyncLink(asyncio.Protocol):
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
-        self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self._transport: Any = None
         self.congested = False
         self.identity: int | None = None
@@ -280,51 +297,51 @@ class AsyncLink(asyncio.Protocol):
             await connection.send_command("CLIENT", "ID")
             try:
                 self.identity = await connection.read_response()
-            except redis.ResponseError:  # not allowed to: nothing depends on it
+            except redis.ResponseError:  # the role may not ask: do without
                 self.identity = None
         except (redis.RedisError, OSError) as error:
             await connection.disconnect(nowait=True)
-            raise _link_error(self._url, error, greeting=True) from error
+            raise _link_error(self._url, error, connecting=True) from error
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
 
     def write(self, commands: Iterable[Command]) -> None:
-        """Send commands in one piece. What cannot be sent is reported by `on_lost`."""
+        """Send commands in one write. If the connection is lost meanwhile, `on_lost` reports it."""
         if self._transport is not None:
             self._transport.write(b"".join([_pack(tuple(command)) for command in commands]))
 
     def close(self) -> None:
-        """Hang up at once; `on_lost` is not called any more."""
+        """Close the connection at once; `on_lost` is not called any more."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
-            self._let_go()
+            self._detach()
 
-    # --- asyncio's side ------------------------------------------------------------------------------------
+    # --- called by asyncio ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, and hand on every reply that is complete; errors as CommandError."""
+        """Parse the data, and pass on every complete reply; errors as CommandError."""
         self._reader.feed(data)
-        while (reply := self._reader.gets()) is not _MORE:
+        while (reply := self._reader.gets()) is not _INCOMPLETE:
             if isinstance(reply, hiredis.ReplyError):
                 reply = CommandError(str(reply).split(" ", 1)[0], str(reply))
             self._on_reply(reply)
 
     def pause_writing(self) -> None:
-        """Redis does not keep up."""
+        """The write buffer is full: Redis does not keep up."""
         self.congested = True
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """The write buffer has room again."""
         self.congested = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The transport is gone."""
+        """The transport was closed, by Redis or by an error."""
         if self._transport is not None:
             self._transport = None
-            self._let_go()
+            self._detach()
             self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))
 
-    def _let_go(self) -> None:
-        """redis-py did not see its connection end, and would complain that nobody closed it."""
+    def _detach(self) -> None:
+        """Keep redis-py from warning that its connection was not closed: it did not see that."""
         self._connection._reader = self._connection._writer = None

@@ -1,4 +1,4 @@
-"""What anybody may look at: which models are registered, and how they fare."""
+"""What can be read of models without taking part: which are registered, and their state."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from carpool.wire.requests import arrival_of
 
 
 class ModelSnapshot(NamedTuple):
-    """What Redis says of a model, looked at a few times a second."""
+    """The state of a model in Redis. A batcher takes one a few times a second."""
 
     waiting_entries: int
     batches_in_flight: int
-    tickets: int  # taken in the order of results: by who waits or is in flight, and by results that are held
-    workers: list[str]
+    tickets: int  # in the order of results: of requests that wait or are in flight, and of withheld results
+    workers: list[str]  # model processes whose lease runs
     registration: dict[str, str]
-    config: dict[str, str]  # what an operator said instead
+    config: dict[str, str]  # the operator's overrides
 
 
 class ModelOverview(NamedTuple):
-    """A model as whoever may count sees it; `status` is what its batcher says of itself, undecoded."""
+    """The state of a model in counts, without the content of requests; `report` is its batcher's, encoded."""
 
     at_us: int
     waiting_entries: int
     batches_in_flight: int
     model_processes: int
     batcher: bool
-    status: bytes | None
+    report: bytes | None
 
 
 class Directory:
-    """The registered models, for those who serve or show them all."""
+    """All registered models, for services and commands that serve or show them."""
 
     def __init__(self, link: Link, prefix: str) -> None:
         self._link = link
@@ -46,38 +46,38 @@ class Directory:
         return sorted(name.decode() for name in self._link.call("SMEMBERS", models_key(self._prefix)))
 
     def overview(self, model: str) -> ModelOverview:
-        """A model as it is now, in one trip."""
+        """The state of a model, in one round trip."""
         keys = Keys(model, self._prefix)
-        time_reply, waiting, in_flight, workers, batcher, status = no_errors(
+        time_reply, waiting, in_flight, workers, batcher, report = no_errors(
             self._link.call_many(
                 ("TIME",),
                 ("XLEN", keys.requests),
                 ("XLEN", keys.batches),
                 ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
                 ("EXISTS", keys.batcher),
-                ("GET", keys.status),
+                ("GET", keys.report),
             )
         )
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
         return ModelOverview(
-            at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), status
+            at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), report
         )
 
     def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
-        """What a model's workers registered, and what an operator said instead."""
+        """The settings that a model's workers registered, and the operator's overrides."""
         keys = Keys(model, self._prefix)
         replies = self._link.call_many(("HGETALL", keys.registration), ("HGETALL", keys.config))
         registration, config = map(_texts, no_errors(replies))
         return registration, config
 
-    def configure(self, model: str, values: Mapping[str, str], back: Sequence[str]) -> None:
-        """An operator says `values` instead of what is registered, and takes back the settings in `back`."""
+    def configure(self, model: str, values: Mapping[str, str], removed: Sequence[str]) -> None:
+        """Override registered settings by `values`, and remove the overrides of the settings in `removed`."""
         key = Keys(model, self._prefix).config
         commands: list[tuple[Argument, ...]] = [("MULTI",)]
         if values:
             commands.append(("HSET", key, *(part for pair in values.items() for part in pair)))
-        if back:
-            commands.append(("HDEL", key, *back))
+        if removed:
+            commands.append(("HDEL", key, *removed))
         no_errors(self._link.call_many(*commands, ("EXEC",)))
 
     def oldest_arrival_us(self, model: str) -> int | None:
@@ -89,12 +89,12 @@ class Directory:
         return int(arrival_ms) * 1000 if arrival_ms.isdigit() else arrival_of(oldest[0][0].decode())
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._link.close()
 
 
 def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
-    """Look at a model, and at the clock."""
+    """The state of a model. Also sets the clock."""
     tickets, *replies = link.call_many(
         ("LLEN", keys.order),
         ("TIME",),
@@ -105,7 +105,7 @@ def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
         ("HGETALL", keys.config),
     )
     if isinstance(tickets, CommandError) and tickets.code == "WRONGTYPE":
-        tickets = 0  # nobody is in order: see order.lua
+        tickets = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
     time_reply, waiting, in_flight, tickets, workers, *hashes = no_errors(
         [*replies[:3], tickets, *replies[3:]]
     )
@@ -115,7 +115,7 @@ def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
 
 
 def no_errors(replies: list[Any]) -> list[Any]:
-    """What was answered. Raises the first CommandError of them."""
+    """These replies. Raises the first CommandError among them."""
     for reply in replies:
         if isinstance(reply, CommandError):
             raise reply
@@ -123,7 +123,7 @@ def no_errors(replies: list[Any]) -> list[Any]:
 
 
 def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
-    """Of members and scores in turn, the model processes whose lease runs."""
+    """The model processes whose lease runs; `workers` is member, score, member, score, ..."""
     return [
         member.decode()
         for member, lease_end_ms in zip(workers[::2], workers[1::2], strict=True)
@@ -132,5 +132,6 @@ def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
 
 
 def _texts(flat: Sequence[bytes]) -> dict[str, str]:
+    """A hash that Redis returned, as text."""
     texts = [text.decode("utf-8", "replace") for text in flat]
     return dict(zip(texts[::2], texts[1::2], strict=True))

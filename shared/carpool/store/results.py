@@ -1,22 +1,27 @@
-"""How results get to their producers: on lists of their own, or many in one entry of a reply stream."""
+"""How results reach their producers: on lists of their own, or many in one entry of a reply stream.
+
+Batchers and workers both write results: a worker by `commit` and `answer_ahead`, a batcher by `refuse` and
+`answer_ahead`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Literal, NamedTuple, Self
 
 from carpool.keys import Keys
 from carpool.messages import BatchedRequest, Request, Result
+from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.wire.results import encode_envelope, encode_result, encode_results
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
-RESULT_ARGS: Final = 4
-IN_ORDER: Final = ("deliver", "ordering/move", "ordering/order")  # what scripts need that deliver results
+# The files that a script needs which delivers results.
+DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
 
-_ANSWER: Final = Script("answer", after=IN_ORDER)
-_RELEASE: Final = Script("ordering/release", after=IN_ORDER)
+_ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER))
+_RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
 
 
 class Address(NamedTuple):
@@ -39,78 +44,83 @@ class Answer(NamedTuple):
     result: Result
 
 
+class Owner(NamedTuple):
+    """A worker's claim to a batch: the consumer that took it, and the epoch at which it did."""
+
+    consumer: str
+    epoch: int
+
+
+class FirstTicket(NamedTuple):
+    """The state of the first ticket in the order of results; `id` is its request's entry or batch."""
+
+    state: Literal["WAITING", "IN_FLIGHT", "UNKNOWN"]
+    id: str
+
+
 class FencedError(Exception):
-    """The batch belongs to another worker now: its lease ran out here. What was computed is dropped."""
+    """The batch belongs to another worker now: the lease of this one ran out. Its results are dropped."""
 
 
-class ScriptKeys:
-    """KEYS of a script, each once, with its index as Lua counts."""
-
-    def __init__(self, *keys: str) -> None:
-        self.keys = list(keys)
-        self._index: dict[str, int] = {}
-
-    def index(self, key: str) -> int:
-        """The index of `key`, which is added if it is new."""
-        at = self._index.get(key)
-        if at is None:
-            self.keys.append(key)
-            at = self._index[key] = len(self.keys)
-        return at
-
-
-def answer(
+def answer_ahead(
     link: Link,
     keys: Keys,
-    consumer: str,
+    owner: Owner | None,
     batch_id: str,
-    epoch: int,
     answers: Sequence[Answer],
     starting: int | None,
     result_ttl_ms: int,
 ) -> set[int]:
-    """Write results of some requests of a batch ahead of its commit, each once.
+    """Write results of some requests of a batch ahead of its commit, each once. A batcher has no `owner`.
 
-    Returns the positions that were written: the others had been answered. Raises FencedError.
+    Returns the positions that were written: the others had been answered, or the batch has been settled.
+    Raises FencedError if `owner` does not own the batch any more.
     """
     script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.held)
-    args: list[Argument] = [consumer, batch_id, epoch, result_ttl_ms, PROGRESS_TTL_MS]
-    args += ["" if starting is None else starting, len(answers)]
-    for position, address, result in answers:
-        args += [position, *result_args(keys, script_keys, [(address, result)])]
-    answered = link.run(_ANSWER, script_keys.keys, args)
-    if answered == b"FENCED":
+    args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
+    args += [result_ttl_ms, PROGRESS_TTL_MS, "" if starting is None else starting]
+    args += group_list_args(
+        (position, *group)
+        for position, address, result in answers
+        for group in result_groups(keys, script_keys, [(address, result)])
+    )
+    outcome, *positions = link.run(_ANSWER, script_keys.keys, args)
+    if outcome == b"FENCED":
         raise FencedError(batch_id)
-    return set() if answered == b"SETTLED" else set(answered)
+    return set(positions)
 
 
-def release(link: Link, keys: Keys, *, free_lost: bool = False) -> str:
-    """Deliver all withheld results whose turn it is. With `free_lost` also free the tickets of requests that
-    were withdrawn by XDEL, or whose batch was deleted by hand.
+def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket | None:
+    """Deliver the withheld results that have no unfinished ticket before them.
 
-    Returns where the request is whose turn it is: 'w' and its entry, 'b' and its batch, '' if there is none.
+    With `free_lost` also free the tickets of requests that were withdrawn by XDEL, or whose batch was deleted
+    by hand. Returns the ticket that is first in the order afterwards, None if none is left.
     """
-    where = [keys.requests, keys.batches] if free_lost else []
-    while (first := link.run(_RELEASE, [keys.order, keys.held, *where], [])) == 1:
-        pass
-    return str(first.decode())
+    streams = [keys.requests, keys.batches] if free_lost else []
+    while True:
+        outcome, *ticket_id = link.run(_RELEASE, [keys.order, keys.held, *streams], [])
+        if outcome == b"EMPTY":
+            return None
+        if outcome != b"MORE":
+            return FirstTicket(outcome.decode(), ticket_id[0].decode())
 
 
-def result_args(
+def result_groups(
     keys: Keys, script_keys: ScriptKeys, results: Iterable[tuple[Address, Result]]
-) -> list[Argument]:
-    """Key index, kind, ticket and payload of each list; of each reply stream once for all its results.
+) -> Iterator[Group]:
+    """The elements of a script's list of results: key index, kind, ticket and payload of each.
 
-    RESULT_ARGS for each. A result with a ticket is sent alone, as an envelope: order.lua packs what it can.
+    Results for one reply stream share a group. One with a ticket has a group of its own, with an envelope as
+    its payload: `order.lua` packs those that it delivers together.
     """
-    args: list[Argument] = []
     by_stream: dict[str, list[Result]] = {}
     for (reply_to, ticket), result in results:
         if reply_to is None:
             key = script_keys.index(keys.result(result.correlation_id))
-            args += [key, "list", ticket or "", encode_result(result)]
+            yield key, "list", ticket or "", encode_result(result)
         elif ticket is not None:
-            args += [script_keys.index(keys.replies(reply_to)), "stream", ticket, encode_envelope(result)]
+            key = script_keys.index(keys.replies(reply_to))
+            yield key, "stream", ticket, encode_envelope(result)
         else:
             of_stream = by_stream.get(reply_to)
             if of_stream is None:
@@ -119,20 +129,19 @@ def result_args(
                 of_stream.append(result)
     for reply_to, of_stream in by_stream.items():
         key = script_keys.index(keys.replies(reply_to))
-        for some in _of_moderate_size(of_stream):
-            args += [key, "stream", "", encode_results(some)]
-    return args
+        for chunk in _limited_chunks(of_stream):
+            yield key, "stream", "", encode_results(chunk)
 
 
-def _of_moderate_size(results: list[Result]) -> Iterable[list[Result]]:
+def _limited_chunks(results: list[Result]) -> Iterable[list[Result]]:
     """Results for entries of about ENTRY_BYTES: Redis takes no more than 512 MiB in one string."""
-    some: list[Result] = []
+    chunk: list[Result] = []
     size_bytes = 0
     for result in results:
-        if some and size_bytes > ENTRY_BYTES:
-            yield some
-            some, size_bytes = [], 0
-        some.append(result)
+        if chunk and size_bytes > ENTRY_BYTES:
+            yield chunk
+            chunk, size_bytes = [], 0
+        chunk.append(result)
         size_bytes += len(result.body or b"")
-    if some:
-        yield some
+    if chunk:
+        yield chunk

@@ -1,4 +1,4 @@
-"""The worker's moves."""
+"""What a worker does in Redis: register, take batches and keep them, write results."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.messages import Batch, DeadLetter, Result
+from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import no_errors
 from carpool.store.results import (
-    IN_ORDER,
-    RESULT_ARGS,
+    DELIVER_IN_ORDER,
     Address,
     Answer,
     FencedError,
-    ScriptKeys,
-    answer,
+    Owner,
+    answer_ahead,
     release,
-    result_args,
+    result_groups,
 )
 from carpool.wire.batches import decode_batch, encode_dead_letter
 
-SETTLED_LENGTH: Final = 10_000
-DEAD_LENGTH: Final = 10_000
+SETTLED_ENTRIES_MAX: Final = 10_000
+DEAD_ENTRIES_MAX: Final = 10_000
 
-_COMMIT: Final = Script("commit", after=IN_ORDER)
+_COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER))
 _RENEW: Final = Script("renew")
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
@@ -35,7 +35,7 @@ _LEAVE: Final = Script("leave")
 
 
 class Reclaimed(NamedTuple):
-    """A batch taken over: who was answered already, and how often each was started alone."""
+    """A batch taken over: positions that were answered already, and how often each was started alone."""
 
     batch: Batch
     answered: frozenset[int]
@@ -43,7 +43,7 @@ class Reclaimed(NamedTuple):
 
 
 class WorkerStore:
-    """One connection to one model. Not for two threads: each loop has a store of its own."""
+    """A worker's connection to one model. Not for two threads: each loop has a store of its own."""
 
     def __init__(self, link: Link, keys: Keys, clock: RedisClock | None = None) -> None:
         self._link = link
@@ -51,10 +51,10 @@ class WorkerStore:
         self.clock = clock or RedisClock()
 
     def register(self, registration: Mapping[str, Argument]) -> None:
-        """Say what the model is. Nobody else writes it down."""
-        flat = [part for pair in registration.items() for part in pair]
+        """Write the registration of the model; only workers do."""
+        fields = [part for pair in registration.items() for part in pair]
         replies = self._link.call_many(
-            ("HSET", self.keys.registration, *flat),
+            ("HSET", self.keys.registration, *fields),
             ("SADD", models_key(self.keys.prefix), self.keys.model),
             ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),
         )
@@ -63,28 +63,23 @@ class WorkerStore:
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
-        self._link.run(_JOIN, keys, [consumer, lease_ms, SETTLED_LENGTH])
+        self._link.run(_JOIN, keys, [consumer, lease_ms, SETTLED_ENTRIES_MAX])
 
     def leave(self, consumer: str) -> None:
         """A model process takes no more batches."""
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
-        self._link.run(_LEAVE, keys, [consumer, SETTLED_LENGTH])
+        self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
     def fetch(self, consumer: str, block_ms: int | None) -> Batch | None:
-        """The next batch; waits up to `block_ms`, None not at all. CommandError NOGROUP: register again."""
+        """The next batch; waits for it up to `block_ms`, not at all if None.
+
+        Raises CommandError with the code NOGROUP if Redis was emptied: register again.
+        """
         block: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", block_ms)
         self._link.send(
-            "XREADGROUP",
-            "GROUP",
-            WORKERS_GROUP,
-            consumer,
-            "COUNT",
-            1,
-            *block,
-            "STREAMS",
-            self.keys.batches,
-            ">",
-        )
+            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, *block,
+            "STREAMS", self.keys.batches, ">",
+        )  # fmt: skip
         reply = self._link.receive()
         if not reply or not reply[0][1]:
             return None
@@ -97,7 +92,8 @@ class WorkerStore:
         if reply is None:
             return None
         entry_id, flat, epoch, progress = reply
-        answered, started = set(), {}
+        answered: set[int] = set()
+        started: dict[int, int] = {}
         for field, value in zip(progress[::2], progress[1::2], strict=True):
             kind, _, position = field.decode().partition(":")
             if kind == "answered":
@@ -106,20 +102,22 @@ class WorkerStore:
                 started[int(position)] = int(value)
         return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
 
-    def renew(self, consumer: str, lease_ms: int, held: Iterable[tuple[str, int]]) -> tuple[bool, set[str]]:
-        """Extend the lease of a model process and of the batches (ID, epoch) it holds.
+    def renew(
+        self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
+    ) -> tuple[bool, set[str]]:
+        """Extend the lease of a model process and of the batches (ID, epoch) that it executes.
 
         Returns whether the model is still registered, and the IDs of batches that were lost.
         """
         args: list[Argument] = [consumer, lease_ms]
-        for batch_id, epoch in held:
+        for batch_id, epoch in batches:
             args += [batch_id, epoch]
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]
         registered, *lost = self._link.run(_RENEW, keys, args)
         return bool(registered), {batch_id.decode() for batch_id in lost}
 
     def look_at_clock(self) -> None:
-        """Set the clock by Redis's."""
+        """Set the clock from Redis's."""
         self.clock.set(self._link.call("TIME"), time.monotonic_ns())
 
     def answer(
@@ -129,13 +127,12 @@ class WorkerStore:
         answers: Sequence[Answer],
         starting: int | None,
     ) -> set[int]:
-        """Write results ahead of the commit, and note which request is started next, alone.
+        """Write results ahead of the commit, and record which request is executed next, alone.
 
         Returns the positions that were written: the others had been answered. Raises FencedError.
         """
-        return answer(
-            self._link, self.keys, consumer, batch.id, batch.epoch, answers, starting, batch.result_ttl_ms
-        )
+        owner = Owner(consumer, batch.epoch)
+        return answer_ahead(self._link, self.keys, owner, batch.id, answers, starting, batch.result_ttl_ms)
 
     def commit(
         self,
@@ -145,18 +142,18 @@ class WorkerStore:
         dead: Sequence[DeadLetter],
         compute_us: int,
     ) -> set[int]:
-        """Settle a batch. `results` by position, each with its address; those left out were answered.
+        """Settle a batch. `results` by position, each with its address; others were answered ahead.
 
-        Returns the positions of which nothing was written, because they were answered meanwhile. Raises
-        FencedError.
+        Returns the positions for which nothing was written because they had been answered ahead after all.
+        Raises FencedError.
         """
         left_out = set(range(len(batch.requests))) - results.keys()
-        meanwhile: set[int] = set()
+        answered: set[int] = set()
         while True:
-            answered = self._commit(consumer, batch, results, left_out | meanwhile, dead, compute_us)
-            if not answered:
-                return meanwhile
-            meanwhile |= answered
+            more_answered = self._commit(consumer, batch, results, left_out | answered, dead, compute_us)
+            if not more_answered:
+                return answered
+            answered |= more_answered
 
     def _commit(
         self,
@@ -167,25 +164,24 @@ class WorkerStore:
         dead: Sequence[DeadLetter],
         compute_us: int,
     ) -> set[int]:
+        """Returns an empty set if the batch is settled, else the positions that must be left out, too."""
         keys = self.keys
         script_keys = ScriptKeys(
             keys.batches, keys.settled, keys.progress(batch.id), keys.dead, keys.order, keys.held
         )
         if left_out:
-            results = {position: one for position, one in results.items() if position not in left_out}
+            results = {position: result for position, result in results.items() if position not in left_out}
         settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
         settled += ["compute_us", compute_us]
-        delivered = result_args(self.keys, script_keys, results.values())
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
-        args += [SETTLED_LENGTH, DEAD_LENGTH]
-        args += [len(left_out), *left_out, len(settled), *settled]
-        args += [len(delivered) // RESULT_ARGS, *delivered, len(dead)]
-        for letter in dead:
-            fields = encode_dead_letter(letter)
-            args += [len(fields), *fields]
-        reply = self._link.run(_COMMIT, script_keys.keys, args)
-        if reply == b"FENCED":
+        args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
+        args += list_args(left_out)
+        args += list_args(settled)
+        args += group_list_args(result_groups(keys, script_keys, results.values()))
+        args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
+        outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)
+        if outcome == b"FENCED":
             raise FencedError(batch.id)
-        if reply == b"MORE":
+        if outcome == b"SETTLED_MORE":
             release(self._link, keys)
-        return set() if reply in (b"OK", b"MORE") else set(reply)
+        return set(positions)

@@ -1,6 +1,6 @@
 """Batches, settled batches and dead letters <-> the fields of stream entries.
 
-Batchers and workers alone write these, so a malformed one is a bug and raises.
+Only batchers and workers write these, so a malformed one is a bug, and decoding it raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from carpool.messages import Batch, BatchedRequest, BatchSettled, DeadLetter, Di
 
 
 def encode_batch(dispatch: Dispatch) -> bytes:
-    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples, tickets only where set."""
+    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples.
+
+    A request without a ticket is a tuple one element shorter.
+    """
     tuples: list[tuple[Any, ...]] = [
         (
             request.entry.id,
@@ -28,20 +31,23 @@ def encode_batch(dispatch: Dispatch) -> bytes:
         )
         for request in dispatch.requests
     ]
-    for at, request in enumerate(dispatch.requests):
+    for position, request in enumerate(dispatch.requests):
         if request.ticket is not None:
-            tuples[at] += (request.ticket,)
+            tuples[position] += (request.ticket,)
     return bytes(msgpack.packb(tuples))
 
 
 def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
-    """A batch as Redis returns it. Only batchers write these: a malformed one raises."""
+    """A batch entry as Redis returns it, without the requests of the entries that its `gone` field names.
+
+    Those entries were no longer in Redis when the batch was dispatched: their producers had withdrawn them.
+    """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    requests = [BatchedRequest(*one) for one in msgpack.unpackb(raw[b"requests"])]
+    requests = [BatchedRequest(*fields) for fields in msgpack.unpackb(raw[b"requests"])]
     gone = raw.get(b"gone")
     if gone:
-        left_out = frozenset(gone.decode().split())
-        requests = [request for request in requests if request.entry_id not in left_out]
+        entry_ids = frozenset(gone.decode().split())
+        requests = [request for request in requests if request.entry_id not in entry_ids]
     return Batch(
         entry_id.decode(),
         epoch,
@@ -54,7 +60,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
 
 
 def decode_settled(flat: Sequence[bytes]) -> BatchSettled | WorkersChanged:
-    """An entry of the `settled` stream: one without a batch says that a model process joined or left."""
+    """An entry of the `settled` stream. One without a batch means that a model process joined or left."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
@@ -65,7 +71,10 @@ def decode_settled(flat: Sequence[bytes]) -> BatchSettled | WorkersChanged:
 
 
 def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
-    """The fields of a dead letter: the request as it came, with the reason and the attempts."""
+    """The fields of a dead letter: the request as its producer sent it, then the reason and the attempts.
+
+    A client that keeps the last of two fields with the same name reads Carpool's own.
+    """
     request = letter.request
     flat: list[str | bytes | int] = ["correlation_id", request.correlation_id]
     flat += ["content_type", request.content_type, "body", request.body]

@@ -1,7 +1,10 @@
-"""A request's or result's body: bytes of its content type <-> values, with limits on depth, length and count.
+"""The body of a request or a result: bytes of its content type <-> Python values.
 
-`decode_body` raises nothing but InvalidArgumentError, whose detail names the field; `encode_body` nothing but
-InternalError.
+Decoding limits depth, length and count. `decode_body` raises only InvalidArgumentError, whose detail names
+the field; `encode_body` raises only InternalError.
+
+JSON goes through the standard library, because integers of any size must survive and NaN must be an error.
+(orjson reads integers beyond 64 bits as floats, and writes NaN as null.)
 """
 
 from __future__ import annotations
@@ -20,29 +23,29 @@ MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
 MAX_JSON_ITEMS: Final = 1_000_000
 
-_BINARY_TENSOR: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
-_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
-_Path = tuple[Any, Any] | None  # the way to a value: the way to what it is in, and its name or number there
+_TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
+_SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
+_Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
 
 def decode_body(content_type: str, body: bytes) -> Any:
-    """A request's body as the model gets it: plain Python values, arrays for tensors, bytes for octet-stream.
+    """A body as Python values: numpy arrays for tensors, bytes for octet-stream. Raises InvalidArgumentError.
 
-    Raises InvalidArgumentError; depth, length and count are limited before anything large is built.
+    Depth, length and count are checked before anything large is built.
     """
     if content_type == RAW:
         return body
     value = _decode_json(body) if content_type == JSON else _decode_msgpack(body)
-    return _with_arrays(value, None, 0)
+    return _replace_tensors(value, None, 0)
 
 
 def _decode_json(body: bytes) -> Any:
     if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_ITEMS:
         raise InvalidArgumentError(
-            f"body: more than {MAX_JSON_ITEMS} items of JSON; send a tensor as msgpack"
+            f"body: more than {MAX_JSON_ITEMS} JSON items; send large tensors as msgpack"
         )
     try:
-        return _FROM_JSON.decode(body.decode())
+        return _JSON_DECODER.decode(body.decode())
     except UnicodeDecodeError:
         raise InvalidArgumentError("body: not UTF-8") from None
     except RecursionError:
@@ -51,12 +54,12 @@ def _decode_json(body: bytes) -> Any:
         raise InvalidArgumentError(f"body: not JSON ({error})") from None
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON's")
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
-# Not json.loads, which would take UTF-16, half a surrogate pair and NaN, and no other language's parser does.
-_FROM_JSON: Final = json.JSONDecoder(parse_constant=_no_constant)
+# Not json.loads: from bytes it also accepts UTF-16, UTF-8 with surrogates, and NaN, as few other parsers do.
+_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 def _decode_msgpack(body: bytes) -> Any:
@@ -77,36 +80,34 @@ def _decode_msgpack(body: bytes) -> Any:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except UnicodeDecodeError:
         raise InvalidArgumentError(
-            "body: a text in it is not UTF-8; bytes, as in a tensor's data, are msgpack's bin"
+            "body: contains a str that is not UTF-8; send bytes, such as a tensor's data, as msgpack's bin"
         ) from None
-    except (
-        Exception
-    ) as error:  # msgpack's own errors share no base but ValueError, and hashing a key may raise
-        raise InvalidArgumentError(f"body: not msgpack ({str(error) or 'it ends too early'})") from None
+    except Exception as error:  # msgpack's errors are ValueErrors, but hashing a map's key may raise others
+        raise InvalidArgumentError(f"body: not msgpack ({str(error) or 'unexpected end'})") from None
 
 
-def _with_arrays(value: Any, path: _Path, depth: int) -> Any:
-    """`value` with each tensor's map made an array, its depth looked at on the way."""
+def _replace_tensors(value: Any, path: _Path, depth: int) -> Any:
+    """`value` with each tensor's map replaced by its array; raises where it is nested too deep."""
     kind = type(value)
     if kind is dict:
-        if value.keys() == _BINARY_TENSOR:
-            value = _with_text_names(value)
+        if value.keys() == _TENSOR_FIELDS_AS_BYTES:
+            value = _with_str_fields(value)
         if is_tensor(value):
             return decode_tensor(value, _field(path))
         _check_depth(depth)
-        return {key: _with_arrays(item, (path, key), depth + 1) for key, item in value.items()}
+        return {key: _replace_tensors(item, (path, key), depth + 1) for key, item in value.items()}
     if kind is list:
         _check_depth(depth)
-        if _PLAIN.issuperset(map(type, value)):
+        if _SCALARS.issuperset(map(type, value)):
             return value
-        return [_with_arrays(item, (path, index), depth + 1) for index, item in enumerate(value)]
+        return [_replace_tensors(item, (path, index), depth + 1) for index, item in enumerate(value)]
     if kind in (msgpack.ExtType, msgpack.Timestamp):
-        raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not understood")
+        raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not supported")
     return value
 
 
-def _with_text_names(value: dict[bytes, Any]) -> dict[str, Any]:
-    """A tensor of a language that has one kind of string, and writes all of them as bin (Perl does)."""
+def _with_str_fields(value: dict[bytes, Any]) -> dict[str, Any]:
+    """A tensor whose sender has only one type of string, and writes it as bin (as Perl's msgpack does)."""
     named = {name.decode(): item for name, item in value.items()}
     if type(named["datatype"]) is bytes:
         named["datatype"] = named["datatype"].decode("ascii", "replace")
@@ -114,8 +115,10 @@ def _with_text_names(value: dict[bytes, Any]) -> dict[str, Any]:
 
 
 def _field(path: _Path) -> str:
-    """The way to a value as a person would write it: `body.rows[2]`. Made only where it is needed, and of
-    the beginnings of names: a name may be as long as the body."""
+    """A path as text, such as `body.rows[2]`, for an error message.
+
+    Built only for errors. Keys are cut short, because a key may be as long as the body.
+    """
     parts: list[str] = []
     while path is not None:
         path, part = path
@@ -129,12 +132,12 @@ def _check_depth(depth: int) -> None:
 
 
 def encode_body(content_type: str, value: Any) -> bytes:
-    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError if it cannot be."""
+    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError."""
     try:
         if content_type == RAW:
             return _encode_raw(value)
         if content_type == JSON:
-            return _JSON.encode(value).encode()
+            return _JSON_ENCODER.encode(value).encode()
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {error}") from None
@@ -146,11 +149,11 @@ def _json_default(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bytes):
-        raise ValueError("bytes have no place in JSON; use msgpack")
+        raise ValueError("JSON cannot hold bytes; use msgpack")
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
-_JSON: Final = json.JSONEncoder(
+_JSON_ENCODER: Final = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_json_default
 )
 

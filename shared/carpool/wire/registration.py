@@ -1,4 +1,8 @@
-"""What a worker registers of its model: a hash of settings as text, and tensors as JSON in OIP's terms."""
+"""What a worker registers about its model: a Redis hash of settings and tensor declarations.
+
+Settings are text, as `ModelSettings.as_text` writes them. The fields `inputs` and `outputs` are JSON lists of
+declared tensors, with the names of the Open Inference Protocol.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,34 @@ from typing import Final
 
 from carpool.wire.tensors import TensorSpec
 
-_FIELDS: Final = ("name", "datatype", "shape")
+_SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
 
 def encode_registration(
     settings: Mapping[str, str], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> dict[str, str]:
-    """The fields of the hash. A model that declares no tensors has no `inputs` and `outputs`."""
+    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
     fields = dict(settings)
     for name, specs in (("inputs", inputs), ("outputs", outputs)):
         if specs:
-            fields[name] = json.dumps([{field: getattr(spec, field) for field in _FIELDS} for spec in specs])
+            fields[name] = json.dumps(
+                [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
+            )
     return fields
 
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
-    """The tensors that a registered model declares as its inputs."""
-    return [TensorSpec(**spec) for spec in json.loads(registration.get("inputs", "[]"))]
+    """The tensors that a registered model declares as inputs. Raises ValueError if malformed."""
+    return _decode_specs(registration, "inputs")
+
+
+def decode_outputs(registration: Mapping[str, str]) -> list[TensorSpec]:
+    """The tensors that a registered model declares as outputs. Raises ValueError if malformed."""
+    return _decode_specs(registration, "outputs")
+
+
+def _decode_specs(registration: Mapping[str, str], field: str) -> list[TensorSpec]:
+    try:
+        return [TensorSpec(**spec) for spec in json.loads(registration.get(field, "[]"))]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"registered {field} are not a list of tensors: {error}") from None

@@ -1,4 +1,4 @@
-"""The envelopes that results travel in: a JSON object or a msgpack map, or many packed for a reply stream."""
+"""Results <-> envelopes: a JSON object or a msgpack map each; on a reply stream, a msgpack array of maps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Fields = dict[str, Any]
 
 
 def encode_result(result: Result) -> bytes:
-    """The envelope on a result's own list: JSON where the request was JSON, else msgpack."""
+    """The envelope on a result's own list: JSON where the result is JSON, else msgpack."""
     return _json_envelope(result) if result.content_type == JSON else encode_envelope(result)
 
 
 def encode_envelope(result: Result) -> bytes:
-    """An envelope as a msgpack map, one of those in a `results` field."""
+    """The envelope as a msgpack map: one element of a `results` field."""
     return bytes(msgpack.packb(_envelope(result)))
 
 
@@ -47,7 +47,7 @@ def _envelope(result: Result) -> Fields:
     return {
         "correlation_id": correlation_id,
         "status": status,
-        # Of half a surrogate pair, which JSON's \ud800 names, nobody can make UTF-8.
+        # A detail may quote a lone surrogate (JSON's "\ud800"), which UTF-8 cannot encode.
         "detail": (detail or "")[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode(),
         "final": True,
         "batch_size": batch_size,
@@ -59,7 +59,7 @@ def _envelope(result: Result) -> Fields:
 def _json_envelope(result: Result) -> bytes:
     envelope = _envelope(result)
     if result.body is not None:
-        # The body is JSON already: set it in as it is, instead of parsing it to write it again.
+        # The body is JSON already: insert its bytes instead of parsing and serialising them again.
         envelope["body"] = None
         head, tail = _compact(envelope).split(b'"body":null', 1)
         return b"".join((head, b'"body":', result.body, tail))
@@ -67,12 +67,15 @@ def _json_envelope(result: Result) -> bytes:
 
 
 def _compact(value: Fields) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _JSON_ENCODER.encode(value).encode()
+
+
+_JSON_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def decode_results(packed: bytes) -> list[Fields]:
-    """The envelopes of one entry on a reply stream."""
+    """The envelopes of one entry on a reply stream. Raises InvalidArgumentError unless they are an array."""
     envelopes = msgpack.unpackb(packed)
     if type(envelopes) is not list:
-        raise InvalidArgumentError("results: not a msgpack array")
+        raise InvalidArgumentError("results: must be a msgpack array")
     return envelopes

@@ -1,8 +1,8 @@
-"""Tensors as requests and results carry them (Open Inference Protocol names).
+"""Tensors in requests and results <-> numpy arrays, with the datatype names of the Open Inference Protocol.
 
 In msgpack a tensor is the map `{"datatype": "FP32", "shape": [2, 3], "data": <bin>}` with little-endian,
-row-major data; in JSON the same with `data` a flat or nested list. Shape times width must equal the data's
-length before anything is allocated.
+row-major data; in JSON it is the same with `data` a flat or nested list. The data's length is checked against
+shape and datatype before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DIMENSIONS: Final = 32
 MAX_ITEMS: Final = 1 << 40
 TENSOR_FIELDS: Final = frozenset({"datatype", "shape", "data"})
 
-# BF16 has no numpy type: it travels as 2 bytes and is float32 (its upper half) once decoded.
+# Bytes per number. numpy has no BF16: it is 2 bytes on the wire, and decoded to the upper half of a float32.
 WIDTHS: Final[dict[str, int]] = {
     "BOOL": 1,
     "UINT8": 1,
@@ -54,10 +54,10 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-_NAMES: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
+_DATATYPES_BY_DTYPE: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
 DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
-_WHOLE: Final = frozenset({int})
-_LEAVES: Final = {  # what may stand for a number in JSON; of all others, a whole number
+_INTEGER: Final = frozenset({int})
+_JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
     **dict.fromkeys(("FP16", "BF16", "FP32", "FP64"), frozenset({int, float})),
 }
@@ -67,7 +67,7 @@ _LEAVES: Final = {  # what may stand for a number in JSON; of all others, a whol
 class TensorSpec:
     """One declared input or output of a model.
 
-    `shape` is one request's, without the batch dimension; -1 is a dimension that may vary.
+    `shape` is that of one request, without the batch dimension; -1 is a dimension that may vary.
     """
 
     name: str
@@ -78,40 +78,45 @@ class TensorSpec:
         try:
             object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         except TypeError:
-            raise ValueError(f"tensor {self.name!r}: shape {self.shape!r} must be a list of sizes") from None
+            raise ValueError(
+                f"tensor {self.name!r}: shape {self.shape!r} must be a list of integers"
+            ) from None
         if self.datatype not in DATATYPES:
             raise ValueError(
-                f"tensor {self.name!r}: datatype {self.datatype!r} is none of {', '.join(sorted(DATATYPES))}"
+                f"tensor {self.name!r}: datatype {self.datatype!r} is not one of "
+                f"{', '.join(sorted(DATATYPES))}"
             )
         if any(size < -1 for size in self.shape):
             raise ValueError(
-                f"tensor {self.name!r}: shape {list(self.shape)} has a size below -1 (-1 means: varies)"
+                f"tensor {self.name!r}: shape {list(self.shape)} has a size below -1 "
+                "(-1 is a dimension that varies)"
             )
 
     def admits(self, shape: Sequence[int]) -> bool:
         """Whether a request's `shape` fits this declaration."""
         return len(shape) == len(self.shape) and all(
-            want in (-1, got) for want, got in zip(self.shape, shape, strict=True)
+            declared in (-1, size) for declared, size in zip(self.shape, shape, strict=True)
         )
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The length of one request's data, or None where a dimension varies."""
+        """The length of one request's data; None if a dimension varies."""
         if self.datatype == "BYTES" or -1 in self.shape:
             return None
         return WIDTHS[self.datatype] * math.prod(self.shape)
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a decoded body, or a part of one, is a tensor's map."""
+    """Whether a decoded body, or a value within one, is a tensor's map."""
     return type(value) is dict and value.keys() == TENSOR_FIELDS
 
 
 def datatype_of(array: Array) -> str:
-    """The datatype's name of an array; BYTES for strings. Raises ValueError for a type that cannot travel."""
+    """The datatype of an array; BYTES for strings. Raises ValueError for a dtype that has none."""
     if array.dtype.kind in "US":
         return "BYTES"
-    name = _NAMES.get(array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype)
+    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
+    name = _DATATYPES_BY_DTYPE.get(dtype)
     if name is None:
         raise ValueError(
             f"an array of dtype {array.dtype} cannot be sent; use one of {', '.join(sorted(WIDTHS))}"
@@ -119,36 +124,37 @@ def datatype_of(array: Array) -> str:
     return name
 
 
-def _bad(field: str, detail: str) -> InvalidArgumentError:
+def _invalid(field: str, detail: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{field}: {detail}")
 
 
 def check_header(value: Mapping[str, Any], field: str = "body") -> tuple[str, tuple[int, ...]]:
-    """A tensor map's datatype and shape, after looking that both make sense."""
+    """A tensor map's datatype and shape, both checked. Raises InvalidArgumentError."""
     datatype, shape = value["datatype"], value["shape"]
     if type(datatype) is not str or datatype not in DATATYPES:
-        raise _bad(f"{field}.datatype", f"{datatype!r:.40} is not one of {', '.join(sorted(DATATYPES))}")
+        raise _invalid(f"{field}.datatype", f"{datatype!r:.40} is not one of {', '.join(sorted(DATATYPES))}")
     if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        raise _bad(f"{field}.shape", f"must be a list of at most {MAX_DIMENSIONS} sizes")
+        raise _invalid(f"{field}.shape", f"must be a list of at most {MAX_DIMENSIONS} sizes")
     if any(type(size) is not int or size < 0 for size in shape):
-        raise _bad(f"{field}.shape", "every size must be a whole number, 0 or more")
-    if 0 in shape and math.prod(filter(None, shape)) > MAX_ITEMS:  # without a 0 the data's length tells
-        raise _bad(f"{field}.shape", f"must come to at most {MAX_ITEMS} numbers, the 0 aside")
+        raise _invalid(f"{field}.shape", "every size must be an integer, 0 or more")
+    # An empty tensor needs no data, so the check of the data's length would accept sizes of any magnitude.
+    if 0 in shape and math.prod(filter(None, shape)) > MAX_ITEMS:
+        raise _invalid(f"{field}.shape", f"its sizes other than 0 must have a product of at most {MAX_ITEMS}")
     return datatype, tuple(shape)
 
 
 def check_length(datatype: str, shape: Sequence[int], data_bytes: int, field: str = "body") -> None:
-    """Raise unless `data_bytes` is exactly what the shape asks for."""
-    wanted = WIDTHS[datatype] * math.prod(shape)
-    if data_bytes != wanted:
-        raise _bad(
+    """Raise InvalidArgumentError unless `data_bytes` is exactly what the shape needs."""
+    needed_bytes = WIDTHS[datatype] * math.prod(shape)
+    if data_bytes != needed_bytes:
+        raise _invalid(
             f"{field}.data",
-            f"{data_bytes} bytes, but shape {list(shape)} of {datatype} takes {wanted}",
+            f"{data_bytes} bytes, but shape {list(shape)} of {datatype} takes {needed_bytes}",
         )
 
 
 def from_bytes(datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Array:
-    """The array over `data` (not copied; read-only), whose length has been checked. BF16 becomes float32."""
+    """A read-only array over `data`, not a copy. The caller has checked its length. BF16 becomes float32."""
     if datatype == "BF16":
         upper = np.frombuffer(data, "<u2").astype("<u4") << 16
         return upper.view("<f4").reshape(shape)
@@ -156,20 +162,20 @@ def from_bytes(datatype: str, shape: Sequence[int], data: bytes | memoryview) ->
 
 
 def to_bytes(array: Array, datatype: str) -> bytes:
-    """Little-endian, row-major bytes of `array` as `datatype`; BF16 rounds float32 to nearest even."""
+    """Little-endian, row-major bytes of `array` as `datatype`. BF16 rounds to nearest, ties to even."""
     if datatype == "BF16":
         bits = np.ascontiguousarray(array, "<f4").view("<u4")
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-        # Rounding a NaN's payload up could make an infinity of it; keep it a quiet NaN.
+        # Rounding up a NaN's payload could turn it into an infinity: write a quiet NaN instead.
         rounded = np.where(np.isnan(np.asarray(array)), np.uint16(0x7FC0), rounded)
         return rounded.tobytes()
     return array.astype(_DTYPES[datatype], copy=False).tobytes()
 
 
 def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list[str]:
-    """The array of a tensor's map from msgpack or JSON; BYTES gives the list of strings as it came.
+    """The array of a tensor's map from msgpack or JSON; the list of strings for BYTES.
 
-    Raises InvalidArgumentError naming the field.
+    Raises InvalidArgumentError, whose detail names the field.
     """
     datatype, shape = check_header(value, field)
     data = value["data"]
@@ -179,33 +185,33 @@ def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list
         check_length(datatype, shape, len(data), field)
         return from_bytes(datatype, shape, data)
     if type(data) is not list:
-        raise _bad(f"{field}.data", "must be bytes in msgpack, a list in JSON")
+        raise _invalid(f"{field}.data", "must be bin in msgpack, or a list in JSON")
     return array_of(data, datatype, field, shape)
 
 
 def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int, ...] | None = None) -> Array:
-    """The array of a flat or nested list of numbers, checked against the datatype's range.
+    """The array of a flat or nested list of numbers, each in the datatype's range.
 
-    `shape`, where given, is what the header claims: as many numbers as that, flat or nested to it.
+    With `shape`, the list must hold exactly as many numbers, either flat or nested to that shape.
     """
-    _check_leaves(data, datatype, field, 0)
+    _check_elements(data, datatype, field, 0)
     try:
         array = _cast(data, datatype)
     except OverflowError:
-        raise _bad(f"{field}.data", f"a number is outside {datatype}'s range") from None
+        raise _invalid(f"{field}.data", f"a number is outside {datatype}'s range") from None
     except ValueError:
-        raise _bad(f"{field}.data", "rows of unequal length") from None
+        raise _invalid(f"{field}.data", "rows of unequal length") from None
     if shape is None:
         return array
     if array.size != math.prod(shape) or (array.ndim != 1 and array.shape != shape):
-        raise _bad(
+        raise _invalid(
             f"{field}.data", f"holds {array.size} numbers as {list(array.shape)}, but shape is {list(shape)}"
         )
     return array.reshape(shape)
 
 
 def _cast(data: object, datatype: str) -> Array:
-    """Numbers as an array. Raises OverflowError for one out of range, which numpy alone makes infinite."""
+    """Numbers as an array. Raises OverflowError for one out of range, where numpy makes a float infinite."""
     dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
     if dtype.kind != "f":
         return np.asarray(data, dtype)
@@ -217,28 +223,28 @@ def _cast(data: object, datatype: str) -> Array:
     return array
 
 
-def _check_leaves(data: object, datatype: str, field: str, depth: int) -> None:
-    """Raise unless there are numbers only: of texts numpy would make an array as wide as the longest."""
-    kinds = set(map(type, data)) if isinstance(data, list) else {type(data)}
-    if list in kinds and depth < MAX_DIMENSIONS:
+def _check_elements(data: object, datatype: str, field: str, depth: int) -> None:
+    """Raise unless every element is a number: of strings, numpy makes an array as wide as the longest."""
+    types = set(map(type, data)) if isinstance(data, list) else {type(data)}
+    if list in types and depth < MAX_DIMENSIONS:
         for row in data if isinstance(data, list) else ():
-            _check_leaves(row, datatype, field, depth + 1)
-    elif not kinds <= _LEAVES.get(datatype, _WHOLE):
-        raise _bad(f"{field}.data", f"holds what is not {datatype}")
+            _check_elements(row, datatype, field, depth + 1)
+    elif not types <= _JSON_TYPES.get(datatype, _INTEGER):
+        raise _invalid(f"{field}.data", f"has an element that is not {datatype}")
 
 
 def _decode_strings(data: object, shape: tuple[int, ...], field: str) -> list[str]:
     if type(data) is not list or any(type(item) is not str for item in data):
-        raise _bad(f"{field}.data", "must be a flat list of strings for BYTES")
+        raise _invalid(f"{field}.data", "must be a flat list of strings for BYTES")
     if len(data) != math.prod(shape):
-        raise _bad(f"{field}.data", f"{len(data)} strings, but shape is {list(shape)}")
+        raise _invalid(f"{field}.data", f"{len(data)} strings, but shape is {list(shape)}")
     return data
 
 
 def tensor_head(datatype: str, shape: Sequence[int], data_bytes: int) -> bytes:
-    """The msgpack bytes of a tensor's map up to its data, so that `head + data` is the whole map.
+    """The msgpack bytes of a tensor's map up to its data: `head + data` is the complete map.
 
-    The same for every row of a batch: made once, it makes a body in one concatenation.
+    All rows of a batch share one head, so each row's body costs one concatenation.
     """
     packer = msgpack.Packer(autoreset=False)
     packer.pack_map_header(3)
@@ -276,9 +282,10 @@ def tensor_json(array: Array) -> dict[str, Any]:
 
 
 class HeadMemo:
-    """Knows a tensor's body again by its head, so that the next of the same shape is not decoded.
+    """The head of the last tensor body, so that further bodies of the same layout need no decoding.
 
-    A head tells the whole layout: what begins with the same bytes, and is as long, is the same kind.
+    A head determines the layout: a body of the same length with the same head has the same datatype and
+    shape.
     """
 
     __slots__ = ("_body_bytes", "_head", "datatype", "shape")
@@ -290,13 +297,13 @@ class HeadMemo:
         self.shape: tuple[int, ...] = ()
 
     def data_of(self, body: bytes) -> bytes | None:
-        """The data of `body`, if it is a tensor like the one remembered."""
+        """The data of `body`, if it has the layout that was remembered; else None."""
         if len(body) == self._body_bytes and body.startswith(self._head):
             return body[len(self._head) :]
         return None
 
     def remember(self, body: bytes, datatype: str, shape: tuple[int, ...], data_bytes: int) -> None:
-        """Remember the layout of a body that was decoded and found good, if it ends with its data."""
+        """Remember the layout of a body that was decoded, if it is written as `tensor_head` writes it."""
         head = tensor_head(datatype, shape, data_bytes)
         if len(body) == len(head) + data_bytes and body.startswith(head):
             self._head, self._body_bytes = head, len(body)

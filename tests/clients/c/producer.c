@@ -1,4 +1,4 @@
-/* A producer in C: hiredis and msgpack-c. REDIS_URL says where Redis is; its password is not percent-decoded. */
+/* A producer in C: hiredis and msgpack-c. REDIS_URL is the address of Redis; its password is not percent-decoded. */
 #include <hiredis/hiredis.h>
 #include <msgpack.h>
 #include <stdio.h>
@@ -21,7 +21,7 @@ static redisReply *checked(void *reply) {
     return reply;
 }
 
-/* A command, and its reply, as redisCommand formats it. The few replies of a short program are not freed. */
+/* Runs a command and returns its reply. This short program does not free replies. */
 #define command(...) checked(redisCommand(redis, __VA_ARGS__))
 
 static void connect_to(const char *url) {
@@ -36,7 +36,7 @@ static void connect_to(const char *url) {
     if (*password) command("AUTH %s %s", user, password);
 }
 
-/* Waits for a result. BLPOP answers with the key, then the value. */
+/* Waits for a result. BLPOP returns the key and the value. */
 static redisReply *result(const char *model, const char *id) {
     redisReply *reply = command("BLPOP carpool:{%s}:result:%s 10", model, id);
     if (reply->type != REDIS_REPLY_ARRAY) fail("no result came");
@@ -44,7 +44,7 @@ static redisReply *result(const char *model, const char *id) {
 }
 
 static msgpack_object unpacked(const char *data, size_t length) {
-    static msgpack_zone zone; /* what is unpacked stays until the program ends */
+    static msgpack_zone zone; /* unpacked objects live until the program ends */
     msgpack_object object;
     if (zone.chunk_size == 0) msgpack_zone_init(&zone, MSGPACK_ZONE_CHUNK_SIZE);
     if (msgpack_unpack(data, length, NULL, &zone, &object) != MSGPACK_UNPACK_SUCCESS) fail("this is not msgpack");
@@ -62,17 +62,17 @@ static msgpack_object field(msgpack_object map, const char *name) {
     abort();
 }
 
-/* Texts and bytes are printed alike: by their length. */
+/* Strings and bytes are both printed by their length. */
 #define TEXT(object) (int)(object).via.str.size, (object).via.str.ptr
 
 int main(void) {
     connect_to(getenv("REDIS_URL"));
 
-    /* 1. One request. Its correlation ID is the entry's, which XADD returns. */
+    /* 1. One request. Its correlation ID is the entry ID, which XADD returns. */
     const char *id = command("XADD carpool:{square}:requests * body 7")->str;
     printf("{\"step\":\"json\",\"id\":\"%s\",\"envelope\":%s}\n", id, result("square", id)->str);
 
-    /* 2. A tensor, in and out. In msgpack 83 is a map of three, a0 + n a text of n bytes, 92 a list of two,
+    /* 2. A tensor, in and out. In msgpack 83 is a map of three, a0 + n a string of n bytes, 92 a list of two,
           c4 n are n bytes. */
     const char matrix[] = "\x83\xa8" "datatype\xa5INT16\xa5shape\x92\x02\x03\xa4" "data\xc4\x0c"
                           "\1\0\2\0\3\0\4\0\5\0\6";
@@ -92,7 +92,7 @@ int main(void) {
         printf("%s%d", n ? "," : "", (int16_t)((unsigned char)data.via.bin.ptr[n] | data.via.bin.ptr[n + 1] << 8));
     printf("]}\n");
 
-    /* 3. Two hundred requests in flight, and one stream of replies. What is appended travels together. */
+    /* 3. Two hundred requests in flight, and one stream of replies. Appended commands are sent together. */
     char name[64], last[64] = "0";
     snprintf(name, sizeof name, "c-%d", (int)getpid());
     for (int n = 0; n < REQUESTS; n++)
@@ -122,11 +122,11 @@ int main(void) {
     id = command("XADD carpool:{away}:requests * expiration 50 body 1")->str;
     printf("{\"step\":\"expiration\",\"id\":\"%s\",\"envelope\":%s}\n", id, result("away", id)->str);
 
-    /* 5. A request that is not understood. */
+    /* 5. An invalid request. */
     id = command("XADD carpool:{square}:requests * priority 11 body 7")->str;
     printf("{\"step\":\"invalid\",\"id\":\"%s\",\"envelope\":%s}\n", id, result("square", id)->str);
 
-    /* 6. Two requests that are taken back: by entry, which nobody answers, and by correlation ID, which is. */
+    /* 6. Two withdrawn requests: one by its entry, without a result; one by its correlation ID, with one. */
     id = command("XADD carpool:{away}:requests * body 1")->str;
     long long removed = command("XDEL carpool:{away}:requests %s", id)->integer;
     id = command("XADD carpool:{away}:requests * body 1")->str;

@@ -1,4 +1,4 @@
-// A producer in Go: redigo and msgpack. REDIS_URL says where Redis is.
+// A producer in Go: redigo and msgpack. REDIS_URL is the address of Redis.
 package main
 
 import (
@@ -15,7 +15,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 )
 
-// An Envelope is a result. Body is JSON in a JSON envelope, and else bytes of ContentType.
+// An Envelope is a result. Body is JSON in a JSON envelope, else bytes of type ContentType.
 type Envelope struct {
 	CorrelationID string          `json:"correlation_id" msgpack:"correlation_id"`
 	Status        string          `json:"status" msgpack:"status"`
@@ -41,7 +41,7 @@ func main() {
 	conn = must(redis.DialURL(os.Getenv("REDIS_URL")))
 	defer conn.Close()
 
-	// 1. One request. Its correlation ID is the entry's, which XADD returns.
+	// 1. One request. Its correlation ID is the entry ID, which XADD returns.
 	id := send("square", "body", 7)
 	report("json", facts{"id": id, "envelope": parsed(result("square", id))})
 
@@ -61,7 +61,7 @@ func main() {
 		"datatype": tensor.Datatype, "shape": tensor.Shape, "values": values,
 	})
 
-	// 3. Two hundred requests in flight, and one stream of replies. Send does not wait; Do waits for all.
+	// 3. Two hundred requests in flight, and one stream of replies. Send does not wait; Do waits for all replies.
 	name := fmt.Sprintf("go-%d-%d", os.Getpid(), time.Now().UnixNano())
 	for n := 0; n < 200; n++ {
 		check(conn.Send("XADD", "carpool:{square}:requests", "*",
@@ -73,7 +73,7 @@ func main() {
 		streams := must(redis.Values(conn.Do("XREAD", "COUNT", 64, "BLOCK", 10_000,
 			"STREAMS", "carpool:{square}:replies:"+name, last)))
 		for _, entry := range streams[0].([]any)[1].([]any) {
-			var fields [][]byte // a name, a value, and so on
+			var fields [][]byte // names and values, alternating
 			must(redis.Scan(entry.([]any), &last, &fields))
 			var envelopes []Envelope
 			check(msgpack.Unmarshal(fields[1], &envelopes))
@@ -88,11 +88,11 @@ func main() {
 	id = send("away", "expiration", 50, "body", 1)
 	report("expiration", facts{"id": id, "envelope": parsed(result("away", id))})
 
-	// 5. A request that is not understood.
+	// 5. An invalid request.
 	id = send("square", "priority", 11, "body", 7)
 	report("invalid", facts{"id": id, "envelope": parsed(result("square", id))})
 
-	// 6. Two requests that are taken back: by entry, which nobody answers, and by correlation ID, which is answered.
+	// 6. Two withdrawn requests: one by its entry, without a result; one by its correlation ID, with a result.
 	removed := must(redis.Int(conn.Do("XDEL", "carpool:{away}:requests", send("away", "body", 1))))
 	id = send("away", "body", 1)
 	send("away", "withdraw", id)

@@ -1,16 +1,16 @@
-// A producer in Node.js: node-redis and @msgpack/msgpack. REDIS_URL says where Redis is.
+// A producer in Node.js: node-redis and @msgpack/msgpack. REDIS_URL is the address of Redis.
 import { randomUUID } from "node:crypto";
 import { decode, encode } from "@msgpack/msgpack";
 import { createClient, RESP_TYPES } from "redis";
 
 const redis = await createClient({ url: process.env.REDIS_URL }).connect();
-const binary = redis.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer }); // what may be msgpack is read as bytes
+const binary = redis.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer }); // replies are read as bytes
 
 const send = (model, fields) => redis.xAdd(`carpool:{${model}}:requests`, "*", fields);
 const result = async (model, id) => (await binary.blPop(`carpool:{${model}}:result:${id}`, 10)).element;
 const print = (step, facts) => console.log(JSON.stringify({ step, ...facts }));
 
-// 1. One request. Its correlation ID is the entry's, which XADD returns.
+// 1. One request. Its correlation ID is the entry ID, which XADD returns.
 let id = await send("square", { body: "7" });
 print("json", { id, envelope: JSON.parse(await result("square", id)) });
 
@@ -29,7 +29,7 @@ print("tensor", {
   values: [...new Int16Array(Uint8Array.from(tensor.data).buffer)],
 });
 
-// 3. Two hundred requests in flight, and one stream of replies. What is sent in one turn travels together.
+// 3. Two hundred requests in flight, and one stream of replies. Requests of one turn are sent together.
 const name = `node-${randomUUID()}`;
 const numbers = [...Array(200).keys()];
 await Promise.all(
@@ -53,11 +53,11 @@ print("stream", { reply_to: name, answers: Object.fromEntries(answers) });
 id = await send("away", { expiration: "50", body: "1" });
 print("expiration", { id, envelope: JSON.parse(await result("away", id)) });
 
-// 5. A request that is not understood.
+// 5. An invalid request.
 id = await send("square", { priority: "11", body: "7" });
 print("invalid", { id, envelope: JSON.parse(await result("square", id)) });
 
-// 6. Two requests that are taken back: by entry, which nobody answers, and by correlation ID, which is answered.
+// 6. Two withdrawn requests: one by its entry, without a result; one by its correlation ID, with a result.
 const removed = await redis.xDel("carpool:{away}:requests", await send("away", { body: "1" }));
 id = await send("away", { body: "1" });
 await send("away", { withdraw: id });

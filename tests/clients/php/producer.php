@@ -1,5 +1,5 @@
 <?php
-// A producer in PHP: the extensions redis and msgpack. REDIS_URL says where Redis is.
+// A producer in PHP: the extensions redis and msgpack. REDIS_URL is the address of Redis.
 declare(strict_types=1);
 
 $url = parse_url(getenv('REDIS_URL'));
@@ -15,11 +15,11 @@ $print = function (string $step, array $facts): void {
     echo json_encode(['step' => $step, ...$facts]), "\n";
 };
 
-// 1. One request. Its correlation ID is the entry's, which XADD returns.
+// 1. One request. Its correlation ID is the entry ID, which XADD returns.
 $id = $send('square', ['body' => '7']);
 $print('json', ['id' => $id, 'envelope' => json_decode($result('square', $id))]);
 
-// 2. A tensor, in and out. To msgpack_pack a string is text; bytes are written with c4 and their length before them.
+// 2. A tensor, in and out. msgpack_pack packs strings as text; bytes need the prefix c4 and their length.
 $data = pack('v*', 1, 2, 3, 4, 5, 6);
 $matrix = "\x83" . msgpack_pack('datatype') . msgpack_pack('INT16') . msgpack_pack('shape') . msgpack_pack([2, 3])
     . msgpack_pack('data') . "\xc4" . chr(strlen($data)) . $data;
@@ -59,11 +59,11 @@ $print('stream', ['reply_to' => $name, 'answers' => $answers]);
 $id = $send('away', ['expiration' => '50', 'body' => '1']);
 $print('expiration', ['id' => $id, 'envelope' => json_decode($result('away', $id))]);
 
-// 5. A request that is not understood.
+// 5. An invalid request.
 $id = $send('square', ['priority' => '11', 'body' => '7']);
 $print('invalid', ['id' => $id, 'envelope' => json_decode($result('square', $id))]);
 
-// 6. Two requests that are taken back: by entry, which nobody answers, and by correlation ID, which is answered.
+// 6. Two withdrawn requests: one by its entry, without a result; one by its correlation ID, with a result.
 $removed = $redis->xDel('carpool:{away}:requests', [$send('away', ['body' => '1'])]);
 $id = $send('away', ['body' => '1']);
 $send('away', ['withdraw' => $id]);

@@ -1,4 +1,4 @@
-# A producer in Ruby: the gems redis and msgpack. REDIS_URL says where Redis is; redis-rb looks there by itself.
+# A producer in Ruby: the gems redis and msgpack. REDIS_URL is the address of Redis; redis-rb reads it.
 require "json"
 require "msgpack"
 require "redis"
@@ -10,11 +10,11 @@ def send_to(model, **fields) = REDIS.xadd("carpool:{#{model}}:requests", fields)
 def result(model, id) = REDIS.blpop("carpool:{#{model}}:result:#{id}", timeout: 10).last
 def report(step, **facts) = puts({ step:, **facts }.to_json)
 
-# 1. One request. Its correlation ID is the entry's, which XADD returns.
+# 1. One request. Its correlation ID is the entry ID, which XADD returns.
 id = send_to("square", body: 7)
 report("json", id:, envelope: JSON.parse(result("square", id)))
 
-# 2. A tensor, in and out. A packed string is binary to Ruby, and so to msgpack.
+# 2. A tensor, in and out. Array#pack returns a binary string, which msgpack packs as bytes.
 matrix = { datatype: "INT16", shape: [2, 3], data: [1, 2, 3, 4, 5, 6].pack("s<*") }.to_msgpack
 id = send_to("transpose", content_type: "application/msgpack", body: matrix)
 envelope = MessagePack.unpack(result("transpose", id))
@@ -46,11 +46,11 @@ report("stream", reply_to: name, answers:)
 id = send_to("away", expiration: 50, body: 1)
 report("expiration", id:, envelope: JSON.parse(result("away", id)))
 
-# 5. A request that is not understood.
+# 5. An invalid request.
 id = send_to("square", priority: 11, body: 7)
 report("invalid", id:, envelope: JSON.parse(result("square", id)))
 
-# 6. Two requests that are taken back: by entry, which nobody answers, and by correlation ID, which is answered.
+# 6. Two withdrawn requests: one by its entry, without a result; one by its correlation ID, with a result.
 removed = REDIS.xdel("carpool:{away}:requests", send_to("away", body: 1))
 id = send_to("away", body: 1)
 send_to("away", withdraw: id)

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# A producer in bash: redis-cli, and what every Unix has beside it. REDIS_URL says where Redis is.
+# A producer in bash: redis-cli, and standard Unix tools. REDIS_URL is the address of Redis.
 set -euo pipefail
-export LC_ALL=C # bytes are bytes
+export LC_ALL=C # so that tools handle bytes
 
 redis() { redis-cli --no-auth-warning -u "$REDIS_URL" "$@"; }
 result() { redis BLPOP "carpool:{$1}:result:$2" 10 | sed 1d; } # the key comes first, then the result
 
-# 1. One request. Its correlation ID is the entry's, which XADD returns.
+# 1. One request. Its correlation ID is the entry ID, which XADD returns.
 id=$(redis XADD 'carpool:{square}:requests' '*' body 7)
 printf '{"step":"json","id":"%s","envelope":%s}\n' "$id" "$(result square "$id")"
 
-# 2. A tensor, in and out. In msgpack 83 is a map of three, a0 + n a text of n bytes, 92 a list of two,
+# 2. A tensor, in and out. In msgpack 83 is a map of three, a0 + n a string of n bytes, 92 a list of two,
 # c4 n are n bytes.
 matrix() {
   printf '\x83\xa8datatype\xa5INT16\xa5shape\x92\x02\x03\xa4data\xc4\x0c\1\0\2\0\3\0\4\0\5\0\6\0'
 }
 hex() { od -An -v -tx1 | tr -d ' \n'; }
-texts() { tr -cs '[:print:]' '\n'; } # what is readable in msgpack, a line each
+texts() { tr -cs '[:print:]' '\n'; } # the printable strings in msgpack, one per line
 after() { grep -xA 1 "$1" | sed -n 2p; }
 int16() { for ((at = 0; at < ${#1}; at += 4)); do echo $((16#${1:at+2:2}${1:at:2})); done | paste -sd, -; }
 
-reply=$(mktemp) # a variable could not hold it: it has bytes of 0
+reply=$(mktemp) # a variable cannot hold bytes of value 0
 trap 'rm "$reply"' EXIT
 id=$(matrix | redis -x XADD 'carpool:{transpose}:requests' '*' content_type application/msgpack body)
 result transpose "$id" >"$reply"
@@ -38,7 +38,7 @@ done | redis >/dev/null
 last=0 answers=()
 while ((${#answers[@]} < 200)); do
   {
-    read -r _ && read -r last && read -r _ || exit # the stream, an entry's ID, `results`, and then what they are
+    read -r _ && read -r last && read -r _ || exit # stream, entry ID, `results`; then the results
     mapfile -t found < <(texts)
   } < <(redis XREAD COUNT 1 BLOCK 10000 STREAMS "carpool:{square}:replies:$name" "$last")
   for at in "${!found[@]}"; do
@@ -54,11 +54,11 @@ printf '{"step":"stream","reply_to":"%s","answers":{%s}}\n' "$name" "$(IFS=, && 
 id=$(redis XADD 'carpool:{away}:requests' '*' expiration 50 body 1)
 printf '{"step":"expiration","id":"%s","envelope":%s}\n' "$id" "$(result away "$id")"
 
-# 5. A request that is not understood.
+# 5. An invalid request.
 id=$(redis XADD 'carpool:{square}:requests' '*' priority 11 body 7)
 printf '{"step":"invalid","id":"%s","envelope":%s}\n' "$id" "$(result square "$id")"
 
-# 6. Two requests that are taken back: by entry, which nobody answers, and by correlation ID, which is answered.
+# 6. Two withdrawn requests: one by its entry, without a result; one by its correlation ID, with a result.
 removed=$(redis XDEL 'carpool:{away}:requests' "$(redis XADD 'carpool:{away}:requests' '*' body 1)")
 id=$(redis XADD 'carpool:{away}:requests' '*' body 1)
 redis XADD 'carpool:{away}:requests' '*' withdraw "$id" >/dev/null

@@ -1,1 +1,1 @@
-"""Models for tests: each does one thing that a real one may do, on demand. Workers load them by file."""
+"""Models for tests, loaded by file. Each does on demand something that a real model may do."""

@@ -1,4 +1,4 @@
-"""A model that fails, in each of the ways in which models do, where a request's body names one."""
+"""A model that fails in the way that a request's body names."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from collections.abc import Callable
 from typing import Any, Final
 
 
-def spoilt() -> None:
+def raise_error() -> None:
     raise RuntimeError("this one is spoilt")
 
 
-def end_process() -> None:
-    """As a fault in native code or the kernel's out-of-memory killer does."""
+def kill_process() -> None:
+    """Like a fault in native code, or the kernel's out-of-memory killer."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def quit_process() -> None:
-    """As some libraries do on an error that they think is fatal."""
+def exit_process() -> None:
+    """Like a library on an error that it considers fatal."""
     os._exit(3)
 
 
-def end_worker() -> None:
-    """As a machine does that is full."""
+def kill_worker() -> None:
+    """Like a machine that is out of memory."""
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)  # this process ends with its parent
+    time.sleep(60)  # the kernel kills this process when its parent dies
 
 
 FAULTS: Final[dict[object, Callable[[], None]]] = {
-    "raise": spoilt,
-    "kill": end_process,
-    "quit": quit_process,
-    "kill worker": end_worker,
+    "raise": raise_error,
+    "kill": kill_process,
+    "quit": exit_process,
+    "kill worker": kill_worker,
 }
 RESULTS: Final[dict[object, Any]] = {
     "nan": float("nan"),
-    "odd keys": {(1, 2): "a map that Python can hold and no message"},
+    "odd keys": {(1, 2): "a key that msgpack and JSON cannot represent"},
 }
 
 
 class Faulty:
-    """Answers as many good requests as you like beside a bad one."""
+    """Echoes the bodies of requests that name no fault."""
 
     max_batch_size = 64
 

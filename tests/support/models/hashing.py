@@ -1,4 +1,4 @@
-"""Answers with a hash of the correlation ID and the payload, so that a result given to another shows."""
+"""Models that return a hash of correlation ID and payload, so that a swapped result is detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def digest(correlation_id: str, payload: str | bytes) -> str:
 
 
 class Hashing:
-    """A batch takes a millisecond and a bit, as a small network's does."""
+    """A batch takes about one millisecond, like a small network's."""
 
     max_batch_size = 32
     seconds = 0.001
@@ -26,21 +26,21 @@ class Hashing:
     def predict(self, batch: list[str | bytes], requests: Sequence[RequestInfo]) -> list[str | bytes]:
         time.sleep(self.seconds)
         return [
-            digest(about.correlation_id, payload).encode()
+            digest(info.correlation_id, payload).encode()
             if isinstance(payload, bytes)
-            else digest(about.correlation_id, payload)
-            for about, payload in zip(requests, batch, strict=True)
+            else digest(info.correlation_id, payload)
+            for info, payload in zip(requests, batch, strict=True)
         ]
 
 
 class Busy(Hashing):
-    """Slow enough to have a batch in hand at nearly all times, where requests keep coming."""
+    """Slow enough to have a batch in hand nearly always, while requests keep arriving."""
 
     seconds = 0.02
 
 
 class Shuffled(Hashing):
-    """A planted fault: rows that belong to their neighbours."""
+    """A deliberate fault: each result is another request's."""
 
     def predict(self, batch: list[str | bytes], requests: Sequence[RequestInfo]) -> list[str | bytes]:
         rows = super().predict(batch, requests)

@@ -1,4 +1,4 @@
-"""A model to be measured: it waits, fails and dies on demand, and loads when it is let."""
+"""A model for tests of metrics: it waits, fails and dies on demand, and loading can be delayed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOAD_GATE: Final = "METERED_LOAD_GATE"  # in the environment: the file that `loa
 
 
 class Metered:
-    """Returns what it was given, once the file that a body names under "gate" is there."""
+    """Echoes the bodies, as soon as the file exists that a body names under "gate"."""
 
     max_batch_size = 8
     max_queue_size = 16
@@ -26,7 +26,7 @@ class Metered:
 
     def validate(self, body: Any) -> None:
         if body == "refuse":
-            raise ValueError("not this one")
+            raise ValueError("body rejected")
 
     def predict(self, batch: list[Any]) -> list[Any]:
         time.sleep(self.seconds)
@@ -34,21 +34,21 @@ class Metered:
             if body == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif body == "raise":
-                raise RuntimeError("not that one")
+                raise RuntimeError("request failed")
             elif isinstance(body, dict) and "gate" in body:
                 wait_for(Path(body["gate"]))
         return batch
 
 
 class Plotted(Metered):
-    """Takes a little while, so that there is something to plot."""
+    """Takes 5 ms a batch, so that plots are not empty."""
 
     max_queue_delay_ms = 5
     seconds = 0.005
 
 
 def wait_for(gate: Path) -> None:
-    """Return once the file is there; raise if it never comes."""
+    """Return as soon as the file exists; raise after 30 s."""
     until_s = time.monotonic() + GATE_S
     while not gate.exists():
         if time.monotonic() > until_s:

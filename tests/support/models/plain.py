@@ -1,4 +1,4 @@
-"""Models that do as they are told: wait at a gate, for one, where a body names the file that opens it."""
+"""Models without faults. Some wait at a gate: until the file exists that a body names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATE_S: Final = 30.0
 
 
 class Echo:
-    """Returns what it was given; to "about", what it is told of the request beside the body."""
+    """Echoes the bodies; for the body "about" it returns the request's other fields."""
 
     max_batch_size = 16
 
@@ -28,16 +28,18 @@ class Echo:
         for body in batch:
             if isinstance(body, dict) and GATE in body:
                 wait_at(Path(body[GATE]))
-        return [told(about) if body == "about" else body for body, about in zip(batch, requests, strict=True)]
+        return [
+            described(info) if body == "about" else body for body, info in zip(batch, requests, strict=True)
+        ]
 
 
-def told(about: RequestInfo) -> list[Any]:
-    fields = {name: value.decode() for name, value in about.fields.items()}
-    return [about.correlation_id, about.lane, fields]
+def described(info: RequestInfo) -> list[Any]:
+    fields = {name: value.decode() for name, value in info.fields.items()}
+    return [info.correlation_id, info.lane, fields]
 
 
 def wait_at(gate: Path) -> None:
-    """Return once the file is there; raise if it never comes."""
+    """Return as soon as the file exists; raise after 30 s."""
     until_s = time.monotonic() + GATE_S
     while not gate.exists():
         if time.monotonic() > until_s:
@@ -46,7 +48,7 @@ def wait_at(gate: Path) -> None:
 
 
 class Noop:
-    """A declared tensor in, the same out: nothing but the trip."""
+    """Echoes a declared tensor, to measure everything but the model."""
 
     max_batch_size = 64
     inputs = (TensorSpec("numbers", "FP32", (128,)),)
@@ -57,7 +59,7 @@ class Noop:
 
 
 class Ragged:
-    """A tensor of any length in, the same out: requests of one batch may not stack."""
+    """Echoes a tensor of any length: requests of one batch may differ in shape."""
 
     max_batch_size = 32
     inputs = (TensorSpec("numbers", "FP32", (-1,)),)
@@ -73,13 +75,13 @@ class Single(Echo):
 
 
 class Few(Single):
-    """Lets two requests wait."""
+    """At most two requests may wait."""
 
     max_queue_size = 2
 
 
 class Priced(Echo):
-    """Counts what requests cost."""
+    """Limits a batch by the cost of its requests."""
 
     max_batch_cost = 10
     max_queue_delay_ms = 200

@@ -1,4 +1,4 @@
-"""Batching policies of a user's own."""
+"""User-defined batching policies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from carpool.messages import Request
 
 
 class Pairs:
-    """Two ride together at most; who says `raise` is raised at."""
+    """At most two requests in a batch; raises for a request with the field `raise`."""
 
     def initialise(self) -> list[Request]:
         return []
 
     def include(self, batch: list[Request], request: Request) -> bool:
         if request.extra and "raise" in request.extra:
-            raise RuntimeError("told to")
+            raise RuntimeError("raise was requested")
         batch.append(request)
         return len(batch) <= 2
 

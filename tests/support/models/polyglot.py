@@ -1,4 +1,4 @@
-"""Models that a producer in any language is tried on."""
+"""Models for tests of producers in other languages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Transpose:
-    """A matrix in, its transpose out: neither shape nor data come back as they were sent."""
+    """Transposes a matrix: the result differs from the body in shape and data."""
 
     max_batch_size = 16
 
@@ -17,7 +17,7 @@ class Transpose:
 
 
 class Away:
-    """To be registered by a worker that is stopped then: what is sent to it waits for as long as need be."""
+    """Registered by a worker that is then stopped, so that its requests wait without a limit."""
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return batch

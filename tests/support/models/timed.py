@@ -1,4 +1,4 @@
-"""Models that take as long as their requests ask for."""
+"""Models whose execution time is set by their requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Sleeper:
-    """Sleeps for as many seconds as the body says: one request at a time."""
+    """Sleeps for the number of seconds in the body, one request at a time."""
 
     max_batch_size = 1
 
@@ -16,7 +16,7 @@ class Sleeper:
 
 
 class SlowBatches:
-    """Half a second a batch, whatever is in it."""
+    """Takes half a second for a batch of any size."""
 
     max_batch_size = 16
     seconds = 0.5
@@ -27,8 +27,7 @@ class SlowBatches:
 
 
 class GilHolder:
-    """Computes in pure Python for as many seconds as the body says, and lets no other thread of its process
-    run: the interpreter is told to switch threads once a minute."""
+    """Holds the GIL for the number of seconds in the body: the switch interval is a minute."""
 
     max_batch_size = 1
 
@@ -45,7 +44,7 @@ class GilHolder:
 
 
 class InOrder:
-    """Sleeps for as long as the longest body says, and gives results in the order of arrival."""
+    """Sleeps for the largest number in the batch, in seconds; results keep the order of arrival."""
 
     max_batch_size = 4
     preserve_ordering = True

@@ -1,6 +1,6 @@
-"""An ONNX file on whatever there is: a GPU of its own, or the CPU and a warning.
+"""An ONNX model on a GPU of its own, or without a GPU on the CPU with a warning.
 
-Where there is nothing to add to the file no model.py is needed: MODEL=onnx:model.onnx.
+An ONNX file that needs no code around it needs no model.py: MODEL=onnx:model.onnx.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ NO_GPU = "no GPU is in this container: start it with ops/docker/gpu.yml, or dock
 
 
 class Classifier:
-    """Answers with the most likely class and its score, where the file has scores of all."""
+    """Returns the most likely class and its score, from the scores of all classes."""
 
     max_batch_size = 64
 
     def load(self, device: str) -> None:
-        """`device` is cpu, or the GPU that is this process's: cuda:0, cuda:1, ..."""
+        """`device` is cpu, or this process's GPU: cuda:0, cuda:1, ..."""
         if device == "cpu":
             structlog.get_logger().warning("running on the CPU", device=device, reason=NO_GPU)
         else:
-            onnxruntime.preload_dlls()  # CUDA came in wheels, where nobody looks for it
+            onnxruntime.preload_dlls()  # CUDA is installed from wheels, where onnxruntime does not search
         self.network = OnnxModel(Path(__file__).with_name("model.onnx"))
-        self.network.load(device)  # warns if there is a GPU that onnxruntime cannot use
+        self.network.load(device)  # logs a warning if onnxruntime cannot use the GPU
         self.inputs = self.network.inputs
 
     def predict(self, batch: Any) -> list[dict[str, Any]]:
-        """One array in, a row for each request; a map for each out."""
+        """`batch` is one array with a row for each request; returns one map for each."""
         scores: Any = self.network.predict(batch)
         return [{"class": int(np.argmax(row)), "score": float(np.max(row))} for row in scores]

@@ -1,6 +1,6 @@
-"""Text in, the same text out, louder."""
+"""Turns texts into capitals."""
 
 
 def shout(batch: list[str]) -> list[str]:
-    """The whole of a batch in capitals."""
+    """Every text of the batch in capitals."""
     return [text.upper() for text in batch]

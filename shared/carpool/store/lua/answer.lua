@@ -1,33 +1,34 @@
--- answer: give some requests of a batch in flight their result ahead of its commit, each once.
--- A batcher does so when a deadline passes, wherever the batch is (consumer ''). A worker does so after a
--- redelivery, when it executes one request at a time: what is done stays done if it is killed again, and the
--- count of starts tells who killed it.
+-- answer: write the results of some requests of a batch in flight ahead of the batch's commit, each at most once.
+-- A batcher does this when a deadline passes, wherever the batch is. A worker does it after a redelivery, when it
+-- executes the requests one at a time: a finished result survives if the worker is killed again, and the number of
+-- starts shows which request kills it.
 --
 -- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results
--- ARGV  1 consumer or ''  2 batch ID  3 epoch  4 result TTL (ms)  5 progress TTL (ms)
---       6 position that the worker starts next, '' for none
---       7 R, then R times: position in the batch, index in KEYS, kind, ticket or '', payload
--- Returns { positions answered now }, or 'FENCED' (worker), or 'SETTLED' (batcher: the batch is no longer there)
--- O(results); without a consumer also O(bytes of the batch).
-if ARGV[1] == '' then
-  if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return 'SETTLED' end
-else
-  local owner = redis.call('XPENDING', KEYS[1], 'workers', ARGV[2], ARGV[2], 1)[1]
-  if not owner or owner[2] ~= ARGV[1] or owner[4] ~= tonumber(ARGV[3]) then return 'FENCED' end
+-- ARGV  1 caller, 'worker' or 'batcher'  2 batch ID  3 consumer and  4 epoch ('' for a batcher)
+--       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
+--       8.. list of results: position in the batch, index in KEYS, kind, ticket or '', payload
+-- Returns { 'ANSWERED', positions written now ... }
+--       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
+--       | { 'SETTLED' }  batcher: the batch is no longer in flight; nothing was written
+-- O(results); for a batcher also O(bytes of the batch).
+if ARGV[1] == 'batcher' then
+  if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return { 'SETTLED' } end
+elseif not owns_batch(KEYS[1], ARGV[3], ARGV[2], ARGV[4]) then
+  return { 'FENCED' }
 end
 
-redis.call('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
-local answered, ordered = {}, false
-for r = 1, tonumber(ARGV[7]) do
-  local at = 3 + 5 * r
-  local key, kind, ticket, payload = KEYS[tonumber(ARGV[at + 1])], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
-  ordered = ordered or ticket ~= ''
-  if redis.call('HSETNX', KEYS[2], 'answered:' .. ARGV[at], '1') == 1 then
-    deliver_in_order(KEYS[4], ticket, key, kind, payload, ARGV[4])
-    answered[#answered + 1] = tonumber(ARGV[at])
+redis.call('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
+local take = argument_reader(8)
+local reply, has_tickets = { 'ANSWERED' }, false
+for _ = 1, tonumber(take()) do
+  local position, key, kind, ticket, payload = take(), KEYS[tonumber(take())], take(), take(), take()
+  has_tickets = has_tickets or ticket ~= ''
+  if redis.call('HSETNX', KEYS[2], 'answered:' .. position, '1') == 1 then
+    deliver_in_order(KEYS[4], ticket, key, kind, payload, ARGV[5])
+    reply[#reply + 1] = tonumber(position)
   end
 end
-if ordered then release(KEYS[3], KEYS[4]) end
-if ARGV[6] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[6], 1) end
-redis.call('PEXPIRE', KEYS[2], ARGV[5])
-return answered
+if has_tickets then release(KEYS[3], KEYS[4]) end
+if ARGV[7] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[7], 1) end
+redis.call('PEXPIRE', KEYS[2], ARGV[6])
+return reply

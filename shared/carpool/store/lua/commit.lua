@@ -1,56 +1,48 @@
--- commit: a worker writes the results of a batch, and the batch is settled, all or nothing. The dead letters of
--- requests that were given up go with it (bury).
+-- commit: write the results of a batch and settle it, all or nothing. The same script writes the dead letters of
+-- its requests that were given up.
 --
--- FENCED unless the worker still owns the batch at this epoch (XACK alone does not look who calls it). A
--- request that was answered ahead of the commit (expired in flight, or executed alone after a redelivery) must
--- be left out, or its producer would get two results: the worker is told which, and commits again without.
--- XACK comes first because Redis allows it when memory is full; see deliver.
+-- A request that was answered ahead of the commit (it expired in flight, or was executed alone after a redelivery)
+-- must not get a second result. If the caller did not leave all of these out, nothing is written: the reply names
+-- them, and the caller commits again without them.
 --
 -- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results
--- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 longest `settled`  6 longest `dead`
---       7.. X, then X positions left out
---       S, then S strings: the fields for `settled`
---       R, then R times: index in KEYS, kind, ticket or '', payload
---       L, then L times: number of field strings, the fields of a dead letter
--- Returns 'OK' | 'FENCED' | { positions answered meanwhile } | 'MORE': OK, and there is more to release
+-- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 maximum length of `settled`, 6 of `dead`
+--       7.. list of positions left out
+--           list of fields for the entry in `settled`
+--           list of results: index in KEYS, kind, ticket or '', payload
+--           list of dead letters: list of fields
+-- Returns { 'SETTLED' }
+--       | { 'SETTLED_MORE' }  settled, and more withheld results can be delivered: run `release`
+--       | { 'FENCED' }        the consumer does not own the batch any more; nothing was written
+--       | { 'ANSWERED', positions that must be left out ... }  nothing was written
 -- O(results), and O(bytes) for the payloads.
-local owner = redis.call('XPENDING', KEYS[1], 'workers', ARGV[2], ARGV[2], 1)[1]
-if not owner or owner[2] ~= ARGV[1] or owner[4] ~= tonumber(ARGV[3]) then return 'FENCED' end
+if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
-local at = 7
-local function take()
-  local value = ARGV[at]
-  at = at + 1
-  return value
-end
-
+local take = argument_reader(7)
 local left_out = {}
 for _ = 1, tonumber(take()) do left_out[take()] = true end
-local answered = {}
+local answered = { 'ANSWERED' }
 for _, field in ipairs(redis.call('HKEYS', KEYS[3])) do
   local position = string.match(field, '^answered:(%d+)$')
   if position and not left_out[position] then answered[#answered + 1] = tonumber(position) end
 end
-if #answered > 0 then return answered end
+if #answered > 1 then return answered end
 
--- From here nothing may fail, or what was done before would stay: keys that somebody made of another type go
--- without.
+-- From here on no command may raise, because what was written before it would stay. So writes to keys that may have
+-- another type use pcall, and such a key gets nothing. XACK is first because Redis allows it when memory is full:
+-- see deliver.lua.
 redis.call('XACK', KEYS[1], 'workers', ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[3])
-local settled = {}
-for i = 1, tonumber(take()) do settled[i] = take() end
-redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(settled))
-local ordered = false
+redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(take_list(take)))
+local has_tickets = false
 for _ = 1, tonumber(take()) do
   local key, kind, ticket, payload = KEYS[tonumber(take())], take(), take(), take()
-  ordered = ordered or ticket ~= ''
+  has_tickets = has_tickets or ticket ~= ''
   deliver_in_order(KEYS[6], ticket, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
-  local letter = {}
-  for i = 1, tonumber(take()) do letter[i] = take() end
-  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(letter))
+  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(take_list(take)))
 end
-if ordered and release(KEYS[5], KEYS[6]) == 1 then return 'MORE' end
-return 'OK'
+if has_tickets and release(KEYS[5], KEYS[6]) then return { 'SETTLED_MORE' } end
+return { 'SETTLED' }

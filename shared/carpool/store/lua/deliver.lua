@@ -1,10 +1,13 @@
--- deliver(key, kind, payload, ttl_ms): write one result where its producer looks for it.
+-- deliver(key, kind, payload, ttl_ms): write one result where its producer looks for it. O(1).
 --   kind 'list'    RPUSH an envelope on the result's own list
---   kind 'stream'  XADD one entry, field `results`, on a reply stream; what is older than the TTL is trimmed
--- A key that a producer made of another type, or a stream whose IDs it used up, gets nothing: its own loss, and
--- nobody else's, for what comes after in the script must be done. O(1).
--- Callers write something that Redis allows when memory is full (XDEL, XACK) before they deliver: from then
--- on the whole script may, so that a full Redis can still be emptied.
+--   kind 'stream'  XADD one entry, field `results`, on a reply stream; entries older than the TTL are trimmed
+-- If a producer made the key another type, or used up the stream's IDs, its result is dropped. An error would also
+-- stop the rest of the script, and so cost other producers their results.
+--
+-- When its memory is full, Redis rejects a script at its first write, unless that command is one that never needs
+-- memory (XDEL, XACK, HDEL, ...); after such a first write the script may run any command. Therefore every script
+-- that calls `deliver` starts with such a write, if need be one that changes nothing: so a full Redis can still be
+-- emptied.
 local function deliver(key, kind, payload, ttl_ms)
   local reply
   if kind == 'stream' then

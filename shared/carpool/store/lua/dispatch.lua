@@ -1,60 +1,56 @@
--- dispatch: waiting requests leave the request stream and become batches, all or nothing.
+-- dispatch: waiting requests are removed from the request stream and become batches in flight, all or nothing.
 --
--- An entry that is no longer there was withdrawn, or taken by another batcher: its requests do not ride, and
--- each batch that was formed with some of them names it in a field `gone`. So a request is dispatched at most
--- once, whoever dispatches, and a batch of 32 does not start over because one producer left.
+-- An entry is missing if it is no longer in the stream: it was withdrawn, or dispatched by another batcher. Its
+-- requests are not dispatched, and each batch formed with some of them names the entry in a field `gone`. So a request
+-- is dispatched at most once, also when several batchers dispatch, and a withdrawal does not undo the rest of a batch.
+-- XDEL returns whether the entry was there: to check first would copy every body into Lua.
 --
 -- KEYS  1 requests   2 batches   3 held
--- ARGV  E, then E entry IDs
---       P, then P times: index of an entry of which some requests stay, their payload, arrival (ms) and tickets
---       B, then B times: number of its entries, their indexes, number of field strings, the fields, number of
---          tickets, and for each: the index of the request's entry, the ticket
--- Returns { IDs that were gone }, { new entry ID for each of P, '' if gone }, { batch ID for each of B, '' if
---       all of it was gone }
+-- ARGV  list of entry IDs
+--       list of entries that are dispatched only partly: index of the entry; the payload, the arrival (ms) and the
+--          tickets of the requests to put back
+--       list of batches: list of the indexes of its entries; list of its fields; list of its requests that have a
+--          ticket: index of the request's entry, ticket
+-- Returns { IDs of missing entries },
+--         { for each partly dispatched entry the ID of its new entry, '' if the entry is missing },
+--         { for each batch its ID, '' if all of its entries are missing }
 -- O(entries), and O(bytes) for the payloads.
-local at = 1
-local function take()
-  local value = ARGV[at]
-  at = at + 1
-  return value
-end
+local take = argument_reader(1)
 
-local ids, is_gone, gone = {}, {}, {}
-for i = 1, tonumber(take()) do
-  ids[i] = take()
+local ids, is_missing, missing = take_list(take), {}, {}
+for i = 1, #ids do
   if redis.call('XDEL', KEYS[1], ids[i]) == 0 then
-    is_gone[i] = true
-    gone[#gone + 1] = ids[i]
+    is_missing[i] = true
+    missing[#missing + 1] = ids[i]
   end
 end
 
-local stayed = {}
+local new_ids = {}
 for p = 1, tonumber(take()) do
   local index, payload, arrival_ms, tickets = tonumber(take()), take(), take(), take()
-  stayed[p] = is_gone[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
+  new_ids[p] = is_missing[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
 end
 
-local batches = {}
+local batch_ids = {}
 for b = 1, tonumber(take()) do
-  local missing, of = {}, tonumber(take())
-  for _ = 1, of do
+  local missing_here, entries = {}, tonumber(take())
+  for _ = 1, entries do
     local index = tonumber(take())
-    if is_gone[index] then missing[#missing + 1] = ids[index] end
+    if is_missing[index] then missing_here[#missing_here + 1] = ids[index] end
   end
-  local fields = {}
-  for f = 1, tonumber(take()) do fields[f] = take() end
-  batches[b] = ''
-  if #missing < of then
-    if #missing > 0 then
+  local fields = take_list(take)
+  batch_ids[b] = ''
+  if #missing_here < entries then
+    if #missing_here > 0 then
       fields[#fields + 1] = 'gone'
-      fields[#fields + 1] = table.concat(missing, ' ')
+      fields[#fields + 1] = table.concat(missing_here, ' ')
     end
-    batches[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
+    batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
   end
   for _ = 1, tonumber(take()) do
     local index, ticket = tonumber(take()), take()
-    if not is_gone[index] then move(KEYS[3], ticket, 'b' .. batches[b]) end
+    if not is_missing[index] then update_ticket(KEYS[3], ticket, in_flight_in(batch_ids[b])) end
   end
 end
 
-return { gone, stayed, batches }
+return { missing, new_ids, batch_ids }

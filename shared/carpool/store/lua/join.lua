@@ -1,12 +1,12 @@
--- join: a model process is ready. It gets a lease, and the batcher hears of it through `settled` (size 0).
--- Consumers that died without leaving, and hold nothing, are swept out.
+-- join: a model process is ready for batches. It gets a lease, and the batcher learns of it from `settled` (size 0).
+-- Consumers whose process died without `leave` are deleted, if they own no batch.
 --
 -- KEYS  1 workers   2 batches   3 settled
--- ARGV  1 consumer  2 lease (ms)  3 longest `settled`
+-- ARGV  1 consumer  2 lease (ms)  3 maximum length of `settled`
 -- Returns 1. O(consumers).
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-redis.call('ZREM', KEYS[1], ARGV[1]) -- first what Redis allows when memory is full: see deliver
+redis.call('ZREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua
 redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'worker', ARGV[1], 'size', 0)
 for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[2], 'workers')) do

@@ -1,8 +1,8 @@
--- leave: a model process takes no more batches. Its consumer goes only if it holds nothing: deleting one that
--- does would drop its batches from the pending list, and nobody could reclaim them.
+-- leave: a model process takes no more batches. Its consumer is deleted only if it owns no batch: deleting it would
+-- also delete its pending entries, and then no worker could reclaim these batches.
 --
 -- KEYS  1 workers   2 batches   3 settled
--- ARGV  1 consumer  2 longest `settled`
+-- ARGV  1 consumer  2 maximum length of `settled`
 -- Returns 1. O(consumers).
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)

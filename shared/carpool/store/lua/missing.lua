@@ -1,8 +1,9 @@
--- missing: which of these entries are no longer in a stream (withdrawn, settled unseen, deleted by hand).
+-- missing: which of these entries are no longer in a stream (withdrawn by XDEL, deleted by hand, or settled without
+-- the caller having read it).
 --
 -- KEYS  1 a stream
 -- ARGV  entry IDs
--- Returns the IDs that are not there. O(entries), and O(bytes) of those that are: ask rarely.
+-- Returns the IDs that are not in the stream. O(entries), and O(bytes) of those that are: call it rarely.
 local missing = {}
 for _, id in ipairs(ARGV) do
   if #redis.call('XRANGE', KEYS[1], id, id) == 0 then missing[#missing + 1] = id end

@@ -1,9 +1,9 @@
--- reclaim: take over one batch whose owner's lease ran out. Its delivery count rises: that is the new epoch,
--- and it fences whatever the old owner still sends.
+-- reclaim: take over one batch whose owner's lease ran out. XCLAIM raises its delivery count, which is the new
+-- epoch: commits and renewals of the old owner are fenced from now on.
 --
--- KEYS  1 batches   2 progress prefix (the key of batch ID '' : IDs are appended)
+-- KEYS  1 batches   2 progress prefix (the key of batch ID ''; the ID is appended)
 -- ARGV  1 consumer  2 lease (ms)
--- Returns nil, or { batch ID, fields, epoch, progress as field, value, ... }
+-- Returns nil if there is none, or { batch ID, fields, epoch, progress as field, value, ... }
 -- O(1), and O(bytes of the batch).
 local pending = redis.call('XPENDING', KEYS[1], 'workers', 'IDLE', ARGV[2], '-', '+', 1)[1]
 if not pending then return nil end

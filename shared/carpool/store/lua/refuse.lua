@@ -1,37 +1,31 @@
--- refuse: waiting requests are answered without being dispatched (expired, refused, withdrawn, not understood).
--- Nothing is written for an entry that is no longer there: its requests were answered, withdrawn or dispatched.
+-- refuse: waiting requests are answered without being dispatched (expired, over a limit, withdrawn, invalid).
+-- Nothing is written for an entry that is no longer in the stream: it was withdrawn, dispatched or answered already.
 --
 -- KEYS  1 requests   2 order   3 held   4.. the keys of results
--- ARGV  result TTL (ms)
---       E, then E times: entry ID, payload of its requests that stay ('' if none), their arrival (ms), their
---          tickets; number of results, and for each: index in KEYS, kind, ticket or '', payload
--- Returns for each entry the new ID of what stayed, '' if nothing did, false if the entry was gone
+-- ARGV  1 result TTL (ms)
+--       2.. list of entries: ID; the payload, the arrival (ms) and the tickets of the requests to put back, payload
+--           '' if there are none; list of results: index in KEYS, kind, ticket or '', payload
+-- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', ID of the new entry } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
-local at = 1
-local function take()
-  local value = ARGV[at]
-  at = at + 1
-  return value
-end
-
-local ttl_ms = take()
-local ordered = false
-local answers = {}
+local ttl_ms = ARGV[1]
+local take = argument_reader(2)
+local has_tickets = false
+local replies = {}
 for e = 1, tonumber(take()) do
   local id, payload, arrival_ms, tickets = take(), take(), take(), take()
-  local there = redis.call('XDEL', KEYS[1], id) == 1
+  local is_missing = redis.call('XDEL', KEYS[1], id) == 0
   for _ = 1, tonumber(take()) do
     local key, kind, ticket, result = KEYS[tonumber(take())], take(), take(), take()
-    ordered = ordered or ticket ~= ''
-    if there then deliver_in_order(KEYS[3], ticket, key, kind, result, ttl_ms) end
+    has_tickets = has_tickets or ticket ~= ''
+    if not is_missing then deliver_in_order(KEYS[3], ticket, key, kind, result, ttl_ms) end
   end
-  if not there then
-    answers[e] = false
+  if is_missing then
+    replies[e] = { 'MISSING' }
   elseif payload == '' then
-    answers[e] = ''
+    replies[e] = { 'REMOVED' }
   else
-    answers[e] = put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
+    replies[e] = { 'PUT_BACK', put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets) }
   end
 end
-if ordered then release(KEYS[2], KEYS[3]) end
-return answers
+if has_tickets then release(KEYS[2], KEYS[3]) end
+return replies

@@ -1,14 +1,14 @@
--- renew: a model process is alive: extend its lease, and its ownership of the batches it holds.
--- XCLAIM alone would steal a batch that was taken over: owner and epoch are looked at first. JUSTID does not
--- raise the delivery count, which is the epoch.
+-- renew: extend the lease of a model process, and its ownership of the batches that it executes.
+-- XCLAIM alone would take back a batch that another worker reclaimed, so owner and epoch are checked first. With
+-- JUSTID it does not raise the delivery count, which is the epoch.
 --
 -- KEYS  1 workers   2 batches   3 the model's registration
--- ARGV  1 consumer  2 lease (ms)  3.. batch ID and epoch of each batch held
--- Returns 1 if the model is registered (0: someone emptied Redis), then the IDs of batches that were lost
--- O(batches held).
+-- ARGV  1 consumer  2 lease (ms)  3.. batch ID and epoch of each batch
+-- Returns { 1 if the model is still registered, 0 if Redis was emptied; then the IDs of the batches that were lost }
+-- O(batches).
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
--- First what Redis allows when memory is full: see deliver.
+-- ZREMRANGEBYSCORE must be the first write: see deliver.lua.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. string.format('%.0f', now_ms - 10 * tonumber(ARGV[2])))
 redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1])
 

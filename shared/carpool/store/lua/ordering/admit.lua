@@ -1,22 +1,21 @@
--- admit: requests that wait take their tickets in the order of results (order.lua), before any of them may leave.
--- Said again, by whomever, it changes nothing.
+-- admit: put the tickets of waiting requests at the end of the order, before any of these requests may be dispatched.
+-- A ticket that is in the order already stays where it is, so repeating the script changes nothing.
 --
 -- KEYS  1 order   2 held
--- ARGV  E, then E times: entry ID, number of tickets, the tickets of its requests
--- Returns how many tickets are taken: requests that wait or are in flight, and results that are held
+-- ARGV  list of entries: entry ID, list of the tickets of its requests
+-- Returns the number of tickets in the order: of requests that wait or are in flight, and of withheld results.
 -- O(tickets).
-redis.pcall('HDEL', KEYS[2], '') -- first what Redis allows when memory is full: see deliver
-local at = 2
-for _ = 1, tonumber(ARGV[1]) do
-  local id, tickets = ARGV[at], tonumber(ARGV[at + 1])
-  at = at + 2
-  for i = at, at + tickets - 1 do
-    if redis.pcall('HSETNX', KEYS[2], ARGV[i], 'w' .. id) == 1
-      and type(redis.pcall('RPUSH', KEYS[1], ARGV[i])) ~= 'number' then
-      redis.call('HDEL', KEYS[2], ARGV[i])
+redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
+local take = argument_reader(1)
+for _ = 1, tonumber(take()) do
+  local value = waiting_in(take())
+  for _ = 1, tonumber(take()) do
+    local ticket = take()
+    if redis.pcall('HSETNX', KEYS[2], ticket, value) == 1
+      and type(redis.pcall('RPUSH', KEYS[1], ticket)) ~= 'number' then
+      redis.call('HDEL', KEYS[2], ticket) -- the key `order` has another type: do without the order
     end
   end
-  at = at + tickets
 end
-local taken = redis.pcall('LLEN', KEYS[1])
-return type(taken) == 'number' and taken or 0
+local tickets = redis.pcall('LLEN', KEYS[1])
+return type(tickets) == 'number' and tickets or 0

@@ -1,25 +1,17 @@
--- Results in the order in which their requests arrived (preserve_ordering). A request has a ticket, which it took
--- at its arrival; until its slot's turn comes, its result is held.
---
---   order   list: the tickets of requests that wait, are in flight, or are held, as they arrived
---   held    hash, for each of these tickets: 'w' and the entry in which its request waits, or 'b' and the batch
---           in which it is in flight, or 'r' and its result, with all that is needed to deliver it
---
--- A request without a ticket, or whose ticket is not held (any more), waits for nobody. Keys of another type cost
--- the order, never a result.
+-- Delivering results in the order in which their requests arrived: see README.md in this directory.
 
--- deliver_in_order(held, ticket, key, kind, payload, ttl_ms): deliver, or hold for `release`. The payload
--- of one with a ticket is a lone envelope, also where it goes on a stream. O(1).
+-- deliver_in_order(held, ticket, key, kind, payload, ttl_ms): withhold the result if its request has a ticket, for
+-- `release` to deliver; else deliver it now. O(1).
+-- With a ticket the payload is a single envelope, also where it goes on a stream, whose entries carry arrays of them.
 local function deliver_in_order(held, ticket, key, kind, payload, ttl_ms)
   if ticket ~= '' then
-    local result = 'r' .. kind .. ' ' .. ttl_ms .. ' ' .. key .. ' ' .. payload
-    if move(held, ticket, result) then return end
-    if kind == 'stream' then payload = '\145' .. payload end
+    if update_ticket(held, ticket, withheld_result(kind, ttl_ms, key, payload)) then return end
+    if kind == 'stream' then payload = '\145' .. payload end -- msgpack: an array of one
   end
   deliver(key, kind, payload, ttl_ms)
 end
 
--- The msgpack array of these envelopes.
+-- The envelopes as one msgpack array.
 local function array_of(envelopes)
   local size = #envelopes
   local head = size < 16 and string.char(144 + size)
@@ -27,27 +19,28 @@ local function array_of(envelopes)
   return head .. table.concat(envelopes)
 end
 
--- release(order, held): deliver what is held and has nobody before it, as much as one script should do.
--- Returns 1 if there is more to deliver. O(results delivered), and O(bytes).
+-- release(order, held): deliver withheld results from the front of the order, up to the first ticket whose result is
+-- not there yet, and no more than one script should do, because Redis serves nothing else meanwhile.
+-- Returns whether there is more to deliver. O(results delivered), and O(bytes).
 local function release(order, held)
-  local most, most_bytes = 1000, 8388608
-  local gone, size_bytes = {}, 0
+  local results_max, bytes_max = 1000, 8388608
+  local tickets, size_bytes = {}, 0
+  -- Successive results for one reply stream become one entry.
   local stream, stream_ttl_ms, envelopes = nil, nil, {}
   local function flush()
     if stream then deliver(stream, 'stream', array_of(envelopes), stream_ttl_ms) end
     stream, envelopes = nil, {}
   end
 
-  local more = 1
-  while #gone < most and size_bytes < most_bytes do
-    local ticket = redis.pcall('LINDEX', order, #gone)
-    local what = type(ticket) == 'string' and redis.pcall('HGET', held, ticket)
-    if type(what) ~= 'string' or string.sub(what, 1, 1) ~= 'r' then
-      more = 0
+  local has_more = true
+  while #tickets < results_max and size_bytes < bytes_max do
+    local ticket = redis.pcall('LINDEX', order, #tickets)
+    local value = type(ticket) == 'string' and redis.pcall('HGET', held, ticket)
+    if not is_withheld(value) then
+      has_more = false
       break
     end
-    local kind, ttl_ms, key, begins = string.match(what, '^r(%a+) (%d+) (%S+) ()')
-    local payload = string.sub(what, begins)
+    local kind, ttl_ms, key, payload = parse_withheld(value)
     if key ~= stream or ttl_ms ~= stream_ttl_ms then flush() end
     if kind == 'stream' then
       stream, stream_ttl_ms = key, ttl_ms
@@ -55,14 +48,14 @@ local function release(order, held)
     else
       deliver(key, kind, payload, ttl_ms)
     end
-    gone[#gone + 1] = ticket
+    tickets[#tickets + 1] = ticket
     size_bytes = size_bytes + #payload
   end
   flush()
-  if #gone > 0 then
-    redis.call('LPOP', order, #gone)
-    redis.call('HDEL', held, unpack(gone))
+  if #tickets > 0 then
+    redis.call('LPOP', order, #tickets)
+    redis.call('HDEL', held, unpack(tickets))
   end
-  return more
+  return has_more
 end
 

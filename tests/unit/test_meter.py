@@ -1,8 +1,7 @@
-"""What a batcher says of itself: what is counted, how exact quantiles are, and what is not understood."""
+"""What a batcher counts and reports of itself, and how exact its latency quantiles are."""
 
 from __future__ import annotations
 
-import json
 from math import ceil
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import strategies as st
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from carpool.messages import JSON, DispatchReason, Entry, Refusal, Request
 from carpool.model_settings import ModelSettings
-from carpool.wire.report import BatcherReport, Gauges
+from carpool.wire.report import Gauges
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
-from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_batcher.tally import RECENT_US, Recent, gauges
+from carpool_batcher.meter import BatcherMetrics, Meter, gauges
+from carpool_batcher.recent_latency import WINDOW_US, RecentLatency
 
 SECOND_US = 1_000_000
 
@@ -31,27 +30,27 @@ def requests(number: int, arrival_us: int = 0) -> list[Request]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 500_000_000), min_size=1, max_size=300))
-def test_a_quantile_is_within_5_percent_of_the_exact_one(durations_us: list[int]) -> None:
+def test_quantile_is_within_5_percent_of_the_exact_one(durations_us: list[int]) -> None:
     now_us = 1_000 * SECOND_US
-    recent = Recent(now_us)
+    recent = RecentLatency(now_us)
     recent.observe([now_us - one for one in durations_us], now_us)
-    said = recent.quantiles_us(now_us)
-    assert said is not None
+    quantiles = recent.quantiles_us(now_us)
+    assert quantiles is not None
     in_order = sorted(durations_us)
-    for quantile_us, share in zip(said, (0.5, 0.99), strict=True):
+    for quantile_us, share in zip(quantiles, (0.5, 0.99), strict=True):
         exact_us = in_order[ceil(share * len(in_order)) - 1]
         assert quantile_us == pytest.approx(exact_us, rel=0.05, abs=51)
 
 
-def test_a_clock_that_is_behind_and_a_request_that_took_hours_break_nothing() -> None:
-    recent = Recent(0)
+def test_arrival_in_the_future_and_latency_of_hours_are_clamped() -> None:
+    recent = RecentLatency(0)
     recent.observe([5_000, -(10**11)], 4_000)
     assert recent.quantiles_us(4_000) == pytest.approx((50, 600 * SECOND_US), rel=0.05)
 
 
-def test_what_took_long_is_forgotten_after_10_to_20_seconds() -> None:
-    """Given slow requests at first and fast ones after, expect the slow ones' p99 until 20 s."""
-    recent = Recent(0)
+def test_slow_requests_are_forgotten_after_10_to_20_seconds() -> None:
+    """Given slow requests first and fast ones later, expect the slow p99 until 20 s."""
+    recent = RecentLatency(0)
     recent.observe([0] * 50, SECOND_US)
     seen = []
     for second in range(2, 25):
@@ -64,14 +63,14 @@ def test_what_took_long_is_forgotten_after_10_to_20_seconds() -> None:
     assert remembered == list(range(2, 20))
 
 
-def test_nothing_is_left_of_a_model_that_has_rested() -> None:
-    recent = Recent(0)
+def test_idle_model_has_no_quantiles() -> None:
+    recent = RecentLatency(0)
     assert recent.quantiles_us(0) is None
     recent.observe([0], 1_000)
-    assert recent.quantiles_us(2 * RECENT_US - 1) is not None
-    assert recent.quantiles_us(3 * RECENT_US) is None
-    recent.observe([0], 5 * RECENT_US)
-    assert recent.quantiles_us(7 * RECENT_US) is None, "after a rest of two turns both halves are old"
+    assert recent.quantiles_us(2 * WINDOW_US - 1) is not None
+    assert recent.quantiles_us(3 * WINDOW_US) is None
+    recent.observe([0], 5 * WINDOW_US)
+    assert recent.quantiles_us(7 * WINDOW_US) is None, "after two idle windows both histograms have expired"
 
 
 # --- counting ----------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def dispatch(meter: Meter, scheduler: Scheduler, *batches: tuple[DispatchReason,
     meter.dispatched([Dispatch(requests(size), reason, "") for reason, size in batches], scheduler, 0)
 
 
-def test_a_batcher_counts_from_when_it_took_over() -> None:
+def test_report_counts_from_the_takeover() -> None:
     meter = Meter(BatcherMetrics(), "square")
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=2)
     dispatch(meter, scheduler, ("full", 10))
@@ -93,21 +92,21 @@ def test_a_batcher_counts_from_when_it_took_over() -> None:
     for reason in ("queue_size", "queue_bytes", "queue_size"):
         meter.refused([Refusal(Entry("1-1", 0), "c", None, JSON, RESOURCE_EXHAUSTED, reason, "")])
     meter.expired_in_flight(0)
-    before = meter.status("me", scheduler, 8 * SECOND_US)
+    before = meter.report("me", scheduler, 8 * SECOND_US)
     meter.expired_in_flight(2)
     meter.settled(InFlightBatch(0, 2, "", {}, [8 * SECOND_US, 8 * SECOND_US]), 9 * SECOND_US)
-    status = meter.status("me", scheduler, 9 * SECOND_US)
+    report = meter.report("me", scheduler, 9 * SECOND_US)
 
-    assert (status.batcher, status.began_us, status.at_us) == ("me", 7 * SECOND_US, 9 * SECOND_US)
-    assert status.batches == {"full": 2, "idle": 1}
-    assert (status.requests, status.fill_percent) == (25, 250)
+    assert (report.batcher, report.began_us, report.at_us) == ("me", 7 * SECOND_US, 9 * SECOND_US)
+    assert report.batches == {"full": 2, "idle": 1}
+    assert (report.requests, report.fill_percent) == (25, 250)
     assert before.refused == {"RESOURCE_EXHAUSTED/queue_size": 2, "RESOURCE_EXHAUSTED/queue_bytes": 1}
-    assert status.refused == {**before.refused, f"{DEADLINE_EXCEEDED}/in_flight": 2}
-    assert (before.quantiles_us, status.learned) == (None, None)
-    assert status.quantiles_us == pytest.approx((SECOND_US, SECOND_US), rel=0.05)
+    assert report.refused == {**before.refused, f"{DEADLINE_EXCEEDED}/in_flight": 2}
+    assert (before.quantiles_us, report.learned) == (None, None)
+    assert report.quantiles_us == pytest.approx((SECOND_US, SECOND_US), rel=0.05)
 
 
-def test_what_there_is_to_see_and_what_was_learned() -> None:
+def test_report_holds_gauges_and_the_learned_latency() -> None:
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=3)
     for one in requests(2, arrival_us=SECOND_US):
         assert scheduler.offer(one, SECOND_US) is None
@@ -119,28 +118,9 @@ def test_what_there_is_to_see_and_what_was_learned() -> None:
     assert scheduler.in_flight()["1-1"].arrivals_us == [0] * 4
     scheduler.settle("1-1", 8_000, 9_000)
     meter = Meter(BatcherMetrics(), "square")
-    assert meter.status("me", scheduler, 0).learned == (8_000.0, 0.0, 4), "one size tells nothing of others"
+    assert meter.report("me", scheduler, 0).learned == (8_000.0, 0.0, 4), (
+        "one size tells nothing about others"
+    )
     scheduler.adopt("1-3", Dispatch(requests(8), "idle", ""), 0)
     scheduler.settle("1-3", 12_000, 13_000)
-    assert meter.status("me", scheduler, 0).learned == pytest.approx((4_000.0, 1_000.0, 0))
-
-
-# --- saying it ---------------------------------------------------------------------------------------------
-
-STATUS = BatcherReport(
-    "me", 1, 2, Gauges(1, 2, 0.5, 3, 4, 5), {"full": 3}, 30, 300, {"A/b": 1}, (5.5, 0.25, 0), (100, 200)
-)
-
-
-def test_what_is_said_is_understood() -> None:
-    assert BatcherReport.decode(STATUS.encode().encode()) == STATUS
-    said = json.loads(STATUS.encode())
-    assert (said["gauges"]["waiting"], said["batches"]) == (1, {"full": 3})
-    assert BatcherReport.decode(json.dumps({**said, "of a later version": 1}).encode()) == STATUS
-
-
-@pytest.mark.parametrize(
-    "said", [b"", b"{}", b"[]", b"\xff", STATUS.encode().replace("30,", '"x",').encode()]
-)
-def test_what_makes_no_sense_is_nothing(said: bytes) -> None:
-    assert BatcherReport.decode(said) is None
+    assert meter.report("me", scheduler, 0).learned == pytest.approx((4_000.0, 1_000.0, 0))

@@ -1,0 +1,70 @@
+"""The batcher's copy of the request stream: the entries it has read. And finding what is missing in Redis."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from carpool.messages import Entry, Request
+from carpool.store.batcher import BatcherStore, EntryChanges
+from carpool_batcher.core.scheduler import Scheduler
+
+SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be settled, and its `settled` entry still unread
+LOOKUP_ENTRIES: Final = 1000  # in one script
+
+
+class EntryTable(dict[str, Entry]):
+    """Every entry of the request stream that has been read and not removed, by its current ID.
+
+    Once an entry is in here, only this class changes its `id` and `requests`.
+    """
+
+    def update_from(self, changes: EntryChanges) -> list[Request]:
+        """Follow what a script did in Redis. Returns the requests of entries missing there."""
+        missing: list[Request] = []
+        for entry in changes.removed:
+            self._remove(entry)
+        for entry in changes.missing:
+            missing += self._remove(entry)
+        for entry, new_id, waiting in changes.put_back:
+            self._remove(entry)
+            entry.id, entry.requests = new_id, waiting
+            self[new_id] = entry
+        return missing
+
+    def _remove(self, entry: Entry) -> list[Request]:
+        self.pop(entry.id, None)
+        requests, entry.requests = entry.requests, []
+        return requests
+
+
+def forget_missing_entries(
+    store: BatcherStore, scheduler: Scheduler, entries: EntryTable, waiting_entries: int
+) -> None:
+    """Find entries that were withdrawn by XDEL, or taken by another batcher, and forget their requests.
+
+    `waiting_entries` is how many there are in Redis. Only if that is too few, the entries are looked up.
+    """
+    if waiting_entries >= len(entries):
+        return
+    known = list(entries)
+    for start in range(0, len(known), LOOKUP_ENTRIES):
+        for entry_id in store.missing(store.keys.requests, known[start : start + LOOKUP_ENTRIES]):
+            scheduler.forget(entries.pop(entry_id).requests)
+
+
+def forget_missing_batches(
+    store: BatcherStore, scheduler: Scheduler, batches_in_flight: int, now_us: int
+) -> None:
+    """Find batches that were deleted by hand, or settled without notice, and return their capacity.
+
+    `batches_in_flight` is how many there are in Redis. Only if that is too few, the batches are looked up.
+    """
+    if batches_in_flight >= len(scheduler.in_flight()):
+        return
+    old = [
+        batch_id
+        for batch_id, batch in scheduler.in_flight().items()
+        if batch.dispatched_us < now_us - SETTLED_UNREAD_US
+    ]
+    for batch_id in store.missing(store.keys.batches, old) if old else ():
+        scheduler.forget_batch(batch_id, now_us)

@@ -1,0 +1,58 @@
+"""How long requests took in the last 10 to 20 seconds, from arrival until their batch was settled."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Final
+
+from carpool.metrics import BucketCounts
+
+WINDOW_US: Final = 10_000_000
+_BOUND_RATIO: Final = 1.1  # a quantile is off by at most half of it
+BOUNDS_US: Final = tuple(int(100 * _BOUND_RATIO**power) for power in range(165))  # up to ten minutes
+
+
+class RecentLatency:
+    """Quantiles over a sliding window, from two histograms: every WINDOW_US the older one is dropped.
+
+    A request costs 0.1 µs, or 0.3 if no other of its batch arrived in the same millisecond: arrival times are
+    whole milliseconds, so one batch has few different ones, and they are counted first.
+    """
+
+    def __init__(self, now_us: int) -> None:
+        self._newer, self._older = BucketCounts(BOUNDS_US), BucketCounts(BOUNDS_US)
+        self._rotate_at_us = now_us + WINDOW_US
+
+    def observe(self, arrivals_us: Iterable[int], now_us: int) -> None:
+        """Requests that arrived at these times are settled now."""
+        self._rotate(now_us)
+        for arrival_us, requests in Counter(arrivals_us).items():
+            self._newer.observe_equal(now_us - arrival_us, requests)
+
+    def quantiles_us(self, now_us: int) -> tuple[int, int] | None:
+        """p50 and p99; None if no request was settled in the window."""
+        self._rotate(now_us)
+        older, newer = self._older.snapshot()[0], self._newer.snapshot()[0]
+        cumulative = list(accumulate(map(sum, zip(older, newer, strict=True))))
+        if not cumulative[-1]:
+            return None
+        return _quantile_us(cumulative, 0.5), _quantile_us(cumulative, 0.99)
+
+    def _rotate(self, now_us: int) -> None:
+        if now_us < self._rotate_at_us:
+            return
+        both_expired = now_us >= self._rotate_at_us + WINDOW_US
+        self._older = BucketCounts(BOUNDS_US) if both_expired else self._newer
+        self._newer = BucketCounts(BOUNDS_US)
+        self._rotate_at_us = now_us + WINDOW_US
+
+
+def _quantile_us(cumulative: Sequence[int], share: float) -> int:
+    """The middle of the bucket in which this share of all values is reached."""
+    bucket = bisect_left(cumulative, share * cumulative[-1])
+    upper_us = BOUNDS_US[min(bucket, len(BOUNDS_US) - 1)]
+    lower_us = BOUNDS_US[bucket - 1] if bucket else 0
+    return (lower_us + upper_us) // 2

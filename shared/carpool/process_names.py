@@ -1,0 +1,53 @@
+"""The names of Carpool's processes, in Redis and in logs.
+
+    HOST-PID-RANDOM              a batcher or a worker
+    HOST-PID-RANDOM/REPLICA      one replica of a worker; its consumer name in Redis
+
+RANDOM (six hex digits) keeps a process apart from an earlier one with the same pid, as in containers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import Final, NamedTuple
+
+HOST_CHARS_MAX: Final = 40
+
+
+class ProcessName(NamedTuple):
+    """The parts of a name. `replica` is None for a batcher or a worker."""
+
+    host: str
+    pid: int
+    replica: int | None = None
+
+
+def new_process_name() -> str:
+    """A name for the calling process, different at each call."""
+    return f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def replica_name(worker: str, replica: int) -> str:
+    """The name of a worker's replica, counted from 0."""
+    return f"{worker}/{replica}"
+
+
+def parse_process_name(name: str) -> ProcessName | None:
+    """The parts of a name; None if it has another form. A host's name may contain hyphens."""
+    process, slash, replica = name.partition("/")
+    host, _, pid = process.rpartition("-")[0].rpartition("-")
+    if not (host and pid.isdecimal()) or bool(slash) != replica.isdecimal():
+        return None
+    return ProcessName(host, int(pid), int(replica) if slash else None)
+
+
+def is_local_process(name: str, pid: int | None) -> bool:
+    """Whether `name` belongs to the process `pid` of this host, or to one of its replicas."""
+    parsed = parse_process_name(name)
+    return parsed is not None and (parsed.host, parsed.pid) == (_host(), pid)
+
+
+def _host() -> str:
+    return socket.gethostname()[:HOST_CHARS_MAX]

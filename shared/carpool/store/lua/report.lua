@@ -1,0 +1,7 @@
+-- report: publish the active batcher's report about itself, for `carpool top` and other observers.
+--
+-- KEYS  1 report
+-- ARGV  1 the report  2 its TTL (ms)
+-- O(1).
+redis.call('DEL', KEYS[1]) -- must be the first write: see deliver.lua. A report matters most when memory is full
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

@@ -1,0 +1,136 @@
+"""The fields of a request, read and checked one by one, with a limit on each.
+
+`raw` maps field names to bytes (from a stream entry) or to any msgpack value (from a packed entry). A field
+that is absent has a default; an invalid one raises InvalidArgumentError, whose detail names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from carpool.errors import CarpoolError, InvalidArgumentError
+from carpool.keys import CORRELATION_ID
+from carpool.messages import CONTENT_TYPES, JSON
+
+MAX_FIELDS: Final = 64
+MAX_EXTRA_BYTES: Final = 64 * 1024
+MAX_LANE_CHARS: Final = 128
+MAX_COST: Final = 1 << 40
+
+SEQUENCE_FIELDS: Final = ("sequence_id", "sequence_start", "sequence_end")
+# Fields with a meaning for Carpool. A request may carry others, for the model to read.
+CARPOOL_FIELDS: Final = frozenset(
+    {
+        "body",
+        "content_type",
+        "correlation_id",
+        "reply_to",
+        "expiration",
+        "priority",
+        "lane",
+        "cost",
+        *SEQUENCE_FIELDS,
+        "requests",
+        "arrival",
+        "withdraw",
+    }
+)
+
+Fields = dict[str, Any]
+
+
+def read_text(raw: Fields, field: str) -> str:
+    """A field that must be present, as text."""
+    value = raw[field]
+    if type(value) is bytes:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise InvalidArgumentError(f"{field}: not UTF-8") from None
+    if type(value) is not str:
+        raise InvalidArgumentError(f"{field}: must be text")
+    return value
+
+
+def read_name(raw: Fields, field: str, default: str | None) -> str | None:
+    """A field that becomes part of a Redis key, as correlation IDs do."""
+    if field not in raw:
+        return default
+    value = read_text(raw, field)
+    if not CORRELATION_ID.fullmatch(value):
+        raise InvalidArgumentError(f"{field}: must be 1 to 128 of letters, digits, '.', '_', ':', '-'")
+    return value
+
+
+def read_valid_name(raw: Fields, field: str, default: str | None) -> str | None:
+    """As `read_name`, but returns the default where the value is invalid."""
+    try:
+        return read_name(raw, field, default)
+    except CarpoolError:
+        return default
+
+
+def read_content_type(raw: Fields) -> str:
+    """The content type; JSON by default."""
+    if "content_type" not in raw:
+        return JSON
+    value = read_text(raw, "content_type")
+    for content_type in CONTENT_TYPES:
+        if value == content_type:
+            return content_type  # the constant, so that waiting requests share one string
+    raise InvalidArgumentError(f"content_type: {value!r:.60} is not one of {', '.join(CONTENT_TYPES)}")
+
+
+def read_valid_content_type(raw: Fields) -> str:
+    """As `read_content_type`, but returns JSON where the value is invalid."""
+    try:
+        return read_content_type(raw)
+    except CarpoolError:
+        return JSON
+
+
+def read_integer(raw: Fields, field: str, default: int, lowest: int, highest: int) -> int:
+    """A whole number, as a msgpack integer or as decimal digits."""
+    if field not in raw:
+        return default
+    value = raw[field]
+    if type(value) is not int:
+        try:
+            text = read_text(raw, field)  # digits only: Python's int() also accepts "1_000" and " 5"
+            value = int(text) if len(text) <= 20 and text.isascii() and text.isdigit() else None
+        except CarpoolError:
+            value = None
+    if value is None or not lowest <= value <= highest:
+        raise InvalidArgumentError(f"{field}: must be a whole number from {lowest} to {highest}")
+    return int(value)
+
+
+def read_lane(raw: Fields) -> str:
+    """The lane; empty by default."""
+    if "lane" not in raw:
+        return ""
+    value = read_text(raw, "lane")
+    if len(value) > MAX_LANE_CHARS:
+        raise InvalidArgumentError(f"lane: {len(value)} characters; at most {MAX_LANE_CHARS} are allowed")
+    return value
+
+
+def read_extra_fields(raw: Fields) -> dict[str, bytes]:
+    """The fields that Carpool does not know. They travel with the request, for the model to read."""
+    extra: dict[str, bytes] = {}
+    for field in raw.keys() - CARPOOL_FIELDS:
+        value = raw[field]
+        if type(value) is not bytes:
+            if type(value) not in (str, int, float):
+                raise InvalidArgumentError(f"{field!r:.60}: must be bytes, text or a number")
+            value = str(value).encode()
+        extra[str(field)] = value
+    if len(extra) > MAX_FIELDS:
+        raise InvalidArgumentError(
+            f"fields: {len(extra)} besides Carpool's own; at most {MAX_FIELDS} are allowed"
+        )
+    if sum(len(field) + len(value) for field, value in extra.items()) > MAX_EXTRA_BYTES:
+        raise InvalidArgumentError(
+            f"fields: those besides Carpool's own take more than {MAX_EXTRA_BYTES} bytes"
+        )
+    return extra

@@ -1,0 +1,83 @@
+"""Executions for tests: a codec, requests, and the model process's own code, without Redis and processes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from carpool.messages import JSON, Batch, BatchedRequest, Result
+from carpool.wire.bodies import encode_body
+from carpool.wire.tensors import TensorSpec
+from carpool_worker.codec import Codec
+from carpool_worker.execution import Execution, Frame
+from carpool_worker.model_process import frames
+from carpool_worker.model_process import main as model_process
+from carpool_worker.model_process.frames import OutcomeHeader, Ready
+from carpool_worker.model_process.model import LoadedModel
+
+NOW_US: Final = 10_000_000
+
+
+def codec_of(*inputs: TensorSpec, outputs: Sequence[TensorSpec] = (), wants_requests: bool = False) -> Codec:
+    """A codec for a model with these declarations, sent by the model process over a real socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send_load_result(theirs, Ready({}, inputs, tuple(outputs), wants_requests, {}))
+        ready = frames.receive_load_result(frames.MessageReader(ours))
+    assert isinstance(ready, Ready)
+    return Codec(ready)
+
+
+def request_of(
+    body: Any, content_type: str = JSON, deadline_us: int | None = None, extra: dict[str, bytes] | None = None
+) -> BatchedRequest:
+    """A request with this body, encoded unless it is bytes."""
+    encoded = body if isinstance(body, bytes) else encode_body(content_type, body)
+    arrival_us = NOW_US - 5000
+    return BatchedRequest(
+        "1-0", f"r{body!r:.20}", content_type, None, arrival_us, deadline_us, encoded, extra
+    )
+
+
+def execution_of(*requests: BatchedRequest, epoch: int = 1, **more: Any) -> Execution:
+    return Execution(Batch("7-0", epoch, list(requests), "full", NOW_US - 2000, "lane"), **more)
+
+
+def prepared(codec: Codec, *requests: BatchedRequest, **more: Any) -> Execution:
+    execution = execution_of(*requests, **more)
+    codec.prepare(execution, NOW_US)
+    return execution
+
+
+def positions(execution: Execution) -> list[list[int]]:
+    return [frame.positions for frame in execution.frames]
+
+
+def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, bytearray]:
+    """The outcome of a frame, from the model process's own code over a real socket."""
+    model = LoadedModel(
+        predict if codec.wants_requests else lambda batch, _: predict(batch),
+        wants_requests=codec.wants_requests,
+        inputs=codec.inputs,
+        outputs=codec.outputs,
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send_message(ours, frame.header, frame.payload)
+        model_process._execute_next(frames.MessageReader(theirs), theirs, model)
+        header, payload = frames.MessageReader(ours).receive()
+        return OutcomeHeader(*header), payload
+
+
+def finish(codec: Codec, execution: Execution, predict: Callable[..., Any]) -> list[Result]:
+    """Execute all frames. Returns every request's result, in order."""
+    while execution.frames:
+        codec.take_outcome(execution, execution.frames[0], *executed(codec, execution.frames[0], predict))
+        del execution.frames[0]
+    assert execution.results.keys() == set(range(len(execution.batch.requests)))
+    return [execution.results[position] for position in sorted(execution.results)]
+
+
+def echo(batch: Any) -> Any:
+    return batch

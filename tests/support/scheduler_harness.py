@@ -1,0 +1,85 @@
+"""A scheduler for unit tests: requests are names, times are milliseconds, decisions are short strings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from carpool.messages import Entry, Refusal, Request
+from carpool.model_settings import ModelSettings
+from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
+
+MS = 1000
+
+
+class SchedulerHarness:
+    """Drives a Scheduler and carries out what it decides.
+
+    A request is named by its correlation ID. `poll` returns "full: a b" for a batch that was dispatched,
+    "DEADLINE_EXCEEDED: a" for a refusal, and "expired: a" for a request in flight that expired. The first
+    batch has the ID "1", the next one "2".
+    """
+
+    def __init__(self, processes: int = 1, **settings: Any) -> None:
+        self.scheduler = Scheduler(ModelSettings(**settings), processes)
+        self._entry_ids = itertools.count(1)
+        self._batch_ids = itertools.count(1)
+
+    def offer(self, names: str, at: float = 0, **fields: Any) -> list[Refusal]:
+        """Offer the requests of one entry, and return the refusals."""
+        return self.offer_requests(requests(names, at, f"{next(self._entry_ids)}-0", **fields), at)
+
+    def offer_requests(self, offered: Iterable[Request], at: float) -> list[Refusal]:
+        refusals = [self.scheduler.offer(request, int(at * MS)) for request in offered]
+        return [refusal for refusal in refusals if refusal is not None]
+
+    def poll(self, at: float = 0) -> list[str]:
+        """Carry out all decisions that are due."""
+        done: list[str] = []
+        for decision in self.scheduler.poll(int(at * MS)):
+            if isinstance(decision, Dispatch):
+                self.scheduler.launch(str(next(self._batch_ids)), decision, int(at * MS))
+                done.append(f"{decision.reason}: {names_of(decision.requests)}")
+            elif isinstance(decision, Expire):
+                done.append(f"expired: {decision.request.correlation_id}")
+            else:
+                done.append(f"{decision.status}: {decision.correlation_id}")
+        return done
+
+    def settle(self, batch: int, at: float = 0) -> None:
+        """Settle a batch of which no request was executed, so that no execution time is learned."""
+        self.scheduler.settle(str(batch), 0, int(at * MS))
+
+    def wake_at_ms(self) -> float | None:
+        wake_us = self.scheduler.wake_at_us()
+        return None if wake_us is None else wake_us / MS
+
+    def learn(
+        self, *, intercept: float = 10, slope: float = 1, lane: str = "", until: float = 0
+    ) -> SchedulerHarness:
+        """Teach l(n) of a lane, in ms, by batches that settle at `until`. Their round trip takes no time."""
+        for number, size in enumerate((1, 11, 1, 11)):
+            execution_us, settled_us = int((intercept + slope * size) * MS), int(until * MS)
+            dispatch = Dispatch(requests("x " * size, lane=lane), "idle", lane)
+            self.scheduler.adopt(f"earlier {number}", dispatch, dispatched_us=settled_us - execution_us)
+            self.scheduler.settle(f"earlier {number}", execution_us, settled_us)
+        return self
+
+
+def requests(
+    names: str, at: float = 0, entry_id: str = "1-0", *, expiration: float | None = None, **fields: Any
+) -> list[Request]:
+    """The requests of one entry, which arrived at `at`."""
+    entry = Entry(entry_id, int(at * MS))
+    deadline_us = None if expiration is None else int((at + expiration) * MS)
+    fields.setdefault("body", b"x")
+    entry.requests = [
+        Request(entry, name, arrival_us=entry.arrival_us, deadline_us=deadline_us, **fields)
+        for name in names.split()
+    ]
+    return entry.requests
+
+
+def names_of(batch: Sequence[Request]) -> str:
+    return " ".join(request.correlation_id for request in batch)

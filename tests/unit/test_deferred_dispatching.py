@@ -1,0 +1,159 @@
+"""The policy `deferred` in the scheduler: late dispatch, early refusal, l(n) per lane, and trials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from carpool.messages import Refusal
+from carpool.model_settings import ModelSettings
+from carpool_batcher.core.scheduler import Dispatch
+from support.scheduler_harness import MS, SchedulerHarness, names_of
+
+# --- late dispatch and early refusal ---------------------------------------------------------------------
+
+
+def test_batch_is_dispatched_as_late_as_its_deadlines_allow() -> None:
+    harness = SchedulerHarness(max_batch_size=100, policy="deferred").learn()
+    harness.offer("a", expiration=50)
+    assert harness.wake_at_ms() == pytest.approx(50 - 12, abs=0.01)  # when two would still be in time
+    harness.offer("b", at=20, expiration=50)
+    assert harness.wake_at_ms() == pytest.approx(50 - 13, abs=0.01)
+    assert harness.poll(30) == []
+    assert harness.poll(37.1) == ["deadline: a b"]
+
+
+def test_request_that_cannot_be_in_time_is_refused_before_execution() -> None:
+    harness = SchedulerHarness(processes=0, max_batch_size=8, policy="deferred").learn()
+    harness.offer("hopeless", expiration=19)
+    harness.offer("a", expiration=25)
+    harness.scheduler.model_processes = 1
+    (refused, dispatched) = harness.scheduler.poll(13 * MS)
+    assert isinstance(refused, Refusal)
+    assert (refused.correlation_id, refused.status, refused.reason) == (
+        "hopeless",
+        "DEADLINE_EXCEEDED",
+        "early",
+    )
+    assert refused.detail == "expired: it could not be executed in the 6 ms that remained"
+    assert isinstance(dispatched, Dispatch)
+    assert names_of(dispatched.requests) == "a"
+
+
+def test_more_hopeless_requests_than_one_plan_covers_are_all_refused() -> None:
+    harness = SchedulerHarness(processes=0, max_batch_size=2, policy="deferred").learn()
+    harness.offer(" ".join(f"h{number}" for number in range(30)), expiration=19)
+    harness.scheduler.model_processes = 1
+    assert harness.poll(13) == [f"DEADLINE_EXCEEDED: h{number}" for number in range(30)]
+
+
+def test_request_with_a_target_only_or_a_delayed_one_is_not_refused_early() -> None:
+    harness = SchedulerHarness(processes=0, max_batch_size=8, policy="deferred", target_latency_ms=5).learn()
+    harness.offer("target")
+    harness.scheduler.model_processes = 1
+    assert harness.poll(13) == ["deadline: target"]
+    harness = SchedulerHarness(processes=0, max_batch_size=8, policy="deferred", expiration_action="delay")
+    harness.learn()
+    harness.offer("served", expiration=19)
+    harness.scheduler.model_processes = 1
+    assert harness.poll(13) == ["deadline: served"]
+    assert harness.poll(30) == []
+
+
+# --- lanes -----------------------------------------------------------------------------------------------
+
+
+def harness_with_fast_and_slow_lane(processes: int = 1, **settings: Any) -> SchedulerHarness:
+    """l(n) is 10 + n ms in one lane, and ten times as much in the other."""
+    harness = SchedulerHarness(processes=processes, policy="deferred", **settings)
+    harness.learn(lane="fast")
+    return harness.learn(intercept=100, slope=10, lane="slow")
+
+
+def test_each_lane_is_dispatched_as_late_as_its_own_latency_allows() -> None:
+    harness = harness_with_fast_and_slow_lane(processes=2, max_batch_size=100)
+    harness.offer("f", expiration=500, lane="fast")
+    assert harness.wake_at_ms() == pytest.approx(500 - 12, abs=0.01)
+    harness.offer("s", expiration=500, lane="slow")
+    assert harness.wake_at_ms() == pytest.approx(500 - 120, abs=0.01)
+    assert harness.poll(380.1) == ["deadline: s"]
+    assert harness.poll(488.1) == ["deadline: f"]
+
+
+def test_request_is_not_refused_for_the_latency_of_another_lane() -> None:
+    harness = harness_with_fast_and_slow_lane(processes=0, max_batch_size=8)
+    harness.offer("f", expiration=20, lane="fast")
+    harness.offer("s", expiration=100, lane="slow")
+    harness.scheduler.model_processes = 2
+    assert harness.poll(8) == ["deadline: f", "DEADLINE_EXCEEDED: s"]
+
+
+def test_each_lane_has_its_own_efficient_size() -> None:
+    harness = SchedulerHarness(policy="deferred", max_batch_size=8).learn(intercept=0, slope=10, lane="alike")
+    harness.learn(intercept=100, slope=0, lane="together")
+    harness.offer("a", expiration=900, lane="alike")
+    harness.offer("b", expiration=900, lane="together")
+    assert harness.poll(1) == ["efficient: a"]
+
+
+def test_process_becomes_free_by_the_latency_of_the_lane_it_executes() -> None:
+    harness = harness_with_fast_and_slow_lane()
+    harness.scheduler.settings = ModelSettings()
+    harness.offer("f", lane="fast")
+    assert harness.poll() == ["idle: f"]
+    harness.offer("s", lane="slow")
+    assert harness.wake_at_ms() == pytest.approx(11, abs=0.01)
+    assert harness.poll(11.1) == ["idle: s"]  # ahead: it starts when the first settles
+    harness.settle(1, at=11)
+    harness.offer("g", lane="fast")
+    assert harness.wake_at_ms() == pytest.approx(11 + 110, abs=0.01)
+
+
+def test_each_lane_is_urgent_by_its_own_turnaround() -> None:
+    harness = harness_with_fast_and_slow_lane(processes=0)
+    harness.scheduler.settings = ModelSettings(max_queue_delay_ms=1000)
+    harness.offer("f", expiration=500, lane="fast")
+    assert harness.wake_at_ms() == pytest.approx(500 - 1.5 * 21 - 2, abs=5)
+    harness.offer("s", expiration=500, lane="slow")
+    assert harness.wake_at_ms() == pytest.approx(500 - 1.5 * 210 - 2, abs=20)
+
+
+def test_new_lane_uses_the_latency_of_all_lanes() -> None:
+    harness = SchedulerHarness(policy="deferred", max_batch_size=100).learn()
+    harness.offer("new", expiration=50, lane="new")
+    assert harness.wake_at_ms() == pytest.approx(50 - 12, abs=0.01)
+
+
+# --- trials ----------------------------------------------------------------------------------------------
+
+
+def test_trials_teach_the_latency_of_a_lane_that_seems_too_slow() -> None:
+    harness = SchedulerHarness(policy="deferred", max_batch_size=2)
+    harness.learn(intercept=100, slope=10, lane="slow")
+    for number in range(4):
+        # Given that all lanes together seem too slow for these, a batch is dispatched as a trial
+        harness.offer(f"a{number} b{number}", at=40 * number, expiration=20, lane="fast")
+        assert harness.poll(40 * number) == [f"full: a{number} b{number}"]
+        # But only one at a time, ...
+        harness.offer(f"c{number}", at=40 * number, expiration=20, lane="fast")
+        harness.scheduler.model_processes = 2
+        assert harness.poll(40 * number) == [f"DEADLINE_EXCEEDED: c{number}"]
+        harness.scheduler.model_processes = 1
+        # ... and the next one only after a pause
+        harness.scheduler.settle(str(number + 1), 5 * MS, (40 * number + 5) * MS)
+        if number < 3:
+            harness.offer(f"d{number}", at=40 * number + 29, expiration=20, lane="fast")
+            assert harness.poll(40 * number + 29) == [f"DEADLINE_EXCEEDED: d{number}"]
+    # Then the latency of the lane itself is known
+    harness.offer("e", at=126, expiration=20, lane="fast")
+    assert harness.poll(146 - 6) == []
+    assert harness.poll(146 - 5) == ["deadline: e"]
+
+
+def test_no_trial_soon_after_the_latency_of_the_lane_was_observed() -> None:
+    harness = SchedulerHarness(policy="deferred", max_batch_size=8).learn(intercept=100)
+    harness.offer("a", at=99, expiration=50)
+    assert harness.poll(99) == ["DEADLINE_EXCEEDED: a"]
+    harness.offer("b", at=100, expiration=50)
+    assert harness.poll(100) == ["deadline: b"]

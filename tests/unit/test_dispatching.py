@@ -1,0 +1,237 @@
+"""When batches are dispatched, for which reason, to which processes, and with which requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from carpool_batcher.core.queue import MAX_BATCH_BYTES
+from support.scheduler_harness import SchedulerHarness, requests
+
+# --- reasons ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_dispatched_from_an_empty_queue() -> None:
+    harness = SchedulerHarness()
+    assert harness.poll(5) == []
+    assert harness.wake_at_ms() is None
+
+
+def test_idle_process_gets_all_waiting_requests() -> None:
+    harness = SchedulerHarness(max_batch_size=4)
+    harness.offer("a")
+    harness.offer("b")
+    assert harness.poll() == ["idle: a b"]
+
+
+def test_batch_is_dispatched_when_the_queue_delay_of_its_oldest_request_ends() -> None:
+    harness = SchedulerHarness(max_batch_size=4, max_queue_delay_ms=2.5)
+    harness.offer("a", at=10)
+    harness.offer("b", at=11)
+    # The delay counts from the first arrival.
+    assert harness.wake_at_ms() == 12.5
+    assert harness.poll(12.499) == []
+    assert harness.poll(12.5) == ["delay: a b"]
+
+
+def test_full_batch_does_not_wait_for_the_queue_delay() -> None:
+    harness = SchedulerHarness(max_batch_size=2, max_queue_delay_ms=1000)
+    harness.offer("a b c")
+    assert harness.poll() == ["full: a b"]
+
+
+def test_batch_is_full_by_cost() -> None:
+    harness = SchedulerHarness(max_batch_cost=10, max_queue_delay_ms=1000)
+    harness.offer("a", cost=4)
+    harness.offer("b", cost=5)
+    assert harness.poll() == []
+    harness.offer("c", cost=1)
+    assert harness.poll() == ["full: a b c"]
+
+
+def test_request_over_the_cost_limit_is_not_overtaken_by_a_cheaper_one() -> None:
+    harness = SchedulerHarness(processes=2, max_batch_cost=10)
+    harness.offer("a", cost=6)
+    harness.offer("b", cost=6)
+    harness.offer("c", cost=3)
+    # c would still fit into the batch of a, but it would overtake b.
+    assert harness.poll() == ["full: a", "idle: b c"]
+
+
+def test_batch_is_full_by_bytes() -> None:
+    half = bytes(MAX_BATCH_BYTES // 2)
+    harness = SchedulerHarness(processes=2, max_queue_bytes=4 * MAX_BATCH_BYTES, max_queue_delay_ms=1000)
+    harness.offer("a b", body=half)
+    harness.offer("c")
+    assert harness.poll() == ["full: a b"]
+
+
+def test_fields_for_the_model_count_as_bytes() -> None:
+    extra = {"image": bytes(MAX_BATCH_BYTES // 2)}
+    harness = SchedulerHarness(processes=3, max_queue_bytes=2 * MAX_BATCH_BYTES)
+    assert harness.offer("a b c", extra=extra) == []
+    assert [one.correlation_id for one in harness.offer("d", extra=extra)] == ["d"]
+    assert harness.poll() == ["full: a", "full: b", "idle: c"]
+    assert harness.scheduler.waiting_bytes == 0
+
+
+def test_largest_preferred_size_that_can_be_filled_is_dispatched() -> None:
+    harness = SchedulerHarness(3, max_batch_size=8, preferred_batch_sizes=(2, 4), max_queue_delay_ms=10)
+    harness.offer("a")
+    assert harness.poll() == []
+    harness.offer("b c d e f g")
+    assert harness.poll() == ["preferred: a b c d", "preferred: e f"]
+    # After the queue delay any size is dispatched.
+    assert harness.wake_at_ms() == 10
+    assert harness.poll(10) == ["delay: g"]
+
+
+def test_preferred_size_over_the_maximum_is_never_reached() -> None:
+    harness = SchedulerHarness(3, max_batch_size=2, preferred_batch_sizes=(4,), max_queue_delay_ms=10)
+    harness.offer("a b c d e")
+    assert harness.poll() == ["full: a b", "full: c d"]
+    assert harness.poll(10) == ["delay: e"]
+
+
+def test_batch_of_preferred_size_waits_until_a_process_becomes_free() -> None:
+    harness = SchedulerHarness(preferred_batch_sizes=(2,), max_queue_delay_ms=1000).learn(slope=0)
+    harness.offer("a b")
+    assert harness.poll() == ["preferred: a b"]
+    harness.offer("c d")
+    assert harness.poll(1) == []
+    assert harness.wake_at_ms() == 10  # before the queue delay of c ends
+    assert harness.poll(10) == ["preferred: c d"]
+
+
+# --- capacity --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_dispatched_without_model_processes() -> None:
+    harness = SchedulerHarness(processes=0, max_batch_size=1)
+    harness.offer("a")
+    assert harness.poll(100) == []
+    assert harness.wake_at_ms() is None  # a new process is an event, not a time
+    harness.scheduler.model_processes = 1
+    assert harness.poll(100) == ["full: a"]
+
+
+def test_busy_process_gets_no_batch_that_can_grow_before_it_settles() -> None:
+    harness = SchedulerHarness(max_batch_size=4)
+    harness.offer("a")
+    assert harness.poll() == ["idle: a"]
+    harness.offer("b")
+    harness.offer("c")
+    assert harness.poll(50) == []
+    assert harness.wake_at_ms() is None
+    harness.settle(1)
+    assert harness.poll(51) == ["idle: b c"]
+
+
+def test_busy_process_gets_one_full_batch_ahead_and_never_two() -> None:
+    harness = SchedulerHarness(max_batch_size=2)
+    harness.offer("a b c d e f")
+    assert harness.poll() == ["full: a b", "full: c d"]
+    harness.settle(1)
+    assert harness.poll() == ["full: e f"]
+
+
+def test_busy_process_gets_its_next_batch_just_before_it_becomes_free() -> None:
+    harness = SchedulerHarness().learn()
+    harness.offer("a b c d")
+    assert harness.poll() == ["idle: a b c d"]
+    harness.offer("e", at=1)
+    assert harness.wake_at_ms() == pytest.approx(14, abs=0.01)
+    assert harness.poll(13.9) == []
+    harness.offer("f", at=13.9)
+    assert harness.poll(14.1) == ["idle: e f"]
+
+
+def test_full_batch_is_dispatched_before_a_lane_of_higher_priority_that_has_to_wait() -> None:
+    harness = SchedulerHarness(max_batch_size=2)
+    harness.offer("a")
+    assert harness.poll() == ["idle: a"]
+    # Given a busy process, a lane of high priority without a full batch, and a full batch of another lane
+    harness.offer("b", lane="urgent", priority=9)
+    harness.offer("c d")
+    assert harness.poll() == ["full: c d"]
+
+
+def test_capacity_is_per_model_process() -> None:
+    harness = SchedulerHarness(processes=2, max_batch_size=8)
+    harness.offer("a")
+    assert harness.poll() == ["idle: a"]
+    harness.offer("b")
+    assert harness.poll() == ["idle: b"]
+    harness.offer("c")
+    assert harness.poll() == []
+
+
+# --- order -----------------------------------------------------------------------------------------------
+
+
+def test_requests_are_dispatched_first_in_first_out() -> None:
+    harness = SchedulerHarness(max_batch_size=2)
+    for at, name in enumerate("abc"):
+        harness.offer(name, at=at)
+    assert harness.poll(3) == ["full: a b"]
+
+
+def test_higher_priority_is_dispatched_first_then_earlier_arrival() -> None:
+    harness = SchedulerHarness(max_batch_size=4)
+    harness.offer("low", priority=0)
+    harness.offer("a")
+    harness.offer("high", priority=9)
+    harness.offer("b")
+    harness.offer("c")
+    assert harness.poll() == ["full: high a b c"]
+
+
+def test_requests_put_back_keep_their_arrival() -> None:
+    harness = SchedulerHarness(max_batch_size=8, max_queue_delay_ms=10)
+    harness.offer("b c", at=20)
+    harness.offer("d", at=21)
+    assert harness.wake_at_ms() == 30
+    # When the rest of a partly dispatched entry comes back under a later ID
+    harness.offer_requests(requests("a1 a2", at=19, entry_id="9-0"), at=22)
+    # Then its requests keep their delay and their place
+    assert harness.wake_at_ms() == 29
+    assert harness.poll(29) == ["delay: a1 a2 b c d"]
+
+
+def test_batch_has_requests_of_one_lane() -> None:
+    harness = SchedulerHarness(processes=3, max_batch_size=8)
+    harness.offer("a", lane="cats")
+    harness.offer("b")
+    harness.offer("c", lane="cats")
+    assert harness.poll() == ["idle: b", "idle: a c"]
+
+
+def test_alternating_lanes_do_not_close_each_others_batches() -> None:
+    harness = SchedulerHarness(processes=2, max_batch_size=3, max_queue_delay_ms=1000)
+    for at in range(3):
+        harness.offer(f"a{at}", at=at, lane="a")
+        harness.offer(f"b{at}", at=at, lane="b")
+    assert harness.poll(3) == ["full: a0 a1 a2", "full: b0 b1 b2"]
+
+
+def test_lanes_are_served_by_priority_then_by_oldest_request() -> None:
+    harness = SchedulerHarness(max_batch_size=8)
+    harness.offer("new", at=2, lane="new")
+    harness.offer("old", at=1, lane="old")
+    harness.offer("urgent", at=3, lane="urgent", priority=5)
+    order = []
+    for batch in range(1, 4):
+        order += harness.poll(3)
+        harness.settle(batch, at=3)
+    assert order == ["idle: urgent", "idle: old", "idle: new"]
+
+
+@pytest.mark.parametrize("lanes", [1, 2000])
+def test_many_lanes_are_served_in_order_of_arrival(lanes: int) -> None:
+    harness = SchedulerHarness(processes=1, max_batch_size=1)
+    for number in range(2000):
+        harness.offer(str(number), at=number, lane=str(number % lanes))
+    order = []
+    for batch in range(1, 51):
+        order += harness.poll(2000)
+        harness.settle(batch, at=2000)
+    assert order == [f"full: {number}" for number in range(len(order))]

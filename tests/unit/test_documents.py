@@ -1,0 +1,109 @@
+"""The documents: links resolve, lines are short, and nothing in them is true on one machine only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+FOLDERS: Final = ("docs", "ops", "services", "shared", "tests")
+LINE_CHARS_MAX: Final = 119
+GENERATED: Final = "\nWritten by `"  # benchmarks write their reports, with tables of any width
+
+FENCE: Final = re.compile(r"^(```+).*?^\1$", re.MULTILINE | re.DOTALL)
+HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
+LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
+URL: Final = re.compile(r"\b(?:https?|rediss?)://[^\s\"'`)\\]+")
+
+# Hosts that a document may name: this machine's loopback, names in a container network, and examples.
+HOSTS: Final = {"127.0.0.1", "localhost", "redis", "redis.example"}
+# Home and working directories exist on the author's machine only.
+PRIVATE_PATH: Final = re.compile(r"(?<![\w.}])/(?:home|root|Users|work|workspace|mnt)/")
+
+
+def documents() -> list[Path]:
+    return sorted(
+        [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+    )
+
+
+each_document = pytest.mark.parametrize(
+    "document", documents(), ids=[path.relative_to(ROOT).as_posix() for path in documents()]
+)
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that Markdown renderers make of a document's headings."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    return {anchor(heading) for heading in HEADING.findall(text)}
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def broken_links(document: Path) -> Iterator[str]:
+    """Relative links of a document whose file or heading does not exist."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    for link in LINK.findall(text):
+        path, _, fragment = link.partition("#")
+        if urlsplit(link).scheme:
+            continue
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (fragment and fragment not in anchors(target)):
+            yield link
+
+
+def test_there_are_documents() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in documents()}
+    assert {"README.md", "ARCHITECTURE.md", "shared/PROTOCOL.md", "docs/decisions/README.md"} <= names
+
+
+@each_document
+def test_relative_links_resolve(document: Path) -> None:
+    assert list(broken_links(document)) == []
+
+
+@each_document
+def test_lines_are_short(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    if GENERATED in text:
+        pytest.skip("written by a benchmark")
+    long = [at for at, line in enumerate(text.splitlines(), 1) if len(line) > LINE_CHARS_MAX]
+    assert long == [], f"{document}: these lines have more than {LINE_CHARS_MAX} characters"
+
+
+@each_document
+def test_nothing_names_a_private_path_or_host(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert PRIVATE_PATH.findall(text) == []
+    hosts = {urlsplit(url).hostname for url in URL.findall(text)}
+    assert hosts <= HOSTS
+
+
+def test_every_decision_is_in_the_index() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    decisions = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
+    assert LINK.findall(index)[1:] == [path.name for path in decisions]
+    for number, path in enumerate(decisions, 1):
+        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert title.startswith(f"{number:04}. ")
+        assert f"[{title}]({path.name})" in index
+
+
+def test_checks_find_what_they_are_for(tmp_path: Path) -> None:
+    target = tmp_path / "target.md"
+    target.write_text("# One `heading`, and more\n")
+    document = tmp_path / "document.md"
+    document.write_text(
+        "# Here\n[a](target.md) [b](target.md#one-heading-and-more) [c](#here) [d](redis://127.0.0.1)\n"
+        "[e](missing.md) [f](target.md#missing) [g](#missing)\n```\n[h](in-a-program.md)\n```\n"
+    )
+    assert list(broken_links(document)) == ["missing.md", "target.md#missing", "#missing"]
+    assert PRIVATE_PATH.search("in /home/someone/x") and not PRIVATE_PATH.search("${X}/home/ and docs/work/")

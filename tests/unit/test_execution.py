@@ -1,0 +1,73 @@
+"""An execution whose model process dies: frames are split, and repeated deaths lead to a dead letter."""
+
+from __future__ import annotations
+
+from carpool.wire.tensors import TensorSpec
+from support.executions import NOW_US, codec_of, echo, executed, execution_of, positions, prepared, request_of
+
+ANY = TensorSpec("x", "FP32", (-1,))
+
+
+def test_frame_the_process_died_on_is_split_and_others_are_not() -> None:
+    codec = codec_of(ANY)
+    execution = prepared(codec, request_of([1]), request_of([1, 2]), request_of([3]), request_of([4, 5]))
+    assert positions(execution) == [[0, 2], [1, 3]]
+    execution.split(execution.frames[0], codec, NOW_US)
+    assert execution.is_suspect
+    assert positions(execution) == [[0], [2], [1, 3]]
+    assert execution.deaths == {0: 1, 2: 1} and not execution.results
+
+
+def test_request_that_expired_meanwhile_is_not_executed_again() -> None:
+    codec = codec_of()
+    execution = prepared(codec, request_of(0, deadline_us=NOW_US + 10), request_of(1))
+    execution.split(execution.frames[0], codec, NOW_US + 10)
+    assert positions(execution) == [[1]]
+    assert execution.results[0].status == "DEADLINE_EXCEEDED"
+
+
+def test_second_death_dead_letters_the_request_with_a_reason() -> None:
+    codec = codec_of()
+    execution = prepared(codec, *(request_of(number) for number in range(3)))
+    # Given that a process died on all three, and another on the second alone
+    execution.split(execution.frames[0], codec, NOW_US)
+    first, second, _ = execution.frames
+    codec.take_outcome(execution, first, *executed(codec, first, echo))
+    del execution.frames[0]
+    execution.split(second, codec, NOW_US)
+    # Then the third is still to be executed, and the second is not
+    assert positions(execution) == [[2]]
+    assert {position: result.status for position, result in execution.results.items()} == {
+        0: "OK",
+        1: "ABORTED",
+    }
+    (letter,) = execution.dead_letters
+    assert letter == (
+        execution.batch.requests[1],
+        "its model process or worker ended 2 times while executing it",
+        2,
+    )
+    assert execution.results[1].detail == f"given up: {letter.reason}"
+    assert execution.results[1].correlation_id == execution.batch.requests[1].correlation_id
+
+
+def test_deaths_with_other_workers_count() -> None:
+    execution = prepared(codec_of(), request_of(0), request_of(1), deaths={0: 1, 1: 2}, epoch=3)
+    assert positions(execution) == [[0]]
+    assert [letter.attempts for letter in execution.dead_letters] == [2]
+    assert execution.results[1].status == "ABORTED"
+
+
+def test_dead_letter_names_the_number_of_deaths() -> None:
+    execution = execution_of(request_of(0), deaths={0: 5})
+    execution.dead_letter(0)
+    assert "5 times" in execution.dead_letters[0].reason and execution.dead_letters[0].attempts == 5
+
+
+def test_unusable_outcome_fails_every_request_of_its_frame() -> None:
+    codec = codec_of(ANY)
+    execution = prepared(codec, request_of([1]), request_of([1, 2]), request_of([3]))
+    execution.fail_frame(execution.frames[0], "the model's results cannot be read")
+    assert {
+        position: (result.status, result.detail) for position, result in execution.results.items()
+    } == dict.fromkeys((0, 2), ("INTERNAL", "the model's results cannot be read"))

@@ -1,0 +1,113 @@
+"""The waiting queue: limits on what is admitted, withdrawal, and totals."""
+
+from __future__ import annotations
+
+from support.scheduler_harness import SchedulerHarness, requests
+
+# --- limits ----------------------------------------------------------------------------------------------
+
+
+def test_newest_request_is_refused_when_the_queue_is_full() -> None:
+    harness = SchedulerHarness(processes=0, max_queue_size=2)
+    assert harness.offer("a b") == []
+    (refusal,) = harness.offer("c", reply_to="me", content_type="application/msgpack")
+    assert refusal.status == "RESOURCE_EXHAUSTED"
+    assert refusal.detail == "the queue is full: 2 requests wait (max_queue_size); try again later"
+    # The refusal has the address and the format of the request.
+    assert (refusal.correlation_id, refusal.reply_to, refusal.content_type) == (
+        "c",
+        "me",
+        "application/msgpack",
+    )
+    assert refusal.request is not None and refusal.entry is refusal.request.entry
+    # After a dispatch there is space again.
+    harness.scheduler.model_processes = 1
+    assert harness.poll() == ["idle: a b"]
+    assert harness.offer("d") == []
+
+
+def test_queue_is_full_by_bytes() -> None:
+    harness = SchedulerHarness(processes=0, max_queue_bytes=10)
+    assert harness.offer("a b", body=b"12345") == []
+    assert harness.scheduler.waiting_bytes == 10
+    (refusal,) = harness.offer("c", body=b"1")
+    assert refusal.status == "RESOURCE_EXHAUSTED"
+    assert refusal.detail == "the queue is full: 10 bytes wait (max_queue_bytes); try again later"
+    assert harness.offer("d", body=b"") == []
+
+
+def test_priority_may_have_a_smaller_queue() -> None:
+    harness = SchedulerHarness(processes=0, max_queue_size=4, priority_policies={0: {"max_queue_size": 1}})
+    assert harness.offer("a", priority=0) == []
+    (refusal,) = harness.offer("b", priority=0)
+    assert (refusal.status, refusal.reason) == ("RESOURCE_EXHAUSTED", "queue_size")
+    assert refusal.detail == "the queue is full for priority 0 (priority_policies); try again later"
+    # Other priorities have the queue of the model; this one is served again when there is space.
+    assert [one.correlation_id for one in harness.offer("c d e f", priority=4)] == ["f"]
+    harness.scheduler.withdraw(frozenset("ac"))
+    assert harness.offer("g", priority=0) == []
+
+
+def test_withheld_results_count_against_the_queue_size() -> None:
+    harness = SchedulerHarness(processes=0, max_queue_size=3)
+    harness.scheduler.set_withheld(2)
+    assert harness.offer("a") == []
+    (refusal,) = harness.offer("b")
+    assert refusal.detail == (
+        "the queue is full: 1 requests wait, 2 results are withheld until earlier ones are done "
+        "(max_queue_size); try again later"
+    )
+    harness.scheduler.set_withheld(1)
+    assert harness.offer("c") == []
+
+
+def test_request_that_fits_into_no_batch_is_refused() -> None:
+    harness = SchedulerHarness(max_batch_cost=10)
+    (refusal,) = harness.offer("a", cost=11)
+    assert refusal.status == "INVALID_ARGUMENT"
+    assert refusal.detail == "cost: 11 is over this model's max_batch_cost 10"
+    assert harness.offer("b", cost=10) == []
+
+
+def test_refused_request_does_not_wait() -> None:
+    harness = SchedulerHarness(processes=1, max_queue_size=1)
+    harness.offer("a b")
+    assert harness.scheduler.waiting == 1
+    assert harness.poll() == ["idle: a"]
+    harness.settle(1)
+    assert harness.poll() == []
+
+
+# --- removal ---------------------------------------------------------------------------------------------
+
+
+def test_waiting_requests_are_withdrawn_and_those_in_flight_are_not() -> None:
+    harness = SchedulerHarness(max_batch_size=2)
+    harness.offer("a b")
+    assert harness.poll() == ["full: a b"]
+    harness.offer("c d", lane="x", expiration=50)
+    refusals = harness.scheduler.withdraw(frozenset({"a", "c", "unknown"}))
+    assert [(one.correlation_id, one.status) for one in refusals] == [("c", "CANCELLED")]
+    assert refusals[0].detail == "withdrawn by its producer"
+    harness.settle(1)
+    assert harness.poll() == ["idle: d"]
+
+
+def test_forgotten_requests_are_removed_without_an_answer() -> None:
+    harness = SchedulerHarness(processes=0)
+    waiting = requests("a b c", expiration=10)
+    harness.offer_requests(waiting, at=0)
+    harness.scheduler.forget([waiting[0], waiting[2]])
+    harness.scheduler.forget(waiting[:1])  # again
+    assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (1, 1)
+    assert harness.poll(10) == ["DEADLINE_EXCEEDED: b"]
+
+
+def test_empty_lanes_are_dropped() -> None:
+    harness = SchedulerHarness(processes=2000, max_batch_size=2)
+    for number in range(1000):
+        harness.offer("a", lane=f"dispatched {number}")
+        harness.offer("b", lane=f"withdrawn {number}", expiration=1)
+    harness.scheduler.withdraw(frozenset("b"))
+    harness.poll()
+    assert len(harness.scheduler._queue.lanes) == 1

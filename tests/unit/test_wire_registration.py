@@ -1,0 +1,70 @@
+"""Registrations: settings and declared tensors come back as a worker registered them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.model_settings import ModelSettings
+from carpool.wire.registration import decode_inputs, decode_outputs, encode_registration
+from carpool.wire.tensors import DATATYPES, TensorSpec
+
+specs = st.builds(
+    TensorSpec,
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
+    st.sampled_from(sorted(DATATYPES)),
+    st.lists(st.integers(-1, 1 << 40), max_size=4).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(specs, max_size=3), st.lists(specs, max_size=3), st.integers(1, 1000))
+def test_registration_is_decoded_as_it_was_encoded(
+    inputs: list[TensorSpec], outputs: list[TensorSpec], size: int
+) -> None:
+    model = ModelSettings(max_batch_size=size, tenant_weights={"gold": 4})
+    registration = encode_registration(model.as_text(), inputs, outputs)
+    assert all(type(text) is str for text in registration.values())
+    assert decode_inputs(registration) == inputs
+    assert decode_outputs(registration) == outputs
+    assert ModelSettings.from_mapping(registration) == model
+
+
+def test_tensors_are_registered_as_json_with_the_open_inference_names() -> None:
+    registration = encode_registration({"max_batch_size": "8"}, [TensorSpec("x", "FP32", (2, -1))], [])
+    assert registration.keys() == {"max_batch_size", "inputs"}
+    assert json.loads(registration["inputs"]) == [{"name": "x", "datatype": "FP32", "shape": [2, -1]}]
+
+
+def test_model_without_declared_tensors_has_none() -> None:
+    assert encode_registration({}, [], []) == {}
+    assert decode_inputs({}) == decode_outputs({}) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "7",
+        "null",
+        "[7]",
+        '["x"]',
+        "[{}]",
+        '[{"name": "x", "datatype": "FP8", "shape": []}]',
+        '[{"name": "x", "datatype": "FP32", "shape": 7}]',
+        '[{"name": "x", "datatype": "FP32", "shape": ["a"]}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [-2]}]',
+        '[{"name": "x", "datatype": ["FP32"], "shape": []}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "unit": "m"}]',
+        "[" * 100_000,
+    ],
+)
+def test_malformed_tensors_are_a_value_error_that_names_the_field(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^registered inputs are not a list of tensors: "):
+        decode_inputs({"inputs": text})
+    with pytest.raises(ValueError, match=r"^registered outputs are not a list of tensors: "):
+        decode_outputs({"outputs": text})

@@ -1,0 +1,82 @@
+"""Reports of batchers: decoded as they were encoded, and ignored where they are not understood."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.wire.report import BatcherReport, Gauges
+
+counts = st.integers(0, 1 << 53)
+seconds = st.floats(0, 1e9)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+reports = st.builds(
+    BatcherReport,
+    batcher=texts,
+    began_us=counts,
+    at_us=counts,
+    gauges=st.builds(Gauges, counts, counts, seconds, counts, counts, counts, counts),
+    batches=st.dictionaries(texts, counts, max_size=3),
+    requests=counts,
+    fill_percent=counts,
+    refused=st.dictionaries(texts, counts, max_size=3),
+    learned=st.none() | st.tuples(seconds, seconds, counts),
+    quantiles_us=st.none() | st.tuples(counts, counts),
+    unheeded=texts,
+    policies=st.lists(texts, max_size=2).map(tuple),
+)
+REPORT = BatcherReport(
+    "b", 1, 2, Gauges(3, 4, 0.5, 1, 2, 1), {"full": 9}, 90, 900, {"INTERNAL/x": 1}, (1.5, 2.5, 0), (7, 8)
+)
+
+
+@settings(deadline=None)
+@given(reports)
+def test_report_is_decoded_as_it_was_encoded(report: BatcherReport) -> None:
+    assert BatcherReport.decode(report.encode().encode()) == report
+
+
+def test_report_names_its_gauges() -> None:
+    assert json.loads(REPORT.encode())["gauges"] == {
+        "waiting": 3,
+        "waiting_bytes": 4,
+        "oldest_s": 0.5,
+        "batches_in_flight": 1,
+        "requests_in_flight": 2,
+        "model_processes": 1,
+        "held": 0,
+    }
+
+
+def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None:
+    fields = json.loads(REPORT.encode()) | {"of a later version": 1}
+    for name in ("unheeded", "policies"):
+        del fields[name]
+    del fields["gauges"]["held"]
+    assert BatcherReport.decode(json.dumps(fields).encode()) == REPORT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gauges": None},
+        {"gauges": {"waiting": 1}},
+        {"batches": [1]},
+        {"requests": "many"},
+        {"learned": [1]},
+        {"quantiles_us": [1, 2, 3]},
+        {"at_us": 1.5},
+    ],
+)
+def test_report_with_another_type_of_field_is_not_understood(change: dict[str, Any]) -> None:
+    fields = json.loads(REPORT.encode()) | change
+    assert BatcherReport.decode(json.dumps(fields).encode()) is None
+
+
+@pytest.mark.parametrize("report", [b"", b"{", b"null", b"7", b"[]", b"{}", b"\xff", b"[" * 100_000])
+def test_anything_else_is_not_understood(report: bytes) -> None:
+    assert BatcherReport.decode(report) is None
