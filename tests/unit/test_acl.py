@@ -11,8 +11,7 @@ from typing import Final
 
 import pytest
 
-from carpool.client import aio
-from carpool.client import transport as pipeline
+from carpool.client import aio, transport
 from carpool.keys import Keys
 from carpool.store import batcher, directory, results, worker
 from carpool.store.connection import Script
@@ -195,7 +194,7 @@ def test_service_has_no_permission_that_its_code_does_not_use(role: str) -> None
 
 
 def test_producer_has_every_permission_that_the_client_uses() -> None:
-    used = {command.lower() for command in re.findall(r'\("([A-Z]{3,})",', source(aio) + source(pipeline))}
+    used = {command.lower() for command in re.findall(r'\("([A-Z]{3,})",', source(aio) + source(transport))}
     assert used - {"client"} <= commands("producer")
 
 

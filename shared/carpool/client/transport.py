@@ -288,8 +288,9 @@ class Transport:
         if self._channels and self._connected:
             self._channels_by_stream = {channel.replies: channel for channel in self._channels}
             streams, last_ids = self._channels_by_stream, [channel.last_id for channel in self._channels]
-            block = ("COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS)
-            self._reader.write([("XREAD", *block, "STREAMS", *streams, *last_ids)])
+            self._reader.write(
+                [("XREAD", "COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS, "STREAMS", *streams, *last_ids)]
+            )
 
     def _on_results(self, reply: Any) -> None:
         """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
