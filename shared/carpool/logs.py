@@ -25,7 +25,8 @@ def configure_logs(level: str, service: str) -> None:
                 fmt="%H:%M:%S.%f" if is_terminal else "iso", utc=not is_terminal
             ),
             *([] if is_terminal else [structlog.processors.format_exc_info]),  # the console renderer does it
-            structlog.dev.ConsoleRenderer(pad_event_to=24)
+            # structlog's default traceback shows the values of local variables, and so request bodies.
+            structlog.dev.ConsoleRenderer(pad_event_to=24, exception_formatter=structlog.dev.plain_traceback)
             if is_terminal
             else structlog.processors.JSONRenderer(),
         ],

@@ -241,13 +241,15 @@ async def test_wrong_host_name_is_rejected(elsewhere: ConfiguredRedis, certifica
         url = f"rediss://{host}:{elsewhere.port}/0?ssl_ca_certs={certificates.certificate('authority')}"
         error = await connection_error(url)
         assert f"not valid for '{host}'" in error
-        assert "a name that is in its certificate" in error
+        assert "a host name that is in its certificate" in error
 
 
 async def test_plain_and_tls_mismatch_is_reported(stack: Stack, tls_server: Path, tmp_path: Path) -> None:
-    assert "begins with rediss://" in await connection_error(f"redis://localhost:{stack.server.port}/0")
+    assert "URL must begin with rediss://" in await connection_error(
+        f"redis://localhost:{stack.server.port}/0"
+    )
     with ConfiguredRedis(tmp_path / "redis", *NO_PERSISTENCE, binary=tls_server) as plain:
-        assert "begins with redis://" in await connection_error(f"rediss://localhost:{plain.port}/0")
+        assert "URL must begin with redis://" in await connection_error(f"rediss://localhost:{plain.port}/0")
 
 
 async def test_server_that_requires_a_client_certificate(
