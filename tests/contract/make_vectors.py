@@ -103,7 +103,7 @@ def refusal(field: str, correlation_id: str = ENTRY_ID, **others: Any) -> Case:
 
 def understood_requests() -> list[Case]:
     return [
-        entry("the least there can be", "body", "7", becomes=[request()]),
+        entry("only a body", "body", "7", becomes=[request()]),
         entry(
             "every property",
             *("correlation_id", "order:17", "reply_to", "shop-1", "content_type", MSGPACK, "priority", "9"),
@@ -129,18 +129,18 @@ def understood_requests() -> list[Case]:
             ],
         ),
         entry(
-            "a body of any bytes",
+            "a body of arbitrary bytes",
             *("content_type", RAW, "body", b"\x00\xff\xfe"),
             becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
         ),
-        entry("a body of no bytes", "body", "", becomes=[request(body="")]),
+        entry("an empty body", "body", "", becomes=[request(body="")]),
         entry(
-            "a field that comes twice: the last one counts",
+            "a repeated field: the last value applies",
             *("body", "6", "priority", "1", "body", "7", "priority", "2"),
             becomes=[request(priority=2)],
         ),
         entry("the lowest priority", "body", "7", "priority", "0", becomes=[request(priority=0)]),
-        entry("a request that costs nothing", "body", "7", "cost", "0", becomes=[request(cost=0)]),
+        entry("cost 0", "body", "7", "cost", "0", becomes=[request(cost=0)]),
         entry("the highest cost", "body", "7", "cost", str(2**40), becomes=[request(cost=2**40)]),
         entry(
             "the longest correlation ID, of every character allowed",
@@ -164,13 +164,13 @@ def expirations() -> list[Case]:
         case("the shortest expiration", ARRIVAL_MS + 1, "expiration", "1"),
         case("the model's default", ARRIVAL_MS + 500, default_expiration_ms=500),
         case(
-            "the request's own before the default",
+            "the request's expiration overrides the default",
             ARRIVAL_MS + 900,
             *("expiration", "900"),
             default_expiration_ms=500,
         ),
         case(
-            "never longer than the model allows",
+            "an expiration above max_expiration_ms is capped",
             ARRIVAL_MS + 1000,
             *("expiration", str(2**53)),
             max_expiration_ms=1000,
@@ -216,7 +216,7 @@ def refused_requests() -> list[Case]:
         *numbers,
         *names,
         case(
-            "the answer goes where the request says, if that can be read",
+            "a refusal goes to the request's reply_to if that is valid",
             "priority",
             *(
                 "body",
@@ -235,7 +235,7 @@ def refused_requests() -> list[Case]:
             content_type=MSGPACK,
         ),
         case(
-            "an envelope in msgpack, for what says it is bytes",
+            "a refusal of an octet-stream request has a msgpack envelope",
             "body",
             *("content_type", RAW, "correlation_id", "c1"),
             correlation_id="c1",
@@ -255,18 +255,18 @@ def _limits_of_unknown_fields() -> list[Case]:
 
     return [
         entry(
-            "as many unknown fields as there may be",
+            "the maximum number of unknown fields",
             *("body", "7", *numbered(64)),
             becomes=[request(fields={f"f{number}": "" for number in range(64)})],
         ),
-        entry("one unknown field too many", "body", "7", *numbered(65), becomes=[refusal("fields")]),
+        entry("more unknown fields than allowed", "body", "7", *numbered(65), becomes=[refusal("fields")]),
         entry(
-            "unknown fields as long as they may be, names included",
+            "unknown fields of the maximum total size, names included",
             *("body", "7", "x", times(b"\0", 65535)),
             becomes=[request(fields={"x": times(b"\0", 65535)})],
         ),
         entry(
-            "unknown fields that are one byte too long",
+            "unknown fields one byte over the maximum size",
             *("body", "7", "x", times(b"\0", 65536)),
             becomes=[refusal("fields")],
         ),
@@ -275,11 +275,16 @@ def _limits_of_unknown_fields() -> list[Case]:
 
 def withdrawals() -> list[Case]:
     return [
-        entry("one request is taken back", "withdraw", "a-1", becomes=[{"withdrawal": ["a-1"]}]),
-        entry("several are", "withdraw", "b a-1 c:2", becomes=[{"withdrawal": ["a-1", "b", "c:2"]}]),
-        entry("a word about nobody", "withdraw", "", becomes=[{"withdrawal": []}]),
+        entry("withdrawal of one request", "withdraw", "a-1", becomes=[{"withdrawal": ["a-1"]}]),
         entry(
-            "names beyond ASCII are nobody's",
+            "withdrawal of several requests",
+            "withdraw",
+            "b a-1 c:2",
+            becomes=[{"withdrawal": ["a-1", "b", "c:2"]}],
+        ),
+        entry("an empty withdrawal", "withdraw", "", becomes=[{"withdrawal": []}]),
+        entry(
+            "a withdrawal of names that no request can have",
             *("withdraw", b"a \xff b"),
             becomes=[{"withdrawal": ["a", "b", "\N{REPLACEMENT CHARACTER}"]}],
         ),
@@ -298,11 +303,11 @@ def packed_requests() -> list[Case]:
 
     later = str(ARRIVAL_MS + 1)
     return [
-        case("two of them", [request("a"), request("b")], packed("a"), packed("b")),
-        case("one of them", [request("a")], packed("a")),
+        case("two requests", [request("a"), request("b")], packed("a"), packed("b")),
+        case("one request", [request("a")], packed("a")),
         case("a body as text", [request("a", "ä7")], {"correlation_id": "a", "body": "ä7"}),
         case(
-            "fields beside them hold for each that does not say otherwise",
+            "shared fields apply to each request that does not set its own",
             [
                 request(
                     "a", reply_to="r", priority=7, deadline_ms=ARRIVAL_MS + 50, fields={"tenant": "blue"}
@@ -323,15 +328,18 @@ def packed_requests() -> list[Case]:
             packed("a", bin=b"\x00\xff", text="ä", int=-7, float=1.5),
         ),
         case(
-            "an arrival that was kept",
+            "a kept arrival time",
             [request("a", arrival_ms=ARRIVAL_MS - 400, deadline_ms=ARRIVAL_MS - 350)],
             packed("a", expiration=50),
             shared=("arrival", str(ARRIVAL_MS - 400)),
         ),
         case(
-            "no arrival is later than the entry's own", [request("a")], packed("a"), shared=("arrival", later)
+            "an arrival later than the entry itself is capped",
+            [request("a")],
+            packed("a"),
+            shared=("arrival", later),
         ),
-        case("an arrival that is no number", [request("a")], packed("a"), shared=("arrival", "noon")),
+        case("an arrival that is not a number", [request("a")], packed("a"), shared=("arrival", "noon")),
         case("an arrival below 0", [request("a")], packed("a"), shared=("arrival", "-1")),
     ]
 
@@ -353,15 +361,15 @@ def refused_in_packed() -> list[Case]:
     return [
         case("no correlation ID", refusal("correlation_id"), {"body": b"7"}),
         case("no body", refusal("body", "bad"), {"correlation_id": "bad"}),
-        case("a number in the place of a map", refusal("requests"), 7),
-        case("an extension in the place of a map", refusal("requests"), msgpack.ExtType(5, b"")),
+        case("a number instead of a map", refusal("requests"), 7),
+        case("an extension instead of a map", refusal("requests"), msgpack.ExtType(5, b"")),
         *(wrong("body", value) for value in (None, 7, [7])),
         *(wrong("correlation_id", value) for value in (7, None, "a b", "")),
         *(wrong("priority", value) for value in (10, -1, 4.0, True, None, [4])),
         *(wrong("cost", value) for value in (2**63, -1)),
         *(wrong("tenant", value) for value in (None, True, [1], {"a": 1})),
         case(
-            "its answer goes where the entry says",
+            "its refusal goes to the entry's reply_to",
             refusal("lane", "bad", reply_to="r", content_type=MSGPACK),
             *({"correlation_id": "bad", "body": b"7", "lane": 1}, "reply_to", "r", "content_type", MSGPACK),
             reply_to="r",
@@ -379,19 +387,19 @@ def refused_packs() -> list[Case]:
     one = {"correlation_id": "a", "body": b"7"}
     many = pack({"correlation_id": "a", "body": b""})
     return [
-        case("no bytes", b""),
+        case("empty", b""),
         case("not msgpack", b"\xc1"),
         case("a map", pack(one)),
-        case("nothing at all", pack(None)),
-        case("an array of none", pack([])),
-        case("it ends too early", pack([one])[:-1]),
-        case("something follows it", pack([one]) + b"\0"),
-        case("a name that is not text", pack([one | {7: b""}])),
+        case("nil", pack(None)),
+        case("an empty array", pack([])),
+        case("truncated", pack([one])[:-1]),
+        case("trailing bytes", pack([one]) + b"\0"),
+        case("a map key that is not text", pack([one | {7: b""}])),
         case("a text that is not UTF-8", b"\x91\x81\xa4body\xa1\xff"),
-        case("nested beyond all measure", times(b"\x91", 5000)),
-        case("one request too many", [{"hex": "dc1001"}, times(many, 4097)]),
-        case("an array that claims to be longer than its bytes", b"\xdd\xff\xff\xff\xff"),
-        case("a text that claims to be longer than its bytes", b"\x91\x81\xa4body\xdb\xff\xff\xff\xff"),
+        case("nested extremely deep", times(b"\x91", 5000)),
+        case("more requests than allowed", [{"hex": "dc1001"}, times(many, 4097)]),
+        case("an array with a declared length beyond its bytes", b"\xdd\xff\xff\xff\xff"),
+        case("a string with a declared length beyond its bytes", b"\x91\x81\xa4body\xdb\xff\xff\xff\xff"),
     ]
 
 
@@ -442,18 +450,18 @@ def results() -> list[Case]:
         json_case("a number in JSON", success("a", JSON, b"49"), 49),
         json_case("a value in JSON", success("a", JSON, '{"ö":[1,null]}'.encode()), {"ö": [1, None]}),
         json_case(
-            "a body that looks like the envelope's",
+            "a body that looks like an envelope",
             success("a", JSON, b'{"body":null,"final":false}'),
             {"body": None, "final": False},
         ),
         json_case("null in JSON", success("a", JSON, b"null")),
         msgpack_case("msgpack", success("a", MSGPACK, floats, queue_us=2**33), floats),
         msgpack_case("bytes", success("a", RAW, b"\x00\xff"), b"\x00\xff"),
-        msgpack_case("no bytes", success("a", RAW, b""), b""),
+        msgpack_case("empty", success("a", RAW, b""), b""),
         json_case("an error in JSON", failure("a", JSON, "DEADLINE_EXCEEDED", expired), detail=expired),
         msgpack_case("an error in msgpack", failure("a", MSGPACK, "INTERNAL", "ß"), detail="ß"),
-        msgpack_case("an error where bytes were sent", failure("a", RAW, "ABORTED", "no"), detail="no"),
-        json_case("a detail is cut", failure("a", JSON, "INTERNAL", twice), detail="Ü" * 1000),
+        msgpack_case("an error for an octet-stream request", failure("a", RAW, "ABORTED", "no"), detail="no"),
+        json_case("a long detail is cut", failure("a", JSON, "INTERNAL", twice), detail="Ü" * 1000),
     ]
 
 
@@ -502,10 +510,10 @@ def batches() -> list[Case]:
         }
 
     return [
-        case("everybody rides", [first, second, third]),
-        case("a lane", [first, second, third], "lane", "small"),
-        case("an entry that was gone does not ride", [first], "gone", "2-0"),
-        case("neither do several", [], "gone", "2-0 1-0"),
+        case("all requests of two entries", [first, second, third]),
+        case("a batch of a lane", [first, second, third], "lane", "small"),
+        case("an entry that was no longer in Redis is left out", [first], "gone", "2-0"),
+        case("several such entries are left out", [], "gone", "2-0 1-0"),
     ]
 
 
@@ -555,12 +563,15 @@ def tensors() -> list[Case]:
     special = [float("inf"), float("-inf"), float("nan")]
     return [
         *(tensor(f"{datatype}", datatype, [len(some)], some) for datatype, some in listed.items()),
-        *(tensor(f"{datatype} beyond numbers", datatype, [3], special, in_json=False) for datatype in floats),
+        *(
+            tensor(f"{datatype} with NaN and infinities", datatype, [3], special, in_json=False)
+            for datatype in floats
+        ),
         *(tensor(f"{datatype}, a scalar", datatype, [], some[:1]) for datatype, some in listed.items()),
         *(tensor(f"{datatype}, nothing", datatype, [0], []) for datatype in listed),
         tensor("two rows of three", "INT16", [2, 3], [1, 2, 3, 4, 5, 6]),
-        tensor("rows of nothing", "FP32", [2, 0, 3], []),
-        tensor("as many dimensions as there may be", "UINT8", [1] * 32, [7]),
+        tensor("empty rows", "FP32", [2, 0, 3], []),
+        tensor("the maximum number of dimensions", "UINT8", [1] * 32, [7]),
         tensor("data of 255 bytes", "UINT8", [255], [0] * 255),
         tensor("data of 256 bytes", "UINT8", [256], [0] * 256),
         _large_tensor(),
@@ -662,29 +673,29 @@ def refused_bodies() -> list[Case]:
     extension = msgpack.ExtType(5, b"x")
     stamp = b"\xd6\xff\0\0\0\1"
     return [
-        in_json("no bytes", b""),
+        in_json("empty", b""),
         in_json("not JSON", b"seven"),
-        in_json("it ends too early", b"[1"),
-        in_json("something follows it", b"1 2"),
-        in_json("NaN is no number of JSON's", b"[NaN]"),
-        in_json("nor is Infinity", b"-Infinity"),
+        in_json("truncated", b"[1"),
+        in_json("trailing bytes", b"1 2"),
+        in_json("NaN", b"[NaN]"),
+        in_json("Infinity", b"-Infinity"),
         in_json("not UTF-8", b'"\xff"'),
         in_json("UTF-16", "[1]".encode("utf-16")),
         in_json("a byte order mark", b"\xef\xbb\xbf1"),
-        in_json("nested one too deep", b"[" * 65 + b"]" * 65),
-        in_json("nested beyond all measure", times(b"[", 100_000)),
+        in_json("nested one level too deep", b"[" * 65 + b"]" * 65),
+        in_json("nested extremely deep", times(b"[", 100_000)),
         in_json("too many items", [as_vector(b"[0"), times(b",0", 1_000_000), as_vector(b"]")]),
-        in_json("a number of too many digits", times(b"9", 5000)),
-        in_msgpack("no bytes", b""),
+        in_json("a number with too many digits", times(b"9", 5000)),
+        in_msgpack("empty", b""),
         in_msgpack("not msgpack", b"\xc1"),
-        in_msgpack("it ends too early", b"\x92\x01"),
-        in_msgpack("something follows it", b"\x01\x02"),
+        in_msgpack("truncated", b"\x92\x01"),
+        in_msgpack("trailing bytes", b"\x01\x02"),
         in_msgpack("a text that is not UTF-8", b"\xa1\xff"),
-        in_msgpack("nested one too deep", b"\x91" * 65 + b"\x01"),
-        in_msgpack("nested beyond all measure", times(b"\x91", 100_000)),
+        in_msgpack("nested one level too deep", b"\x91" * 65 + b"\x01"),
+        in_msgpack("nested extremely deep", times(b"\x91", 100_000)),
         in_msgpack("too many arrays", [{"hex": "dd000186a0"}, times(b"\x90", 100_000)]),
-        in_msgpack("longer than its bytes", b"\xdd\xff\xff\xff\xff"),
-        in_msgpack("a name that is a number", pack({7: 1})),
+        in_msgpack("a declared length beyond its bytes", b"\xdd\xff\xff\xff\xff"),
+        in_msgpack("a map key that is a number", pack({7: 1})),
         in_msgpack("an extension", pack(extension)),
         in_msgpack("an extension in a list", pack([1, extension]), "body[1]"),
         in_msgpack("an extension in a map", pack({"a": extension}), "body.a"),
@@ -708,20 +719,20 @@ def refused_tensors() -> list[Case]:
     too_large = {"FP16": [65520], "FP32": [1e39], "BF16": [-1e39], "FP64": [10**400]}
     return [
         case("an unknown datatype", "datatype", "FP8", [1], b"\0"),
-        case("a datatype in small letters", "datatype", "fp32", [1], four),
-        case("a datatype that is no text", "datatype", 32, [1], four),
-        case("a shape that is no list", "shape", "FP32", 1, four),
+        case("a lower-case datatype", "datatype", "fp32", [1], four),
+        case("a datatype that is not text", "datatype", 32, [1], four),
+        case("a shape that is not a list", "shape", "FP32", 1, four),
         case("a size below 0", "shape", "FP32", [-1], four),
-        case("a size that is no whole number", "shape", "FP32", [1.0], four),
+        case("a size that is not a whole number", "shape", "FP32", [1.0], four),
         case("a size that is true", "shape", "FP32", [True], four),
         case("33 dimensions", "shape", "FP32", [1] * 33, four),
-        case("nothing, of a size that no machine has", "shape", "FP32", [0, 2**62], b""),
+        case("no data, with an impossibly large shape", "shape", "FP32", [0, 2**62], b""),
         case("too little data", "data", "FP32", [2], four),
         case("too much data", "data", "FP32", [], four + four),
-        case("a shape larger than all memory", "data", "FP64", [2**64 - 1] * 32, four),
+        case("a shape larger than memory", "data", "FP64", [2**64 - 1] * 32, four),
         case("data that is text", "data", "FP32", [1], "AAAA"),
         case("too few numbers", "data", "FP32", [2], [1]),
-        case("numbers nested to another shape", "data", "FP32", [2, 3], [[1, 2], [3, 4], [5, 6]]),
+        case("numbers nested in another shape", "data", "FP32", [2, 3], [[1, 2], [3, 4], [5, 6]]),
         case("rows of unequal length", "data", "FP32", [3], [[1, 2], [3]]),
         case("a number beside a row", "data", "FP32", [2], [1, [2]]),
         *(
@@ -735,7 +746,7 @@ def refused_tensors() -> list[Case]:
         case("null among numbers", "data", "FP32", [2], [1, None]),
         case("a number for BYTES", "data", "BYTES", [1], [1]),
         case("BYTES as bytes", "data", "BYTES", [1], b"a"),
-        case("BYTES, too few", "data", "BYTES", [2], ["a"]),
+        case("too few BYTES", "data", "BYTES", [2], ["a"]),
         case("a tensor within a value", "shape", "FP32", [-1], [1], where="body.rows[1]"),
     ]
 
