@@ -1,4 +1,4 @@
-"""The batcher of one model: read -> decide -> dispatch, on one thread.
+"""The batcher of one model: read -> decide -> dispatch, refuse or answer ahead; on one thread.
 
 The request stream in Redis is the set of waiting requests; the batcher only has a copy of it. After any error
 (a broken connection, a lost lease) the copy is dropped, and the stream is read again from the beginning.
@@ -27,8 +27,8 @@ from carpool.messages import (
     Refusal,
     Request,
     Result,
+    SettledEvent,
     Withdrawal,
-    WorkersChanged,
 )
 from carpool.store.batcher import BatcherStore, RawEntry, StreamReader
 from carpool.store.connection import CommandError, Link
@@ -122,16 +122,16 @@ class ModelBatcher:
         settings = self._settings.read(snapshot, None)
         link = Link(self._url, name=f"{self._name}:reads")
         reader = StreamReader(link, self._keys, self._store.last_settled_id())
-        scheduler = Scheduler(settings, len(snapshot.workers))
+        scheduler = Scheduler(settings, len(snapshot.model_processes))
         scheduler.custom_policy = self._settings.create_policy(settings)
         for batch in self._store.batches_in_flight():
             requests = [_as_request(request) for request in batch.requests]
             scheduler.adopt(batch.id, Dispatch(requests, "idle", batch.lane), batch.dispatched_us)
-        self._meter.took_over(self._clock.now_us())
+        self._meter.activated(self._clock.now_us())
         self._log.info(
             "batcher active",
             batcher=self._name,
-            workers=len(snapshot.workers),
+            workers=len(snapshot.model_processes),
             entries=snapshot.waiting_entries,
         )
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
@@ -143,7 +143,7 @@ class ModelBatcher:
             self._session.reader.close()
             self._session = None
         self._store.close()
-        self._meter.stood_by()
+        self._meter.deactivated()
         self._read_entries = READ_ENTRIES_FIRST
         self._snapshot_at_us = self._report_at_us = 0
 
@@ -165,11 +165,9 @@ class ModelBatcher:
         self._settle(scheduler, settled, now_us)
         refusals, emptied = self._admit(session, arrived, now_us)
         decisions = scheduler.poll(now_us)
-        self._carry_out(session, decisions, refusals, emptied, now_us)
+        self._apply(session, decisions, refusals, emptied, now_us)
 
-    def _settle(
-        self, scheduler: Scheduler, settled: Sequence[BatchSettled | WorkersChanged], now_us: int
-    ) -> None:
+    def _settle(self, scheduler: Scheduler, settled: Sequence[SettledEvent], now_us: int) -> None:
         for event in settled:
             if type(event) is BatchSettled:
                 batch = scheduler.in_flight().get(event.batch_id)
@@ -211,7 +209,7 @@ class ModelBatcher:
 
     # --- acting --------------------------------------------------------------------------------------------
 
-    def _carry_out(
+    def _apply(
         self,
         session: LeaseSession,
         decisions: Sequence[Decision],
@@ -276,14 +274,14 @@ class ModelBatcher:
         snapshot = self._store.snapshot()
         if self._snapshot_at_us:
             self._meter.renewed(self._clock.now_us() - self._snapshot_at_us)
-        scheduler.model_processes = len(snapshot.workers)
+        scheduler.model_processes = len(snapshot.model_processes)
         self._update_settings(scheduler, snapshot)
         now_us = self._clock.now_us()
         self._snapshot_at_us = now_us + SNAPSHOT_INTERVAL_US
         forget_missing_batches(self._store, scheduler, snapshot.batches_in_flight, now_us)
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         order.refresh(snapshot, entries)
-        self._meter.looked(scheduler, now_us)
+        self._meter.update_gauges(scheduler, now_us)
         if now_us >= self._report_at_us:
             self._publish_report(scheduler, now_us)
 

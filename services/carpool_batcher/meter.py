@@ -106,8 +106,8 @@ class Meter:
         for status, reason in _ANSWERS:
             self._counter_of(status, reason)
         self._batches = {reason: metrics.batches.labels(model, reason) for reason in _DISPATCH_REASONS}
-        self.took_over(0)
-        self.stood_by()
+        self.activated(0)
+        self.deactivated()
 
     def dispatched(self, batches: Sequence[Dispatch], scheduler: Scheduler, now_us: int) -> None:
         """These batches are in flight now."""
@@ -135,7 +135,7 @@ class Meter:
         """The lease was renewed, `late_us` later than planned."""
         self._lateness.observe([max(0, late_us)])
 
-    def looked(self, scheduler: Scheduler, now_us: int) -> None:
+    def update_gauges(self, scheduler: Scheduler, now_us: int) -> None:
         """Update the gauges; called a few times a second while this batcher is active."""
         for gauge, value in zip(self._metrics.gauges, gauges(scheduler, now_us), strict=True):
             gauge.labels(self._model).set(value)
@@ -162,19 +162,19 @@ class Meter:
             totals.requests - before.requests,
             totals.fill_percent - before.fill_percent,
             _increase(before.refused, totals.refused),
-            None if line is None else (line.intercept_us, line.slope_us, line.known_to),
+            None if line is None else (line.intercept_us, line.slope_us, line.only_size),
             self._recent.quantiles_us(now_us),
             rejected_settings,
             tuple(policies),
         )
 
-    def took_over(self, now_us: int) -> None:
+    def activated(self, now_us: int) -> None:
         """This batcher is active from now on; its report counts from here."""
         self._began_us = now_us
         self._totals_before = self._totals()
         self._recent = RecentLatency(now_us)
 
-    def stood_by(self) -> None:
+    def deactivated(self) -> None:
         """This batcher is on standby; the gauges are exported by the active one."""
         self._metrics.active.labels(self._model).set(0)
         for gauge in self._metrics.gauges:

@@ -1,6 +1,7 @@
-"""The batcher's part in `preserve_ordering`: it issues tickets, and knows how many results are withheld.
+"""The batcher's part in `preserve_ordering`: it issues tickets, and estimates how many results are withheld.
 
 Results are withheld and delivered by the scripts that write them: see `carpool/store/lua/ordering/README.md`.
+A few times a second the batcher delivers what they left over, and frees the tickets of lost requests.
 Withheld results count as waiting (`max_queue_size`), because they use Redis's memory as waiting requests do.
 """
 

@@ -23,7 +23,8 @@ LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration blocks for 1 s, and Redis's tim
 
 
 class BatcherService:
-    """Runs a loop for each registered model. `run_once` finds new models, which needs no configuration."""
+    """Runs a loop for each registered model. `run_once` finds new models; no list is configured. A model that
+    is no longer registered keeps its loop until this process ends."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""`carpool config MODEL [KEY=VALUE ...]`: show a model's effective settings, or override some of them."""
+"""`carpool config MODEL [KEY=VALUE ...]`: show a model's settings as configured, or override some of them.
+
+The active batcher may reject them; then its report says so (rules: `carpool_batcher.effective_settings`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.errors import UnavailableError
 from carpool.model_settings import POLICIES, ModelSettings
-from carpool.settings import ProducerSettings, read_settings
+from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
@@ -36,7 +39,7 @@ Changes = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 """KEY=VALUE arguments of a command line."""
 
 
-class ConfigSettings(ProducerSettings):
+class ConfigSettings(ConnectionSettings):
     """Show a model's settings, or change some while it is served. Batchers apply a change within a second.
 
     KEY=VALUE overrides the value that the model's workers register, until KEY= removes the override.
@@ -51,8 +54,8 @@ class ConfigSettings(ProducerSettings):
     as_json: bool = Field(False, description="print a JSON object instead of a table")
 
 
-class EffectiveSetting(NamedTuple):
-    """A setting as it is in force. `source`: default, model, or operator."""
+class ConfiguredSetting(NamedTuple):
+    """A setting as it is configured. `source`: default, model, or operator."""
 
     value: str
     source: str
@@ -62,7 +65,7 @@ class EffectiveSetting(NamedTuple):
 class Configured(NamedTuple):
     """All effective settings; and for those that were changed, the previous value and its source."""
 
-    settings: dict[str, EffectiveSetting]
+    settings: dict[str, ConfiguredSetting]
     before: dict[str, str]
 
 
@@ -99,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         show(effective, screen)
     if report is not None and report.unheeded:
-        screen.print(f"\nThe batcher rejects these settings and keeps its previous ones: {report.unheeded}")
+        screen.print(f"\nThe batcher rejects these settings and serves with others: {report.unheeded}")
     return 0
 
 
@@ -173,7 +176,7 @@ def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return values, removed
 
 
-def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, EffectiveSetting]:
+def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, ConfiguredSetting]:
     """The effective settings: an operator's override, else the model's value, else the default."""
     effective = ModelSettings.from_mapping({**registered, **overrides}).as_text()
     of_model, defaults = ModelSettings.from_mapping(registered).as_text(), ModelSettings().as_text()
@@ -184,10 +187,10 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
         return "model" if of_model[name] != defaults[name] else "default"
 
     meanings = ModelSettings.meanings()
-    return {name: EffectiveSetting(value, source(name), meanings[name]) for name, value in effective.items()}
+    return {name: ConfiguredSetting(value, source(name), meanings[name]) for name, value in effective.items()}
 
 
-def show(effective: Mapping[str, EffectiveSetting], screen: Screen) -> None:
+def show(effective: Mapping[str, ConfiguredSetting], screen: Screen) -> None:
     """Write the table of all settings; without their meanings if the terminal is too narrow for them."""
     rows = [("setting", "value", "from", "meaning")]
     rows += [(name, _shorten(of.value), of.source, of.meaning) for name, of in effective.items()]
@@ -196,7 +199,7 @@ def show(effective: Mapping[str, EffectiveSetting], screen: Screen) -> None:
 
 
 def show_changes(
-    effective: Mapping[str, EffectiveSetting], before: Mapping[str, str], screen: Screen
+    effective: Mapping[str, ConfiguredSetting], before: Mapping[str, str], screen: Screen
 ) -> None:
     """Write the table of the settings that were changed, with their previous values."""
     rows = [("setting", "value", "from", "before")]

@@ -16,11 +16,11 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.client.aio import AsyncClient
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
-from carpool.settings import ProducerSettings, read_settings
+from carpool.settings import ConnectionSettings, read_settings
 from carpool.wire.bodies import encode_body
 
 
-class InferSettings(ProducerSettings):
+class InferSettings(ConnectionSettings):
     """Send one request, and print its result as JSON.
 
     BODY is JSON; text that is not JSON is sent as a JSON string. @FILE sends the contents of a file, and -

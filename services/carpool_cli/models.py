@@ -14,13 +14,13 @@ from pydantic_settings import SettingsConfigDict
 from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
-from carpool.settings import ProducerSettings, read_settings
+from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool_cli.screen import Screen, build_table, duration
 
 
-class ModelsSettings(ProducerSettings):
+class ModelsSettings(ConnectionSettings):
     """List the registered models.
 
     waiting     entries of the request stream; an entry is one request, or several that were sent together
@@ -88,7 +88,7 @@ def read_models(link: Link, prefix: str) -> list[ModelState]:
                 snapshot.waiting_entries,
                 None if arrival_us is None else max(0, clock.now_us() - arrival_us) // 1000,
                 snapshot.batches_in_flight,
-                len(snapshot.workers),
+                len(snapshot.model_processes),
                 bool(batcher),
                 dead,
                 int(size) if size.isdigit() else None,

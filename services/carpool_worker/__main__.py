@@ -1,4 +1,4 @@
-"""`carpool worker MODEL`: wiring only."""
+"""`carpool worker MODEL`: reads settings, starts the worker, waits for a signal, drains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from carpool_worker.worker import Worker
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT, then drain.
 
-    Returns 1 if the model cannot be loaded, or if not everything was committed in time.
+    Returns 1 if the model cannot be loaded, at the start or again after its process died (then without
+    draining), or if not everything was committed in time.
     """
     settings = read_settings(WorkerSettings, argv, "carpool worker")
     configure_logs(settings.log_level, "worker")

@@ -1,6 +1,7 @@
 """Request bodies into frames for the model process, and outcomes into results.
 
-Pure: no Redis, no processes, no clock.
+A request that expired, that cannot be decoded or that is to be dead-lettered gets no frame, but its result
+here, in its Execution. No Redis, no processes, no clock.
 """
 
 from __future__ import annotations

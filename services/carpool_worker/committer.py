@@ -1,6 +1,7 @@
-"""The committer of one replica: outcome -> results -> one atomic commit.
+"""The committer of one replica: wait for outcomes -> results -> commit, all or nothing.
 
-It works while the model process executes the next batch.
+It works while the model process executes the next batch. Its thread also runs `Replica.finish_next`, which
+replaces a model process that died. Results of suspect or very large executions are answered ahead.
 """
 
 from __future__ import annotations

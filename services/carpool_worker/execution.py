@@ -1,4 +1,4 @@
-"""An execution: one batch in a worker's hands, from fetch to commit.
+"""An execution: one batch that a worker has fetched or reclaimed, until it is committed or lost.
 
 Its requests are addressed by their positions in the batch. Every position that had no result elsewhere gets
 one here; then the execution can be committed.
@@ -21,7 +21,7 @@ class Frame(NamedTuple):
     """Requests of an execution that are sent to the model process together.
 
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
-    execution, one for each request.
+    execution (one of its requests may have killed a process), one for each request.
     """
 
     positions: list[int]
@@ -56,7 +56,7 @@ class Execution:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether a worker or a model process died while executing this batch.
+        """Whether the batch was reclaimed, or a model process died while executing it.
 
         One of its requests may be the cause, so from then on they are executed one at a time.
         """

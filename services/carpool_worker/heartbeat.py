@@ -1,4 +1,7 @@
-"""The heartbeat: renews the leases of the replicas and of the batches in their hands.
+"""The heartbeat: renews the leases of the replicas and of the batches that they have in hand.
+
+Each beat also reads Redis's clock, and registers the model again if Redis was emptied. During a drain it lets
+each replica leave when it has no batch in hand.
 
 It starts first and stops last. It has a thread and a connection of its own, in a process that runs no model:
 a model may hold the GIL or block in C for an hour, and its batch is still renewed. Therefore no limit on the
@@ -38,7 +41,7 @@ class Heartbeat:
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
-        self._missing: set[str] = set()  # batches that this worker did not own at the last beat
+        self._not_owned: set[str] = set()  # batches that this worker did not own at the last beat
         self._draining = False
         self._stopping = threading.Event()
         self._log = structlog.get_logger()
@@ -50,8 +53,8 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Renew everything now."""
-        self._store.look_at_clock()
-        missing: set[str] = set()
+        self._store.read_clock()
+        not_owned: set[str] = set()
         for replica in self._replicas:
             batches = replica.batches()
             if self._draining and not batches:
@@ -60,12 +63,12 @@ class Heartbeat:
             registered, lost = self._store.renew(replica.consumer, self._lease_ms, batches)
             if not registered:
                 self._register(self._store)
-            missing |= lost
-        # A missing batch may have been committed a moment ago. If it is still in hand at the next beat, it is
-        # lost.
-        for batch_id in missing & self._missing:
+            not_owned |= lost
+        # A batch that is not owned may have been committed a moment ago. If it is still in hand at the next
+        # beat, it is lost.
+        for batch_id in not_owned & self._not_owned:
             self._log.warning("batch lost", model=self._store.keys.model, batch=batch_id)
-        self._missing = missing
+        self._not_owned = not_owned
         self._measure()
 
     def _measure(self) -> None:

@@ -1,9 +1,10 @@
 """A replica: one model process and the executions in its hands.
 
-There are two at most: the one that is executed, and the next, which waits in the pipe. Two loops meet here.
-The fetcher adds executions; the committer takes them finished, in order. A model process that dies is
-replaced at once and executes again what it had not finished. The frame it died on is split into one frame for
-each request, because one of them may be the cause.
+There are two at most: one is executed, while the other waits in the pipe or is being committed. Two loops
+meet here. The fetcher adds executions; the committer takes them finished, in order. When the committer's
+thread sees that the model process died, it starts another, which executes again what was not finished. The
+frame it died on is split into one frame for each request, because one of them may be the cause. Such an
+execution is suspect: its frames are not sent ahead, but one at a time.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 Fetcher, replica and committer exist once for each replica, the heartbeat once for all.
 
 Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
-Stop (drain): idle replicas are deregistered, the fetchers end, what is in hand is committed, the processes
+Stop (drain): idle replicas leave, the fetchers end, what is in hand is committed, the processes
 unload their model, the heartbeat ends last.
 """
 
@@ -204,7 +204,7 @@ class Worker:
             loop.stop()
         if self._heartbeats:
             self._heartbeat.drain()
-        self._deregister([replica for replica in self._replicas if not replica.batches()])
+        self._leave([replica for replica in self._replicas if not replica.batches()])
         for loop in self._fetchers:
             loop.join(max(0.1, until_s - time.monotonic()))
         emptied = [
@@ -221,11 +221,11 @@ class Worker:
             loop.stop()
             self._heartbeat.stop()
             loop.join(1.0)
-        self._deregister(self._replicas)
+        self._leave(self._replicas)
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _deregister(self, replicas: Sequence[Replica]) -> None:
+    def _leave(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
             with contextlib.suppress(UnavailableError):  # then its lease runs out
                 self._store.leave(replica.consumer)

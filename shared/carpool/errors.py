@@ -21,7 +21,7 @@ NOT_FOUND: Final = "NOT_FOUND"
 
 
 class CarpoolError(Exception):
-    """A request ended without a result. `detail` is a sentence for a person."""
+    """A request failed: the status of its result is not OK, or no result came. `detail` is for a person."""
 
     status = INTERNAL
 

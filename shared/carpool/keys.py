@@ -104,5 +104,5 @@ class Keys:
 
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
-        often each was started alone after a redelivery."""
+        often each was started alone (see `answer.lua`)."""
         return self._of(f"progress:{batch_id}")

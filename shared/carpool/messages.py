@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One producer's unit of work, while it waits. Compared by identity.
+    """One producer's unit of work, as the batcher has it: waiting or in flight. Compared by identity.
 
     Not changed after it was decoded, except for `ticket`, which the batcher sets when it admits the request.
     (Not `frozen=True`: that alone costs 1 µs a request.)
@@ -141,7 +141,10 @@ class Refusal(NamedTuple):
 
 
 class DeadLetter(NamedTuple):
-    """A request that was given up, as it arrived, with the reason and how often its execution was started."""
+    """A request that was given up, with the reason and how often a process ended while executing it.
+
+    Its lane, priority, cost and expiration are not kept.
+    """
 
     request: BatchedRequest
     reason: str
@@ -157,7 +160,10 @@ class BatchSettled(NamedTuple):
     compute_us: int
 
 
-class WorkersChanged(NamedTuple):
+class ModelProcessesChanged(NamedTuple):
     """A model process joined or left."""
 
     worker: str
+
+
+SettledEvent = BatchSettled | ModelProcessesChanged  # what an entry of the stream `settled` says

@@ -159,14 +159,14 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')} (or CARPOOL_{name.upper()})"
 
 
-class ProducerSettings(RedisSettings):
+class ConnectionSettings(RedisSettings):
     """What a producer needs to reach the models."""
 
     redis_url: RedisUrl = Field("redis://127.0.0.1:6379/0", description="address of Redis")
     prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
 
 
-class CommonSettings(ProducerSettings):
+class CommonSettings(ConnectionSettings):
     """What every service needs."""
 
     http_host: str = Field("127.0.0.1", description="address of /metrics, /healthz and /readyz")

@@ -242,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 dispatches.append(dispatch)
         self._check_that_no_batch_was_missed(len(dispatches))
         for number, dispatch in enumerate(dispatches):
-            self._carry_out(dispatch, fate if number == 0 else None)
+            self._apply(dispatch, fate if number == 0 else None)
         self.polled = not dispatches
         if self.polled:
             wake_us = self.scheduler.wake_at_us()
@@ -624,7 +624,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_time = self.waiting.keys() - self.delayed
             assert all(r.deadline_us is None or r.deadline_us > last_us for r in in_time)
 
-    def _carry_out(self, dispatch: Dispatch, fate: int | None) -> None:
+    def _apply(self, dispatch: Dispatch, fate: int | None) -> None:
         vanished: set[Entry] = set()
         if fate is not None:
             entries = list(dict.fromkeys(r.entry for r in dispatch.requests))

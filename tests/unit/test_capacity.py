@@ -70,7 +70,7 @@ def test_next_batch_is_dispatched_a_round_trip_before_the_process_becomes_free()
     assert harness.free_at() == 50 + 10
 
 
-def test_prefetched_batch_starts_when_another_settles() -> None:
+def test_batch_dispatched_ahead_starts_when_another_settles() -> None:
     harness = CapacityHarness()
     first, second = harness.dispatch(at=0), harness.dispatch(at=8)
     assert harness.free_at() is None
@@ -103,7 +103,7 @@ def test_reservation_takes_capacity_until_it_is_cancelled() -> None:
     assert capacity.free_at_us(0) == 0
 
 
-def test_prefetched_batch_goes_to_the_process_that_becomes_free_first() -> None:
+def test_batch_dispatched_ahead_goes_to_the_process_that_becomes_free_first() -> None:
     harness = CapacityHarness(processes=2)
     harness.dispatch(at=0)
     harness.dispatch(at=4)
@@ -134,10 +134,10 @@ def test_batch_settled_without_execution_teaches_no_latency() -> None:
 def test_forgotten_batch_frees_its_process_and_teaches_nothing() -> None:
     harness = CapacityHarness()
     line, turnaround_us = harness.capacity.latency.line, harness.capacity.turnaround_us("")
-    lost, prefetched = harness.dispatch(at=0), harness.dispatch(at=8)
+    lost, ahead = harness.dispatch(at=0), harness.dispatch(at=8)
     harness.capacity.forget(str(lost), 500 * MS)
     harness.capacity.forget(str(lost), 501 * MS)
-    assert list(harness.capacity.in_flight) == [str(prefetched)]
+    assert list(harness.capacity.in_flight) == [str(ahead)]
     assert harness.free_at(500) == 500 + 10 - 1
     assert harness.capacity.latency.line == line
     assert harness.capacity.turnaround_us("") == turnaround_us
@@ -152,13 +152,13 @@ def test_batch_that_takes_too_long_has_no_known_free_time() -> None:
     assert harness.free_at(11 + tolerance + 0.001) is None
 
 
-def test_prefetched_batch_teaches_no_round_trip() -> None:
+def test_batch_dispatched_ahead_teaches_no_round_trip() -> None:
     harness = CapacityHarness()
     executing = harness.dispatch(at=0)
     for number in range(1, 40):
-        prefetched = harness.dispatch(at=10 * number - 8)
+        ahead = harness.dispatch(at=10 * number - 8)
         harness.settle(executing, at=10 * number + 1)
-        executing = prefetched
+        executing = ahead
     assert harness.capacity.round_trip_us == ROUND_TRIP
 
 
@@ -185,10 +185,10 @@ def test_batches_may_settle_out_of_order_and_twice() -> None:
     harness.settle(first, at=14)
     assert harness.free_at() == 0
     assert not harness.capacity._executing
-    assert not harness.capacity._prefetched
+    assert not harness.capacity._ahead
 
 
-def test_new_process_takes_a_prefetched_batch() -> None:
+def test_new_process_takes_a_batch_dispatched_ahead() -> None:
     harness = CapacityHarness()
     harness.dispatch(at=0)
     harness.dispatch(at=5)
@@ -221,7 +221,7 @@ def test_free_times_of_all_processes() -> None:
         12 * MS,
     ]  # overdue: free at any moment
     harness.dispatch(at=6)
-    harness.dispatch(at=7)  # prefetched by the first to become free
+    harness.dispatch(at=7)  # dispatched ahead: for the first to become free
     assert sorted(harness.capacity.free_times_us(8 * MS)) == [14 * MS, 16 * MS, 20 * MS]
 
 

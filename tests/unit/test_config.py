@@ -16,7 +16,7 @@ from carpool_cli.config import (
     SHOWN_CHARS_MAX,
     ConfigError,
     ConfigSettings,
-    EffectiveSetting,
+    ConfiguredSetting,
     configure,
     parse,
     resolve,
@@ -174,8 +174,8 @@ def test_unknown_model_is_rejected() -> None:
 def test_long_value_is_shortened_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     show(
         {
-            "tenant_weights": EffectiveSetting("x" * 500, "operator", "shares"),
-            "policy": EffectiveSetting("", "model", "which"),
+            "tenant_weights": ConfiguredSetting("x" * 500, "operator", "shares"),
+            "policy": ConfiguredSetting("", "model", "which"),
         },
         Screen(),
     )

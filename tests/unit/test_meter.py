@@ -85,7 +85,7 @@ def test_report_counts_from_the_takeover() -> None:
     meter = Meter(BatcherMetrics(), "square")
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=2)
     dispatch(meter, scheduler, ("full", 10))
-    meter.took_over(7 * SECOND_US)
+    meter.activated(7 * SECOND_US)
 
     dispatch(meter, scheduler, ("full", 10), ("idle", 5))
     dispatch(meter, scheduler, ("full", 10))

@@ -6,7 +6,7 @@ import pytest
 
 from carpool_cli.local import supervisor
 from carpool_cli.local.embedded import EmbeddedRedisError
-from carpool_cli.local.supervisor import Plan, Restarter, Supervisor, preferred_port
+from carpool_cli.local.supervisor import Restarter, StackPlan, Supervisor, preferred_port
 
 
 class FakeChild:
@@ -83,13 +83,13 @@ def test_failed_start_is_retried() -> None:
 
 def test_two_models_of_one_name_are_rejected() -> None:
     with pytest.raises(ValueError, match="two models are named square; write NAME=MODEL"):
-        Supervisor(Plan(["square", "square"]))
-    Supervisor(Plan(["square", "cube=square"]))
+        Supervisor(StackPlan(["square", "square"]))
+    Supervisor(StackPlan(["square", "cube=square"]))
 
 
 def test_model_without_a_usable_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="NAME="):
-        Supervisor(Plan(["my models.py:%"]))
+        Supervisor(StackPlan(["my models.py:%"]))
 
 
 def test_preferred_port_is_6379_only_if_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from carpool.messages import (
     BatchSettled,
     DeadLetter,
     Dispatch,
+    ModelProcessesChanged,
     Request,
-    WorkersChanged,
 )
 from carpool.wire.batches import decode_batch, decode_settled, encode_batch, encode_dead_letter
 from carpool.wire.requests import decode_entry
@@ -88,7 +88,7 @@ def test_malformed_batch_raises() -> None:
 def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
     flat = flat_of({"batch": "9-0", "worker": "w/0", "size": 3, "compute_us": 17})
     assert decode_settled(flat) == BatchSettled("9-0", "w/0", 3, 17)
-    assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == WorkersChanged("w/0")
+    assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == ModelProcessesChanged("w/0")
 
 
 def test_dead_letter_is_the_request_with_reason_and_attempts() -> None:

@@ -1,11 +1,12 @@
 """The capacity of the model processes: how many there are, what is in flight, and when one becomes free.
 
 An idle process takes the next batch, whichever process it is: batches are not assigned to processes. Of the
-batches in flight the oldest, one for each process, are being executed. The others are prefetched: each waits
-until some process finishes its batch. All times are those at which the batcher learns of an event. Expected:
+batches in flight the oldest, one for each process, are being executed. The others are dispatched ahead: each
+waits until some process finishes its batch. All times are those at which the batcher learns of an event.
+Expected:
 
     a batch dispatched to an idle process settles   l(n) + round trip   after its dispatch
-    a prefetched batch settles                      l(n)                after the one before it settled
+    a batch dispatched ahead settles                l(n)                after the one before it settled
 
 Here l(n) is that of the batch's lane, and the round trip is the way to the worker and back. A batch should
 reach a process at the moment at which it becomes free: so it is dispatched one round trip before the settling
@@ -31,7 +32,7 @@ from carpool_batcher.core.latency import LatencyModel
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
 MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
-PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one prefetched
+PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 ROUND_TRIPS_MAX: Final = 16  # kept, of which the median counts
 
 
@@ -54,7 +55,7 @@ class Capacity:
         self._latencies = LaneLatencies()
         self._reserved = 0
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
-        self._prefetched: deque[str] = deque()
+        self._ahead: deque[str] = deque()
         self._sent_to_idle: set[str] = set()  # batches that did not wait for another one
         self._round_trips_us: deque[int] = deque(maxlen=ROUND_TRIPS_MAX)
         self._round_trip_us = 0
@@ -66,8 +67,8 @@ class Capacity:
     def resize(self, processes: int) -> None:
         """The number of live model processes changed."""
         self.processes = processes
-        while self._prefetched and len(self._executing) < processes:
-            self._start_next(self.in_flight[self._prefetched[0]].dispatched_us + self._round_trip_us)
+        while self._ahead and len(self._executing) < processes:
+            self._start_next(self.in_flight[self._ahead[0]].dispatched_us + self._round_trip_us)
 
     def reserve(self) -> None:
         """Take up capacity for a batch that was decided on; `launch` or `cancel` follows."""
@@ -86,7 +87,7 @@ class Capacity:
         """A batch is in flight for which no capacity was reserved."""
         self.in_flight[batch_id] = batch
         self._space_dispatches(batch)
-        self._prefetched.append(batch_id)
+        self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
             self._sent_to_idle.add(batch_id)
             self._start_next(batch.dispatched_us + self._round_trip_us)
@@ -107,8 +108,8 @@ class Capacity:
         if self.in_flight.pop(batch_id, None) is None:
             return
         self._sent_to_idle.discard(batch_id)
-        if batch_id in self._prefetched:
-            self._prefetched.remove(batch_id)
+        if batch_id in self._ahead:
+            self._ahead.remove(batch_id)
         else:
             self._executing = [executing for executing in self._executing if executing[1] != batch_id]
         if len(self._executing) < self.processes:
@@ -133,8 +134,8 @@ class Capacity:
         self._spacing_ends_us = batch.dispatched_us + int(interval_us)
 
     def _start_next(self, start_us: int) -> None:
-        if self._prefetched:
-            batch_id = self._prefetched.popleft()
+        if self._ahead:
+            batch_id = self._ahead.popleft()
             insort(self._executing, (start_us + self._execution_us(batch_id), batch_id))
 
     def _observe_round_trip(self, round_trip_us: int) -> None:
@@ -144,7 +145,7 @@ class Capacity:
     # --- when a batch may be dispatched --------------------------------------------------------------------
 
     def has_capacity(self) -> bool:
-        """Whether a batch that cannot grow may be dispatched: at most one is prefetched for each process."""
+        """Whether a batch that cannot grow may be dispatched: at most one ahead of each process."""
         return self._taken() < PROCESS_BATCHES_MAX * self.processes
 
     def free_at_us(self, now_us: int) -> int | None:
@@ -156,7 +157,7 @@ class Capacity:
         taken = self._taken()
         if taken < self.processes:
             return now_us
-        next_free = taken - self.processes  # a batch is prefetched already for each process before this one
+        next_free = taken - self.processes  # earlier ones have a batch ahead already
         if not self.latency.known or next_free >= len(self._executing) or not self.has_capacity():
             return None
         settles_us, batch_id = self._executing[next_free]
@@ -165,9 +166,9 @@ class Capacity:
         return settles_us - self._round_trip_us
 
     def free_times_us(self, now_us: int) -> list[int]:
-        """For each process, from when on a batch may be dispatched to it, after those prefetched already."""
+        """For each process, from when on a batch may be dispatched to it, after those dispatched ahead."""
         settle_us = [settles_us for settles_us, _ in self._executing[: self.processes]]
-        for batch_id in self._prefetched if settle_us else ():  # sorted, and so a heap
+        for batch_id in self._ahead if settle_us else ():  # sorted, and so a heap
             heapreplace(settle_us, settle_us[0] + self._execution_us(batch_id))
         busy = [max(now_us, settles_us - self._round_trip_us) for settles_us in settle_us]
         return busy + [now_us] * (self.processes - len(busy))

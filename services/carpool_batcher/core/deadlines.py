@@ -20,7 +20,7 @@ from carpool_batcher.core.lane import bytes_of
 from carpool_batcher.core.queue import MAX_BATCH_BYTES, Queue
 
 REQUEST_BYTES: Final = 1000  # the memory of a request, without its body
-TURNAROUND_LEAD_RATIO: Final = 1.5  # a request is urgent this many turnarounds before its deadline,
+TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to settled) before the deadline,
 LEAD_US_MIN: Final = 2000  # and this much more
 
 
@@ -48,7 +48,7 @@ class Deadlines:
         self._timers: list[tuple[int, int, RequestTimer | BatchTimer]] = []  # a heap
         self._numbers = count()
         self._latest: RequestTimer | None = None  # the next request of the same entry may join it
-        self._held_bytes = 0  # of the requests in timers, whether or not they still wait; an upper bound
+        self._timer_bytes = 0  # of the requests in timers, whether or not they still wait; an upper bound
 
     def wake_at_us(self) -> int | None:
         """When the next timer is due; None if there is none."""
@@ -62,7 +62,7 @@ class Deadlines:
         at_us = deadline_us
         if settings.max_queue_delay_ms:
             at_us = max(now_us, self._urgent_at_us(request.lane, deadline_us))
-        self._held_bytes += bytes_of(request) + REQUEST_BYTES
+        self._timer_bytes += bytes_of(request) + REQUEST_BYTES
         latest = self._latest
         if latest is not None and latest.at_us == at_us and latest.requests[0].entry is request.entry:
             latest.requests.append(request)
@@ -74,7 +74,7 @@ class Deadlines:
         """Set the timers of all waiting requests anew, because from now on batches are delayed."""
         self._timers = [item for item in self._timers if type(item[2]) is BatchTimer]
         heapq.heapify(self._timers)
-        self._latest, self._held_bytes = None, 0
+        self._latest, self._timer_bytes = None, 0
         for lane in self._queue.lanes.values():
             for request in lane:
                 if request.deadline_us is not None and request not in lane.expired:
@@ -93,19 +93,19 @@ class Deadlines:
         waiting_bytes = self._queue.bytes + REQUEST_BYTES * self._queue.count
         if (
             len(self._timers) > 4 * (self._queue.count + len(self._capacity.in_flight)) + 1000
-            or self._held_bytes > 2 * waiting_bytes + MAX_BATCH_BYTES
+            or self._timer_bytes > 2 * waiting_bytes + MAX_BATCH_BYTES
         ):
             self._drop_outdated()
 
     def _drop_outdated(self) -> None:
         """Drop timers and requests that have no effect any more, to bound memory. O(1) amortised."""
         kept: list[tuple[int, int, RequestTimer | BatchTimer]] = []
-        self._held_bytes = 0
+        self._timer_bytes = 0
         for item in self._timers:
             timer = item[2]
             if type(timer) is RequestTimer:
                 timer.requests[:] = [request for request in timer.requests if request in self._queue]
-                self._held_bytes += sum(bytes_of(request) + REQUEST_BYTES for request in timer.requests)
+                self._timer_bytes += sum(bytes_of(request) + REQUEST_BYTES for request in timer.requests)
                 if timer.requests:
                     kept.append(item)
             elif type(timer) is BatchTimer and timer.batch_id in self._capacity.in_flight:

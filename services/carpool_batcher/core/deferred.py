@@ -1,14 +1,16 @@
 """The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
 
-A batch of n that is dispatched at t is expected to settle at t + round trip + l(n). So with d the earliest
-deadline, n requests are dispatched just before one more would be late:
+A batch of n that is dispatched at t is expected to settle by t + round trip + l(n), where l(n) includes the
+margin of `core.latency`. So with d the earliest deadline, n requests are dispatched just before one more
+would be late:
 
     at d - round trip - l(n + 1),    or at once if n is enough for the model to be efficient.
 
 Waiting lets batches grow, and fuller batches raise throughput: this is what latency is traded for (Symphony,
 SOSP 2023). When more requests wait than can be in time, a request at the head with an early deadline keeps
 its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
-(Nexus, SOSP 2019): time is worth what it could serve, so a batch of n is worth n - l(n) * the best n / l(n).
+(Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
+time. Only a request with a deadline is refused; one that has only a target, or is served late, never is.
 """
 
 from __future__ import annotations

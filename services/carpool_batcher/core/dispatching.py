@@ -63,7 +63,7 @@ class Dispatcher:
     # --- when, and why -------------------------------------------------------------------------------------
 
     def _can_dispatch(self, reason: DispatchReason, settings: ModelSettings, now_us: int) -> bool:
-        """Whether a process is free. A full batch may be prefetched, but not if it could be late by that."""
+        """Whether a process is free. A full batch may be dispatched ahead, unless that could make it late."""
         if reason == "full" and settings.policy != "deferred":
             return True
         free_at_us = self._capacity.free_at_us(now_us)

@@ -18,7 +18,8 @@ DUE_INDEX_SIZE_MIN: Final = 64
 
 
 class Lane:
-    """Requests that may share a batch. Each operation is O(1), but `insert` of a request that was put back.
+    """Requests that may share a batch. With one tenant, adding, removing or taking a request is O(1), except
+    `insert` of one that was put back; `core.fairness` has the cost with more tenants.
 
     `urgent`: requests that must be dispatched now to meet their deadlines. `expired`: see the module.
     """

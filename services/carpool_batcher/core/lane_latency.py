@@ -1,4 +1,4 @@
-"""Latency models per lane: sequences of one lane may take ten times longer than those of another.
+"""Latency models per lane: requests of one lane, such as long texts, may take ten times longer than others.
 
 A lane uses the model of all lanes until enough of its own batches were executed. If the lane is faster than
 that model says, the policy `deferred` could be trapped: it refuses all requests of the lane, since none seems

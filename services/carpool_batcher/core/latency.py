@@ -31,17 +31,17 @@ Observation = tuple[int, float]  # a batch's size, and its execution time (us)
 
 
 class Line(NamedTuple):
-    """l(n), in microseconds. `known_to` is the only observed size, where there is only one; otherwise 0."""
+    """l(n), in microseconds. `only_size` is the only observed size, where there is only one; otherwise 0."""
 
     intercept_us: float
     slope_us: float
-    known_to: int = 0
+    only_size: int = 0
     margin_us: float = 0.0
 
     def at(self, size: int) -> int:
         """The execution time of a batch of `size`."""
-        if self.known_to:
-            beyond = max(0.0, size / self.known_to - 1)
+        if self.only_size:
+            beyond = max(0.0, size / self.only_size - 1)
             return int(self.intercept_us * (1 + EXTRAPOLATION_RATIO * beyond))
         return int(self.intercept_us + self.slope_us * size)
 
@@ -162,7 +162,7 @@ def _least_squares(observed: Sequence[Observation]) -> Line:
     mean_us = sum(took_us for _, took_us in observed) / count
     variance = sum((size - mean_size) ** 2 for size, _ in observed)
     if not variance:
-        return Line(mean_us, 0.0, known_to=max(1, round(mean_size)))
+        return Line(mean_us, 0.0, only_size=max(1, round(mean_size)))
     slope = sum((size - mean_size) * (took_us - mean_us) for size, took_us in observed) / variance
     slope = min(max(0.0, slope), mean_us / mean_size)  # so that neither slope nor intercept is negative
     return Line(mean_us - slope * mean_size, slope)

@@ -1,11 +1,11 @@
 """The rules by which requests become batches. Time is an argument, and nothing here does I/O.
 
 1. A batch is dispatched when a worker can take it: when a model process is idle, or just before a busy one
-   becomes free (`core.capacity`). A full batch cannot grow by waiting: it is dispatched at once, up to one
-   ahead of each busy process. All others wait in the queue, where batches still grow, priorities still count
-   and deadlines can still be met.
+   becomes free (`core.capacity`). A full batch cannot grow by waiting: except under the policy `deferred` it
+   is dispatched at once, up to one ahead of each busy process. All others wait in the queue, where batches
+   still grow, priorities still count and deadlines can still be met.
 2. A batch is ready for one of these reasons, the first that applies:
-     full      it reached `max_batch_size` or `max_batch_cost`
+     full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
      efficient (`deferred` only) it is large enough for nearly the best throughput of the model
@@ -13,7 +13,8 @@
      idle      `max_queue_delay_ms` is 0, so it does not wait for more requests; while batches have several
                requests, dispatches are spaced evenly (`core.capacity`)
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
-   allow (`core.deferred`), and requests that cannot be in time are refused before they are executed.
+   allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
+   needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
 3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one with the
    oldest request. Within a batch: higher priority first, then tenants in fair turns, then arrival. A batch
    has requests of one lane only, and requests of other lanes do not close it.
@@ -26,7 +27,7 @@
 A request is in exactly one state:
 
     offered --> waiting --> in flight --> settled
-       |           |            '-------> expired (answered; its batch continues without it)
+       |           |            '-------> expired (answered ahead; a later result for it is dropped)
        '-> refused '-> refused (expired, withdrawn, or failed by a custom policy) or no longer in Redis
 """
 

@@ -19,7 +19,7 @@ from carpool.settings import CarpoolSettings, read_settings
 from carpool_cli.demo.measure import WorkerLog
 from carpool_cli.demo.scenario import MODELS, Scenario
 from carpool_cli.local.embedded import EmbeddedRedisError
-from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor
+from carpool_cli.local.supervisor import POLL_S, StackPlan, StartError, Supervisor
 from carpool_cli.local.up import served_line
 from carpool_cli.screen import Screen
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     stop = stop_on_signals()
     screen = Screen()
     logs = Path(tempfile.mkdtemp(prefix="carpool-demo-"))
-    supervisor = Supervisor(Plan(models=MODELS, logs=logs))
+    supervisor = Supervisor(StackPlan(models=MODELS, logs=logs))
     scenario = Scenario(supervisor, screen, settings.queries, settings.in_flight, keep=settings.keep)
     try:
         is_finished = _supervise(supervisor, scenario, screen, stop)

@@ -1,4 +1,4 @@
-"""Index terms of a text: split identifiers without stop words, as stems, with the parts of compounds."""
+"""Index terms of a text: identifiers split into words, no stop words, stemmed; compounds and their parts."""
 
 from __future__ import annotations
 

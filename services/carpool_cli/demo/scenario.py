@@ -1,4 +1,4 @@
-"""What the demo sends, prints and checks, in this order. It is the only producer of its stack."""
+"""The demo step by step: what it sends, prints and checks. It is the only producer of its stack."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class StartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StackPlan:
     """What to run. `models` are written as for a worker. The batcher has `http_port`, and the workers have
     the ports after it. `logs` is a directory, or None for standard error."""
 
@@ -171,7 +171,7 @@ class Service:
 class WorkerService(Service):
     """The worker of one model."""
 
-    def __init__(self, spec: str, plan: Plan, environment: Mapping[str, str]) -> None:
+    def __init__(self, spec: str, plan: StackPlan, environment: Mapping[str, str]) -> None:
         self.model = model_name(spec)[0]
         flags = {"--replicas": plan.replicas, "--device": plan.device, "--drain-s": plan.drain_s}
         argv = ["carpool_worker", spec, *(str(part) for flag in flags.items() for part in flag)]
@@ -232,7 +232,7 @@ class Supervisor:
     Raises ValueError for a model without a usable name, and for two of the same name.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StackPlan) -> None:
         names = [model_name(spec)[0] for spec in plan.models]
         for name in names:
             if names.count(name) > 1:
@@ -322,7 +322,7 @@ class Supervisor:
         assert self._link is not None
         keys = Keys(worker.model, self._plan.prefix)
         snapshot = take_snapshot(self._link, keys, RedisClock())
-        processes = sum(is_local_process(name, worker.pid) for name in snapshot.workers)
+        processes = sum(is_local_process(name, worker.pid) for name in snapshot.model_processes)
         if processes < self._plan.replicas or not self._link.call("EXISTS", keys.batcher):
             return False
         worker.serving = True

@@ -21,7 +21,14 @@ from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, 
 from carpool.store.connection import CommandError
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError
-from carpool_cli.local.supervisor import POLL_S, Plan, StartError, Supervisor, WorkerService, preferred_port
+from carpool_cli.local.supervisor import (
+    POLL_S,
+    StackPlan,
+    StartError,
+    Supervisor,
+    WorkerService,
+    preferred_port,
+)
 from carpool_cli.screen import Screen, count
 
 LOADING_NOTICE_INTERVAL_S: Final = 10.0
@@ -30,8 +37,8 @@ LOADING_NOTICE_INTERVAL_S: Final = 10.0
 class UpSettings(RedisSettings):
     """Start Redis (unless a URL is given), a batcher and a worker for each model, all on this machine.
 
-    A process that dies is restarted. Ctrl-C or SIGTERM stops everything after the workers have finished their
-    batches.
+    A process that dies is restarted; but one that exits with an error before all models are served ends the
+    command. Ctrl-C or SIGTERM stops everything after the workers have finished their batches.
     """
 
     model: CliPositionalArg[Listed] = Field(
@@ -77,9 +84,9 @@ class UpSettings(RedisSettings):
             )
         return self
 
-    def plan(self) -> Plan:
+    def plan(self) -> StackPlan:
         """The plan for the supervisor."""
-        return Plan(
+        return StackPlan(
             models=self.model,
             redis_url=self.redis_url,
             redis_port=self.redis_port or preferred_port(),

@@ -15,7 +15,7 @@ from pydantic_settings import SettingsConfigDict
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
-from carpool.settings import ProducerSettings, read_settings
+from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
@@ -31,7 +31,7 @@ Sample = Mapping[str, ModelSample]
 """Every model at one time, by name."""
 
 
-class TopSettings(ProducerSettings):
+class TopSettings(ConnectionSettings):
     """Show the load and latency of each model and why its batches are dispatched, every second until Ctrl-C.
 
     waiting     requests waiting; if no batcher is active, entries of the request stream

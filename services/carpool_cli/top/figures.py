@@ -24,7 +24,7 @@ class ModelSample(NamedTuple):
 
 
 class Refusals(NamedTuple):
-    """Requests answered without a result for one cause: since the batcher became active, and lately."""
+    """Requests refused, or expired in flight, for one cause: since the batcher became active, and lately."""
 
     total: int
     per_s: float

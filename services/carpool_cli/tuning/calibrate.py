@@ -23,7 +23,7 @@ TAIL_US_MIN: Final = 1000  # a smaller difference from the median does not matte
 
 
 class Measured(NamedTuple):
-    """What bursts showed.
+    """What bursts, or recently settled batches, showed.
 
     `observed` has size and execution time (us) of each batch, `curve` is derived from it, and `line` is what
     a batcher would learn from it.

@@ -1,4 +1,7 @@
-"""What the simulator needs to know of a live model: its settings, its processes, and its recent batches."""
+"""What the simulator needs to know of a live model: its settings, processes, recent batches and arrivals.
+
+Also what `carpool simulate` and `carpool tune` share as commands: connection, errors, exit status.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from carpool.errors import CarpoolError
 from carpool.keys import Keys
 from carpool.messages import BatchSettled
 from carpool.model_settings import ModelSettings
-from carpool.settings import ProducerSettings
+from carpool.settings import ConnectionSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
@@ -76,7 +79,7 @@ def run_command(command: str, run: Callable[[], None]) -> int:
 
 
 @contextmanager
-def connected(settings: ProducerSettings, command: str) -> Iterator[Link]:
+def connected(settings: ConnectionSettings, command: str) -> Iterator[Link]:
     """A command's connection to Redis, closed at the end of the block."""
     link = Link(settings.redis_url, name=f"carpool-{command}-{os.getpid()}")
     try:
@@ -100,7 +103,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
     return LiveModel(
         ModelSettings.from_mapping(snapshot.registration),
         ModelSettings.from_mapping({**snapshot.registration, **snapshot.config}),
-        len(snapshot.workers),
+        len(snapshot.model_processes),
         [
             (batch.size, batch.compute_us)
             for batch in settled

@@ -1,4 +1,7 @@
-"""`carpool simulate`: how settings would perform, in virtual time, with the production scheduler."""
+"""`carpool simulate`: how settings would perform, in virtual time, with the production scheduler.
+
+With --record it simulates nothing, but records when requests of a live model arrive.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
-from carpool.settings import ProducerSettings, read_settings
+from carpool.settings import ConnectionSettings, read_settings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
 from carpool_cli.screen import Progress, ProgressBar, Screen, count, table
@@ -32,7 +35,7 @@ RATE = 1000.0
 PROGRESS_LINE_S: Final = 5.0  # between two lines of progress in a pipe or a file
 
 
-class SimulateSettings(ProducerSettings):
+class SimulateSettings(ConnectionSettings):
     """Try settings in virtual time: the production scheduler, simulated requests and model processes.
 
     The execution of a batch of n takes intercept + slope n, its round trip through Redis trip + trip slope n;
@@ -41,8 +44,9 @@ class SimulateSettings(ProducerSettings):
     config`.
 
     goodput: the share of all requests that were answered OK within their deadline. late: requests that missed
-    their deadline; a request without expiration is never late. refused: requests that arrived at a full
-    queue, or could not meet their deadline. p50 and p99 are latencies of the requests answered in time.
+    their deadline, or were refused because they could not meet it; a request without expiration is never
+    late. refused: all other refusals, such as at a full queue. p50 and p99 are latencies of the requests
+    answered in time.
 
       carpool simulate --rate 4000 --expiration-ms 50 policy=deferred max_batch_size=256
       carpool simulate --record trace.txt --model square --seconds 60

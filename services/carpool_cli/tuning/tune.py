@@ -15,7 +15,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
 from carpool.model_settings import POLICIES
-from carpool.settings import ProducerSettings, read_settings
+from carpool.settings import ConnectionSettings, read_settings
 from carpool_cli.infer import read_body
 from carpool_cli.screen import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
@@ -51,7 +51,7 @@ LINE_ERROR_MAX: Final = 0.15  # of a batch's time: a larger error of the learned
 CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
 
-class TuneSettings(ProducerSettings):
+class TuneSettings(ConnectionSettings):
     """Find the settings with which a model serves the most requests within a latency.
 
     Sends bursts of BODY to the model, one at a time, to measure the execution time of a batch of n; without
@@ -192,7 +192,7 @@ def notes(live: LiveModel, measurement: Measured, max_size: int) -> Iterator[str
         yield f"(only batches of size {text} were observed: other sizes are extrapolated)"
     line = measurement.line
     size, error = largest_error(line, measurement.curve, min(max_size, max(sizes)))
-    if abs(error) > LINE_ERROR_MAX and not line.known_to:
+    if abs(error) > LINE_ERROR_MAX and not line.only_size:
         formula = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
         difference = f"{abs(error):.0%} too {'high' if error > 0 else 'low'} at n = {size}"
         yield f"The batcher learns a line, {formula}, which is {difference}:"

@@ -31,9 +31,7 @@ _LOAD_FAILED: Final = "load failed"
 
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
-RequestFields = tuple[
-    str, str, Mapping[str, bytes]
-]  # correlation ID, lane, fields that Carpool does not know
+RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
 
 
 class Ready(NamedTuple):

@@ -35,7 +35,7 @@ MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
 class RequestInfo(NamedTuple):
-    """What a request has beside its body. `fields` are those that are not Carpool's own."""
+    """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`."""
 
     correlation_id: str
     lane: str

@@ -49,7 +49,7 @@ class RequestOptions(TypedDict, total=False):
     """Options of a request.
 
     `timeout`: seconds until the request fails, None for no limit; by default the client's. It is sent with
-        the request, which is not executed after it has passed.
+        the request as its expiration; the model's settings may override that.
     `priority`: 0 to 9, higher first; by default 4.
     `lane`: only requests of the same lane share a batch.
     `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.

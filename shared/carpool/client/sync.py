@@ -1,4 +1,4 @@
-"""Producers in Python: `AsyncClient`, and `Client` for programs without an event loop.
+"""The blocking producer: `Client`, for programs without an event loop. It runs an `AsyncClient` on a thread.
 
 with Client("redis://127.0.0.1:6379/0") as client:
     print(client.infer("square", 7))                 # 49

@@ -1,11 +1,13 @@
-"""What services do in Redis, over one connection to the keys of one model.
+"""What services and commands do in Redis, and the connections that producers use too.
 
-Each operation is one script on one hash slot, and takes effect completely or not at all. Each is idempotent:
-after a LinkError the caller does not know whether its command took effect, and repeats it or reads the state.
+What changes requests, batches, results or leases is one script, or one command, on one hash slot: it takes
+effect completely or not at all. (Registering a model and reading its state are several commands.) After a
+LinkError the caller does not know whether its command took effect. It repeats it, which does no harm, or
+reads the state. A batch whose fetch was lost that way is reclaimed when its lease ends.
 
     connection  connections to Redis, and how scripts are run
     arguments   how lists are passed to scripts
-    directory   what can be read without taking part: which models there are, and their state
+    directory   which models there are, and their state; writes only an operator's overrides of settings
     batcher     lease, dispatch, refuse, and what a batcher reads
     worker      register, fetch, renew, reclaim, commit
     results     how a result gets to its producer: what batchers and workers both write

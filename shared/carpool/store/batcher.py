@@ -1,4 +1,6 @@
-"""What a batcher does in Redis: hold the lease, read, dispatch, refuse, publish its report.
+"""What a batcher does in Redis: hold the lease, read, dispatch, refuse, answer ahead, publish its report.
+
+With `preserve_ordering` also: put tickets into the order, and release withheld results.
 
 Nothing here changes an Entry or a Request. `dispatch` and `refuse` return what happened to entries, and the
 batcher updates its own table of them.
@@ -11,7 +13,15 @@ from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import Batch, BatchSettled, Dispatch, Entry, Refusal, Request, Result, WorkersChanged
+from carpool.messages import (
+    Batch,
+    Dispatch,
+    Entry,
+    Refusal,
+    Request,
+    Result,
+    SettledEvent,
+)
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import ModelSnapshot, take_snapshot
@@ -259,14 +269,14 @@ class StreamReader:
         )  # fmt: skip
         self._reading = True
 
-    def finish_read(self, timeout_s: float) -> tuple[list[RawEntry], list[BatchSettled | WorkersChanged]]:
+    def finish_read(self, timeout_s: float) -> tuple[list[RawEntry], list[SettledEvent]]:
         """Entries of the request stream and of `settled`; neither if no reply comes within `timeout_s`."""
         if not self._link.readable(timeout_s):
             return [], []
         reply = self._link.receive()
         self._reading = False
         arrived: list[RawEntry] = []
-        settled: list[BatchSettled | WorkersChanged] = []
+        settled: list[SettledEvent] = []
         for stream, entries in reply or ():
             if not entries:  # Redis woke us for entries that were deleted before it read them
                 continue

@@ -1,4 +1,7 @@
-"""What can be read of models without taking part: which are registered, and their state."""
+"""For services and commands: which models are registered, and their state.
+
+All of it only reads, except `Directory.configure`, which writes an operator's overrides (`carpool config`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class ModelSnapshot(NamedTuple):
     waiting_entries: int
     batches_in_flight: int
     tickets: int  # in the order of results: of requests that wait or are in flight, and of withheld results
-    workers: list[str]  # model processes whose lease runs
+    model_processes: list[str]  # whose lease runs
     registration: dict[str, str]
     config: dict[str, str]  # the operator's overrides
 

@@ -105,7 +105,7 @@ class WorkerStore:
     def renew(
         self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
     ) -> tuple[bool, set[str]]:
-        """Extend the lease of a model process and of the batches (ID, epoch) that it executes.
+        """Extend the lease of a model process and of the batches (ID, epoch) that it has in hand.
 
         Returns whether the model is still registered, and the IDs of batches that were lost.
         """
@@ -116,7 +116,7 @@ class WorkerStore:
         registered, *lost = self._link.run(_RENEW, keys, args)
         return bool(registered), {batch_id.decode() for batch_id in lost}
 
-    def look_at_clock(self) -> None:
+    def read_clock(self) -> None:
         """Set the clock from Redis's."""
         self.clock.set(self._link.call("TIME"), time.monotonic_ns())
 

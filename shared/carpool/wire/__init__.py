@@ -1,4 +1,4 @@
-"""Bytes <-> messages, and nothing else: no I/O, no clock, no decisions.
+"""Bytes <-> messages: no I/O, no clock. Only `requests` decides: what is invalid, and each deadline.
 
 requests          an entry of the request stream <-> requests, withdrawals and refusals
 request_fields    the fields of a request, read and checked one by one

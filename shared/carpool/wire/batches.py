@@ -10,7 +10,15 @@ from typing import Any
 
 import msgpack
 
-from carpool.messages import Batch, BatchedRequest, BatchSettled, DeadLetter, Dispatch, WorkersChanged
+from carpool.messages import (
+    Batch,
+    BatchedRequest,
+    BatchSettled,
+    DeadLetter,
+    Dispatch,
+    ModelProcessesChanged,
+    SettledEvent,
+)
 
 
 def encode_batch(dispatch: Dispatch) -> bytes:
@@ -40,7 +48,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     """A batch entry as Redis returns it, without the requests of the entries that its `gone` field names.
 
-    Those entries were no longer in Redis when the batch was dispatched: their producers had withdrawn them.
+    Those entries were missing when the batch was dispatched: see `dispatch.lua`.
     """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     requests = [BatchedRequest(*fields) for fields in msgpack.unpackb(raw[b"requests"])]
@@ -59,19 +67,20 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     )
 
 
-def decode_settled(flat: Sequence[bytes]) -> BatchSettled | WorkersChanged:
+def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
     """An entry of the `settled` stream. One without a batch means that a model process joined or left."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
-        return WorkersChanged(worker)
+        return ModelProcessesChanged(worker)
     return BatchSettled(
         raw[b"batch"].decode(), worker, int(raw.get(b"size", b"0")), int(raw.get(b"compute_us", b"0"))
     )
 
 
 def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
-    """The fields of a dead letter: the request as its producer sent it, then the reason and the attempts.
+    """The fields of a dead letter: those of the request but lane, priority, cost and expiration, then the
+    reason and the attempts.
 
     A client that keeps the last of two fields with the same name reads Carpool's own.
     """

@@ -36,7 +36,7 @@ class BatcherReport:
     batches: dict[str, int]  # batches dispatched, by reason
     requests: int  # requests in these batches
     fill_percent: int  # sum of the fill of these batches, in percent of a full batch
-    refused: dict[str, int]  # requests answered without being executed, by "STATUS/reason"
+    refused: dict[str, int]  # requests refused, or expired in flight, by "STATUS/reason"
     learned: tuple[float, float, int] | None  # of l(n): intercept, slope (µs); the one size seen so far, or 0
     quantiles_us: tuple[int, int] | None  # p50 and p99 of the latency over the last 10 to 20 s
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are

@@ -18,7 +18,8 @@ MAX_LANE_CHARS: Final = 128
 MAX_COST: Final = 1 << 40
 
 SEQUENCE_FIELDS: Final = ("sequence_id", "sequence_start", "sequence_end")
-# Fields with a meaning for Carpool. A request may carry others, for the model to read.
+# Fields that are not passed on to the model. All others are, and are kept when a request is put back: so is
+# `tenant`, although the batcher reads it. (`slots` is read only in an entry put back: see `wire.requests`.)
 CARPOOL_FIELDS: Final = frozenset(
     {
         "body",
@@ -116,7 +117,7 @@ def read_lane(raw: Fields) -> str:
 
 
 def read_extra_fields(raw: Fields) -> dict[str, bytes]:
-    """The fields that Carpool does not know. They travel with the request, for the model to read."""
+    """The fields that are not in CARPOOL_FIELDS. They travel with the request, for the model to read."""
     extra: dict[str, bytes] = {}
     for field in raw.keys() - CARPOOL_FIELDS:
         value = raw[field]

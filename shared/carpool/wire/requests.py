@@ -1,7 +1,8 @@
 """Entries of the request stream <-> requests, withdrawals and refusals.
 
 A producer may send any bytes, so `decode_entry` never raises: a request that cannot be understood becomes a
-Refusal whose detail names the field. Everything that is decoded has a limit.
+Refusal whose detail names the field. Everything that is decoded has a limit. The settings `max_body_bytes`
+and those of the expiration are applied here. A packed entry has several requests, in its field `requests`.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ def _refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> 
 
 
 def encode_requests(requests: Iterable[Request]) -> bytes:
-    """The `requests` field of an entry that is put back after a dispatch took only some of its requests."""
+    """The `requests` field of an entry put back: only some of its requests were dispatched or refused."""
     return bytes(msgpack.packb([_request_map(request) for request in requests]))
 
 

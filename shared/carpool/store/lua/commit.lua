@@ -1,8 +1,7 @@
 -- commit: write the results of a batch and settle it, all or nothing. The same script writes the dead letters of
 -- its requests that were given up.
 --
--- A request that was answered ahead of the commit (it expired in flight, or was executed alone after a redelivery)
--- must not get a second result. If the caller did not leave all of these out, nothing is written: the reply names
+-- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not leave all of these out, nothing is written: the reply names
 -- them, and the caller commits again without them.
 --
 -- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results

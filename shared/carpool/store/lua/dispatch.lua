@@ -1,6 +1,6 @@
 -- dispatch: waiting requests are removed from the request stream and become batches in flight, all or nothing.
 --
--- An entry is missing if it is no longer in the stream: it was withdrawn, or dispatched by another batcher. Its
+-- An entry is missing if it is no longer in the stream: it was removed by XDEL, or taken by another batcher. Its
 -- requests are not dispatched, and each batch formed with some of them names the entry in a field `gone`. So a request
 -- is dispatched at most once, also when several batchers dispatch, and a withdrawal does not undo the rest of a batch.
 -- XDEL returns whether the entry was there: to check first would copy every body into Lua.

@@ -1,5 +1,6 @@
 -- put_back(requests, held, payload, arrival_ms, tickets): add a new entry with the requests of a removed entry that
--- are still waiting. They keep their arrival and their tickets (one string, separated by spaces, '' if none).
+-- are still waiting. They keep their arrival and their tickets (one string, separated by spaces, '' if none), which are
+-- in the new entry's field `slots`.
 -- Returns the new entry's ID. O(tickets), and O(bytes).
 local function put_back(requests, held, payload, arrival_ms, tickets)
   if tickets == '' then

@@ -1,5 +1,6 @@
 -- refuse: waiting requests are answered without being dispatched (expired, over a limit, withdrawn, invalid).
--- Nothing is written for an entry that is no longer in the stream: it was withdrawn, dispatched or answered already.
+-- Entries without requests (withdrawals) are only removed. Nothing is written for an entry that is no longer in the
+-- stream: it was removed by XDEL, or dispatched or answered already.
 --
 -- KEYS  1 requests   2 order   3 held   4.. the keys of results
 -- ARGV  1 result TTL (ms)

@@ -1,10 +1,10 @@
--- renew: extend the lease of a model process, and its ownership of the batches that it executes.
+-- renew: extend the lease of a model process, and of the batches that it fetched and has not committed.
 -- XCLAIM alone would take back a batch that another worker reclaimed, so owner and epoch are checked first. With
 -- JUSTID it does not raise the delivery count, which is the epoch.
 --
 -- KEYS  1 workers   2 batches   3 the model's registration
 -- ARGV  1 consumer  2 lease (ms)  3.. batch ID and epoch of each batch
--- Returns { 1 if the model is still registered, 0 if Redis was emptied; then the IDs of the batches that were lost }
+-- Returns { 1 if the model is registered, 0 if not (such as after Redis was emptied); then the IDs of lost batches }
 -- O(batches).
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

@@ -20,7 +20,7 @@ local function array_of(envelopes)
 end
 
 -- release(order, held): deliver withheld results from the front of the order, up to the first ticket whose result is
--- not there yet, and no more than one script should do, because Redis serves nothing else meanwhile.
+-- not there yet, but at most 1,000 results and about 8 MiB: Redis serves nothing else meanwhile.
 -- Returns whether there is more to deliver. O(results delivered), and O(bytes).
 local function release(order, held)
   local results_max, bytes_max = 1000, 8388608
