@@ -1,4 +1,4 @@
-# Carpool: everything runs from .venv, which `make install` builds from the hashes in requirements.lock.
+# Carpool: everything runs from .venv. `make install` builds it from packages pinned by hash in requirements.lock.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,12 +16,12 @@ help: ## List these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) \
 	  | while IFS='|' read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
 
-install: $(STAMP) ## Build .venv, which has the command .venv/bin/carpool
+install: $(STAMP) ## Create .venv and install Carpool in it, as .venv/bin/carpool
 
 demo: install ## Start Redis, a batcher and workers on this machine, and send requests to them
 	@$(BIN)/carpool demo
 
-test: install ## Run all tests, JOBS=3 files at a time
+test: install ## Run all tests, JOBS test files at a time (default 3)
 	@$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests
 
 check: install ## Check style, format, types, and imports between layers
@@ -36,7 +36,7 @@ bench: install ## Measure throughput and latency
 $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Carpool needs Python 3.11 or newer; this is $$($(PYTHON) --version 2>&1 | head -1) ($(PYTHON))." >&2; \
-	  echo 'Choose another: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	  echo 'Choose another Python: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
 	@echo "[1/3] Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo '$(PYTHON) -m venv failed. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }

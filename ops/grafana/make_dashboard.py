@@ -59,8 +59,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Batchers active",
             "short",
             "1 for each model. 0: nothing is batched; look at the batchers' /readyz and logs, and start one "
-            "if there is none. 2 for a moment is a handover; for longer, a batcher was paused and is about "
-            "to step back.",
+            "if there is none. 2 for a moment is a handover; 2 for longer: a batcher was paused, and has "
+            "not noticed yet that it lost its lease.",
             {"{{model}}": "sum by (model) (carpool_batcher_active{M})"},
             width=6,
             bad=0,
@@ -69,7 +69,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Model processes",
             "short",
-            "The replicas of all workers. Fewer: a worker stopped, or its lease ran out; look at the "
+            "The replicas of all workers. Fewer than you started: a worker stopped, or its lease ran out; "
+            "look at the "
             "workers' /readyz and logs. 0: requests wait until a worker starts.",
             {"{{model}}": "sum by (model) (carpool_model_processes{M})"},
             width=6,
@@ -108,16 +109,17 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Lease lateness, p99",
             "s",
-            "How late leases are renewed. Near the lease (2 s for a batcher; a worker's --lease-ms, 5 s) "
-            "others take over, and work is done twice: the machine is short of CPU or pauses, or Redis is "
-            "slow. Add resources, or raise --lease-ms.",
+            "How late leases are renewed. If this nears the length of the lease (2 s for a batcher; "
+            "--lease-ms, "
+            "5 s, for a worker), others take over and work is done twice: the machine is short of CPU or is "
+            "paused, or Redis is slow. Add resources, or raise --lease-ms.",
             {"{{model}}": quantile(0.99, "carpool_lease_lateness_seconds")},
             bad=1,
         ),
     ],
     "Where is time spent?": [
         Panel(
-            "Mean time of a request",
+            "Mean request duration by stage",
             "s",
             "Mostly infer: the model is the limit. Mostly queue: requests wait for a worker (start workers) "
             "or for a fuller batch (lower max_queue_delay_ms). Input or output: bodies are large, or not "
@@ -135,17 +137,19 @@ ROWS: Final[dict[str, list[Panel]]] = {
             stacked=True,
         ),
         Panel(
-            "Time of a request",
+            "Request duration",
             "s",
-            "From arrival to result. If p99 is far above p50, some requests wait for a whole batch more than "
-            "others: compare with the queue time and with how full batches are.",
+            "From arrival to result. If p99 is far above p50, some requests wait one batch longer than "
+            "others: "
+            "compare with the queue time and with how full batches are.",
             quantiles("carpool_request_seconds"),
             width=12,
         ),
         Panel(
             "Queue",
             "s",
-            "From arrival to dispatch. Above max_queue_delay_ms the workers are busy: start more, or allow "
+            "From arrival to dispatch. If it is above max_queue_delay_ms, the workers are busy: start "
+            "more, or allow "
             "larger batches.",
             quantiles("carpool_queue_seconds"),
         ),
@@ -179,7 +183,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Batch size",
             "short",
-            "Requests in a batch. If the p95 is at max_batch_size and requests wait, try a larger one.",
+            "Requests in a batch. If the p95 is at max_batch_size and requests wait, try a larger "
+            "max_batch_size.",
             {
                 "mean {{model}}": mean("carpool_batch_requests"),
                 "p95 {{model}}": quantile(0.95, "carpool_batch_requests"),
@@ -188,9 +193,11 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Dispatch reasons",
             "ops",
-            "Why batches were dispatched. full: waiting could not improve it. idle: a worker was free. "
-            "delay: max_queue_delay_ms had passed. deadline: waiting longer would have missed one; if most "
-            "are, producers set too short expirations, or there are too few workers.",
+            "Why batches were dispatched. full: the batch could not grow. preferred: it reached one of "
+            "preferred_batch_sizes. idle: a model process was free. delay: max_queue_delay_ms had passed. "
+            "efficient: larger batches gain little. deadline: waiting longer would have missed a deadline; "
+            "if "
+            "most are, producers set expirations that are too short, or there are too few workers.",
             {"{{reason}}": "sum by (reason) (rate(carpool_batches_total{M}[T]))"},
             stacked=True,
         ),
@@ -221,7 +228,9 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Waiting bytes",
             "bytes",
-            "The batcher's memory holds a copy of them. Near max_queue_bytes further requests are refused: "
+            "Size of the waiting requests, which the batcher copies to its memory. Near max_queue_bytes "
+            "further "
+            "requests are refused: "
             "start workers, or keep large bodies elsewhere and send their names.",
             {"{{model}}": "sum by (model) (carpool_waiting_bytes{M})"},
             width=6,
@@ -229,8 +238,9 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Batches in flight",
             "short",
-            "One or two for each model process. Unchanging and fetched: a model hangs; look at its process. "
-            "In flight but not fetched: no worker fetches them; look at the workers' /readyz.",
+            "Normally one or two for each model process. If fetched stays the same, a model hangs: look at "
+            "its "
+            "process. If batches are in flight and not fetched, look at the workers' /readyz.",
             {
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_batches{M})",
                 "fetched {{model}}": "sum by (model) (carpool_batches_in_hand{M})",
@@ -251,8 +261,10 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Errors by reason",
             "reqps",
             "input, cost: a producer sends what the model does not accept; the result names the field. "
-            "queue_size, queue_bytes: start workers. waiting, in_flight, at_worker: expired there; start "
-            "workers, or allow more time. model: it raised; look at the result's detail. withdrawn: the "
+            "queue_size, queue_bytes: start workers. waiting, in_flight, at_worker: where it expired; "
+            "early: it "
+            "could not meet its deadline; start workers, or allow more time. model, policy: it raised an "
+            "exception; look at the result's detail. dead_letter: it killed its process. withdrawn: the "
             "producer withdrew it.",
             {
                 "{{status}} {{reason}}": "sum by (status, reason) "
@@ -282,7 +294,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Redeliveries",
             "short",
             "Batches reclaimed from a worker that died or was paused. Expected when a machine stops; "
-            "otherwise find out why workers end, and look at the lateness of leases.",
+            "otherwise find out why workers end, and look at the panel Lease lateness.",
             occurrences("carpool_redeliveries_total"),
             width=6,
             bars=True,
@@ -291,7 +303,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Fenced commits",
             "short",
             "Discarded work: another worker had reclaimed the batch. No producer got a wrong or a second "
-            "result. If it repeats, a worker pauses for longer than its lease: see the lateness of leases.",
+            "result. If it repeats, a worker is paused for longer than its lease: see the panel Lease "
+            "lateness.",
             occurrences("carpool_fenced_commits_total"),
             width=6,
             bars=True,

@@ -153,7 +153,7 @@ class ModelBatcher:
         scheduler, reader = session.scheduler, session.reader
         if self._clock.now_us() >= self._snapshot_at_us:
             if not self._store.hold_lease(self._name, LEASE_MS):
-                self._log.info("lease lost", batcher=self._name)
+                self._log.info("batcher no longer active, lease lost", batcher=self._name)
                 self._end_session()
                 return
             self._take_snapshot(session)
@@ -235,11 +235,11 @@ class ModelBatcher:
         answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
             self._meter.refused(answered)
-            self._log.info("refused", **Counter(refusal.status for refusal in answered))
+            self._log.info("requests refused", **Counter(refusal.status for refusal in answered))
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
-            self._log.error("policy raised", policy=policy, reason=f"{custom.raised:.1000}")
+            self._log.error("policy raised an exception", policy=policy, reason=f"{custom.raised:.1000}")
 
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
@@ -258,13 +258,13 @@ class ModelBatcher:
         by_batch: dict[str, list[Answer]] = {}
         answered = 0
         for batch_id, position, request in expired:
-            detail = "expired: its batch was dispatched, but not done by its deadline"
+            detail = "expired: it was dispatched, but not executed by its deadline"
             result = Result(request.correlation_id, DEADLINE_EXCEEDED, request.content_type, detail=detail)
             by_batch.setdefault(batch_id, []).append(Answer(position, Address.of(request), result))
         for batch_id, answers in by_batch.items():
             answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
         self._meter.expired_in_flight(answered)
-        self._log.info("expired in flight", requests=answered, batches=len(by_batch))
+        self._log.info("requests expired in flight", requests=answered, batches=len(by_batch))
 
     # --- a few times a second ------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class ModelBatcher:
             self._store.publish_report(report.encode(), REPORT_TTL_MS)
         except CommandError as error:
             self._report_at_us = now_us + REPORT_RETRY_US
-            self._log.warning("report not published", reason=str(error))
+            self._log.warning("report for carpool top not published", reason=str(error))
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:

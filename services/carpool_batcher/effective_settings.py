@@ -39,7 +39,7 @@ class EffectiveSettings:
             settings = self._parse({**snapshot.registration, **snapshot.config})
         except ValueError as error:
             if str(error) != self.rejected_settings:  # log it once, not with every snapshot
-                self._log.error("settings rejected", reason=str(error))
+                self._log.error("settings rejected, not applied", reason=str(error))
             self.rejected_settings = str(error)
         else:
             self.rejected_settings = ""
@@ -54,7 +54,7 @@ class EffectiveSettings:
     def _parse(self, values: Mapping[str, str]) -> ModelSettings:
         settings = ModelSettings.from_mapping(values)
         if settings.policy not in (*POLICIES, *self._policies):
-            raise ValueError(f"policy: {settings.policy!r} is none of this batcher's --policies")
+            raise ValueError(f"policy: {settings.policy!r} is not one of this batcher's --policies")
         return settings
 
     def create_policy(self, settings: ModelSettings) -> CustomPolicy | None:
@@ -68,5 +68,7 @@ class EffectiveSettings:
         try:
             return CustomPolicy(self._policies[settings.policy]())
         except Exception as error:
-            self._log.error("policy not created", policy=settings.policy, reason=str(error))
+            self._log.error(
+                "policy cannot be created, using eager", policy=settings.policy, reason=str(error)
+            )
             return None

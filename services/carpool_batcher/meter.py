@@ -27,13 +27,13 @@ from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.recent_latency import RecentLatency
 
 _GAUGES: Final = {  # in the order of wire.report.Gauges
-    "carpool_waiting_requests": "Requests that wait",
-    "carpool_waiting_bytes": "Bytes of the requests that wait",
+    "carpool_waiting_requests": "Requests waiting to be dispatched",
+    "carpool_waiting_bytes": "Bytes of the requests waiting to be dispatched",
     "carpool_oldest_request_seconds": "How long the oldest waiting request has waited",
     "carpool_in_flight_batches": "Batches dispatched and not settled",
-    "carpool_in_flight_requests": "Requests in those batches",
+    "carpool_in_flight_requests": "Requests in batches that are dispatched and not settled",
     "carpool_model_processes": "Model processes with a valid lease",
-    "carpool_held_results": "Results withheld until earlier ones are delivered",
+    "carpool_held_results": "Results withheld until earlier ones are delivered (preserve_ordering)",
 }
 _IN_FLIGHT: Final = "in_flight"
 # Status and reason of every answer that a batcher gives. Exported from zero, because Prometheus's rate()
@@ -60,7 +60,11 @@ class BatcherMetrics(CommonMetrics):
         super().__init__()
         registry = self.registry
         self.queue = Histogram(
-            "carpool_queue_seconds", "From a request's arrival to its dispatch", DURATIONS_US, 1e-6, registry
+            "carpool_queue_seconds",
+            "Time from a request's arrival to its dispatch",
+            DURATIONS_US,
+            1e-6,
+            registry,
         )
         self.size = Histogram("carpool_batch_requests", "Requests in a batch", SIZES, 1, registry)
         self.fill = Histogram(
@@ -72,7 +76,7 @@ class BatcherMetrics(CommonMetrics):
         )
         self.batches = Counter(
             "carpool_batches",
-            "Batches dispatched, by the reason of their dispatch",
+            "Batches dispatched, by the reason for dispatching them",
             ("model", "reason"),
             registry=registry,
         )

@@ -77,7 +77,7 @@ class BatcherService:
 
     def _report_discovery_error(self, error: Exception) -> None:
         self._metrics.error(error)
-        self._log.warning("model discovery failed", reason=str(error), kind=type(error).__name__)
+        self._log.warning("model discovery failed, retrying", reason=str(error), kind=type(error).__name__)
 
     def _error_reporter(self, model: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
@@ -93,7 +93,8 @@ class BatcherService:
     def unhealthy(self) -> list[str]:
         """What only a restart would mend: a loop that ended or hangs."""
         return [
-            f"{loop.name}: {f'hangs for {loop.silent_s:.0f} s' if loop.alive else 'ended'}"
+            f"{loop.name}: "
+            f"{f'has been hanging for {loop.silent_s:.0f} s' if loop.alive else 'its thread ended'}"
             for loop in self._all_loops()
             if not loop.alive or loop.silent_s > LOOP_SILENCE_MAX_S
         ]

@@ -36,19 +36,19 @@ Carpool: dynamic batching for models over Redis streams.
   carpool models               list the registered models and their queues
   carpool top                  show load, latency and dispatch reasons of each model, live
   carpool config MODEL         show a model's settings; KEY=VALUE changes one while the model is served
-  carpool simulate             predict the effect of settings; --model uses the speed of a model in service
-  carpool tune MODEL BODY      measure a model and find the best settings for a latency of --latency-ms
-  carpool demo                 measure and check 5,000 requests to a documentation search on this machine
+  carpool simulate             predict the effect of settings, with --model for a live model
+  carpool tune MODEL BODY      measure a model and find the best settings for a latency (--latency-ms)
+  carpool demo                 serve a documentation search here, send it 5,000 requests, check the results
 
   carpool worker MODEL         start one worker, on any machine that reaches Redis
   carpool batcher              start one batcher, for all models
-  carpool health               check a batcher or worker at its --http-port, for health checks
+  carpool health               check whether a batcher or worker with --http-port is ready
   carpool acl                  write Redis's ACL file and a password for each role
   carpool version              print the version
-  carpool help COMMAND         list a command's flags; each can also be set as CARPOOL_* in the environment or
-  .env
+  carpool help COMMAND         list a command's flags; CARPOOL_* variables, also in .env, can set them too
 
-MODEL is module:Name, path/file.py:Name, onnx:FILE, square or docsearch. To begin with:
+For up and worker, MODEL is module:Name, path/file.py:Name, onnx:FILE, square or docsearch; for the other
+commands it is a name that `carpool models` lists. To get started:
 
   carpool up square
   carpool infer square 7
@@ -90,7 +90,7 @@ def _print_version() -> int:
 def _report_unknown(command: str) -> int:
     known = [*_COMMANDS, *_BUILT_IN]
     similar = difflib.get_close_matches(command, known, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(known)}"
+    hint = f"did you mean {similar[0]}?" if similar else f"commands: {', '.join(known)}"
     print(f"carpool: no command {command!r:.80}; {hint}", file=sys.stderr)
     return 2
 

@@ -21,7 +21,7 @@ PASSWORD_BYTES: Final = 32
 PASSWORD_LENGTH_MIN: Final = 16
 Notify = Callable[[str], None]
 _WITHOUT_SELECTORS: Final = (
-    "Redis 6 cannot limit a command to some of a role's keys: a producer, for one, may also read and trim "
+    "Redis 6 cannot limit a command to some of a role's keys: a producer, for example, may read and trim "
     "the request stream. With Redis 7 or later, omit --redis 6."
 )
 
@@ -33,11 +33,11 @@ class AclSettings(CarpoolSettings):
     role is in SECRETS/ROLE/password, and is generated if that file does not exist. Each is in a directory of
     its own, so that it can be given to that role alone. Running the command again changes nothing.
 
-    To rotate a password: run with --rotate ROLE, then `ACL LOAD`, and restart that role; then run without
-    --rotate, and `ACL LOAD` again. Until then the old password works too.
+    To rotate a password: run with --rotate ROLE, run `ACL LOAD` in Redis, and restart that role. Then run
+    without --rotate, and `ACL LOAD` again: the old password works until that second `ACL LOAD`.
     """
 
-    secrets: Path = Field(description="directory of the passwords, as ROLE/password")
+    secrets: Path = Field(description="directory of the password files, each in ROLE/password")
     output: str = Field(description="the ACL file to write (Redis's `aclfile`), or - to print it")
     prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
     redis: Literal["6", "7"] = Field(
@@ -70,7 +70,9 @@ def main(argv: Sequence[str]) -> int:
         if settings.rotate:  # last, so that a role that reads the new password can already sign in with it
             path = settings.secrets / settings.rotate / "password"
             _write(path, successor, 0o400)
-            notify(f"{path} has a new password; the old one works until the next run.")
+            notify(
+                f"{path} has a new password; the old one works until a run without --rotate, and ACL LOAD."
+            )
     except (OSError, ValueError) as error:
         print(f"carpool acl: {error}", file=sys.stderr)
         return 1
@@ -111,7 +113,7 @@ def _password(path: Path, notify: Notify) -> str:
             f"{path} has a password of {len(password)} characters, which can be guessed from its hash; "
             f"use {PASSWORD_LENGTH_MIN} or more, or remove the file to have one generated"
         )
-    notify(f"{path} is kept.")
+    notify(f"{path} is unchanged.")
     return password
 
 

@@ -47,7 +47,7 @@ class ConfigSettings(ConnectionSettings):
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
 
-    model: CliPositionalArg[str] = Field(description="the model's name")
+    model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     change: CliPositionalArg[Changes] = Field(
         [], description="any number of KEY=VALUE to override a setting, or KEY= to remove the override"
     )
@@ -110,7 +110,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     """Make all of these changes or none, and return the settings that result. Raises ConfigError."""
     models = directory.models()
     if model not in models:
-        known = f"there are {', '.join(models)}" if models else "none is; `carpool up square` serves one"
+        known = f"registered: {', '.join(models)}" if models else "`carpool up square` serves one"
         raise ConfigError(f"no model {model!r:.140} is registered; {known}")
     registered, overrides = directory.config(model)
     values, removed = parse(changes)
@@ -149,8 +149,8 @@ def _check_policy(report: BatcherReport | None, policy: str) -> None:
     """Reject a policy that the active batcher has not loaded: it would reject all settings because of it."""
     if report is not None and policy not in report.policies:
         raise ConfigError(
-            f"policy: {policy!r:.140} is not among the active batcher's --policies, which are "
-            f"{', '.join(report.policies) or 'none'}; nothing was changed"
+            f"policy: {policy!r:.140} is not one of the active batcher's --policies "
+            f"({', '.join(report.policies) or 'it has none'}); nothing was changed"
         )
 
 
@@ -164,7 +164,7 @@ def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if name not in ModelSettings.names():
             similar = difflib.get_close_matches(name, ModelSettings.names(), n=1)
             hint = (
-                f"did you mean {similar[0]}?" if similar else f"there are {', '.join(ModelSettings.names())}"
+                f"did you mean {similar[0]}?" if similar else f"settings: {', '.join(ModelSettings.names())}"
             )
             raise ConfigError(f"no setting {name!r:.80}; {hint}")
         if not equals:

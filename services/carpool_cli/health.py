@@ -12,16 +12,14 @@ from carpool.settings import CarpoolSettings, read_settings
 
 
 class HealthSettings(CarpoolSettings):
-    """Check whether a batcher or worker is ready. Exits with 0 if it is, and with 1 and the reason if not.
+    """Check whether a batcher or worker is ready. Exits with 0 if it is; else prints why, and exits with 1.
 
     The service must have been started with --http-port.
     """
 
     http_host: str = Field("127.0.0.1", description="the host of the service")
     http_port: int = Field(ge=1, le=65535, description="the --http-port of the service")
-    alive: bool = Field(
-        False, description="check that it works at all (/healthz), not that it is ready (/readyz)"
-    )
+    alive: bool = Field(False, description="check that it is alive (/healthz) instead of ready (/readyz)")
     timeout_s: float = Field(3.0, gt=0, description="seconds to wait for the answer")
 
 

@@ -33,11 +33,16 @@ class InferSettings(ConnectionSettings):
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
     timeout: float = Field(
-        30.0, gt=0, le=86_400, description="seconds to wait; also the request's expiration"
+        30.0,
+        gt=0,
+        le=86_400,
+        description="seconds to wait for the result; the request expires after the same time",
     )
     priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="0 to 9; higher is served first")
-    lane: str = Field("", description="only requests of the same lane share a batch")
-    tenant: str = Field("", description="the tenant it belongs to; tenants are served in fair turns")
+    lane: str = Field("", description="lane of the request; only requests of the same lane share a batch")
+    tenant: str = Field(
+        "", description="tenant that the request belongs to; tenants are served in fair turns"
+    )
     raw: bool = Field(False, description="send the body as raw bytes, and print the result's bytes")
 
 
@@ -48,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
     except UnavailableError as error:
         return _failed(
-            f"{error}\n    start a stack with `carpool up {settings.model}`, or name another Redis with "
+            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
+            "another with "
             "--redis-url (CARPOOL_REDIS_URL)"
         )
     except DeadlineExceededError as error:

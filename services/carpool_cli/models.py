@@ -26,9 +26,9 @@ class ModelsSettings(ConnectionSettings):
     waiting     entries of the request stream; an entry is one request, or several that were sent together
     oldest      age of the entry that has waited longest
     in flight   batches dispatched and not settled
-    workers     model processes alive
+    processes   model processes; one that was killed counts until its lease runs out
     batcher     whether a batcher is active
-    dead        dead letters: requests that failed for good and are kept with the reason
+    dead        dead letters: requests given up because their model process or worker died repeatedly
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         states = read_models(link, settings.prefix)
     except (UnavailableError, CommandError) as error:
         print(
-            f"carpool models: {error}\n    start a stack with `carpool up MODEL`, or name another Redis with "
+            f"carpool models: {error}\n    if no Redis runs there, start one with `carpool up MODEL`, or "
+            "name another with "
             "--redis-url (CARPOOL_REDIS_URL)",
             file=sys.stderr,
         )
@@ -102,7 +103,7 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
     if not states:
         screen.print("no model is registered; `carpool up square` serves one")
         return
-    rows = [("model", "waiting", "oldest", "in flight", "workers", "batcher", "dead", "batch size")]
+    rows = [("model", "waiting", "oldest", "in flight", "processes", "batcher", "dead", "batch size")]
     rows += [
         (
             state.model,

@@ -120,10 +120,14 @@ class ProgressBar:
 
 
 class Progress:
-    """The progress of `total` equal steps: a bar on a terminal, a line every few seconds elsewhere."""
+    """The progress of `total` equal steps: a bar on a terminal, a line every few seconds elsewhere.
 
-    def __init__(self, screen: Screen, total: int) -> None:
+    `noun` says of what: requests, sizes, settings.
+    """
+
+    def __init__(self, screen: Screen, total: int, noun: str) -> None:
         self._screen = screen
+        self._noun = noun
         self._bar = ProgressBar(screen, total)
         self._total = total
         self._done = 0
@@ -138,7 +142,9 @@ class Progress:
         if now_s < self._due_s:
             return
         self._due_s = now_s + self._interval_s
-        text = f"{self._done:,} of {self._total:,}, {self._done / (now_s - self._started_s):,.0f}/s"
+        text = (
+            f"{self._done:,} of {self._total:,} {self._noun}, {self._done / (now_s - self._started_s):,.0f}/s"
+        )
         if self._screen.live:
             self._bar.draw(self._done, text)
         else:

@@ -60,7 +60,7 @@ class Codec:
         for position in positions:
             request = requests[position]
             if request.deadline_us is not None and request.deadline_us <= now_us:
-                detail = "expired: its batch reached a worker after its deadline"
+                detail = "expired: a worker received its batch after the request's deadline"
                 execution.fail(position, DEADLINE_EXCEEDED, detail)
             elif deaths.get(position, 0) >= DEATHS_MAX:
                 execution.dead_letter(position)
@@ -102,7 +102,7 @@ class Codec:
             value = {inputs[0].name: value}
         if not isinstance(value, dict) or value.keys() != {spec.name for spec in inputs}:
             raise InvalidArgumentError(
-                f"body: must name the tensors {', '.join(spec.name for spec in inputs)}"
+                f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}"
             )
         parts: list[Part] = []
         data: list[bytes] = []
@@ -129,7 +129,9 @@ class Codec:
                 "content_type: this model's tensors need application/msgpack or application/json"
             )
         if len(body) != expected_bytes:
-            raise InvalidArgumentError(f"body: {len(body)} bytes, but {spec.name} takes {expected_bytes}")
+            raise InvalidArgumentError(
+                f"body: {len(body)} bytes, but the tensor {spec.name!r} takes {expected_bytes}"
+            )
         return ((spec.name, spec.datatype, spec.shape),), body
 
     def _frame(self, execution: Execution, parts: tuple[Part, ...], group: list[tuple[int, Any]]) -> Frame:
@@ -280,7 +282,7 @@ def _pack(value: Any) -> bytes:
     try:
         return frames.pack_values(value)
     except OverflowError:
-        raise InvalidArgumentError("body: a number in it exceeds 64 bits") from None
+        raise InvalidArgumentError("body: contains an integer of more than 64 bits") from None
     except (TypeError, ValueError) as error:  # for example a lone surrogate, from JSON's \ud800
         raise InvalidArgumentError(f"body: cannot be encoded for the model: {error}") from None
 

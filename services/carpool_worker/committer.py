@@ -45,7 +45,10 @@ class Committer:
             self._metrics.fenced()
             lost = next(held for held in self._replica.executions() if held.batch.id == str(fenced))
             self._log.warning(
-                "commit fenced", model=self._store.keys.model, batch=lost.batch.id, epoch=lost.batch.epoch
+                "commit discarded, another worker has the batch",
+                model=self._store.keys.model,
+                batch=lost.batch.id,
+                epoch=lost.batch.epoch,
             )
             self._replica.remove(lost)
             return

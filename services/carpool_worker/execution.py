@@ -80,9 +80,9 @@ class Execution:
     def dead_letter(self, position: int) -> None:
         """Give up a request: keep it as a dead letter, and answer its producer ABORTED."""
         deaths = self.deaths.get(position, 0)
-        reason = f"its model process or worker ended {deaths} times while executing it"
+        reason = f"its model process or worker died {deaths} times while executing it"
         self.dead_letters.append(DeadLetter(self.batch.requests[position], reason, deaths))
-        self.fail(position, ABORTED, f"given up: {reason}")
+        self.fail(position, ABORTED, f"given up, and kept as a dead letter: {reason}")
 
     def fail_frame(self, frame: Frame, detail: str) -> None:
         """Fail every request of a frame whose outcome cannot be used."""

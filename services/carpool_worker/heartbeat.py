@@ -67,7 +67,9 @@ class Heartbeat:
         # A batch that is not owned may have been committed a moment ago. If it is still in hand at the next
         # beat, it is lost.
         for batch_id in not_owned & self._not_owned:
-            self._log.warning("batch lost", model=self._store.keys.model, batch=batch_id)
+            self._log.warning(
+                "batch taken over by another worker", model=self._store.keys.model, batch=batch_id
+            )
         self._not_owned = not_owned
         self._measure()
 

@@ -43,19 +43,24 @@ class WorkerMetrics(CommonMetrics):
     def __init__(self, model: str) -> None:
         super().__init__()
         self._model = model
-        self._request = self._histogram("carpool_request_seconds", "From a request's arrival to its commit")
-        self._input = self._histogram(
-            "carpool_compute_input_seconds", "Decoding a batch's bodies for the model"
+        self._request = self._histogram(
+            "carpool_request_seconds", "Time from a request's arrival to the commit of its result"
         )
-        self._infer = self._histogram("carpool_compute_infer_seconds", "The model's work on a batch")
+        self._input = self._histogram(
+            "carpool_compute_input_seconds", "Time to decode a batch's bodies for the model"
+        )
+        self._infer = self._histogram(
+            "carpool_compute_infer_seconds", "Time that the model takes for a batch"
+        )
         self._output = self._histogram(
-            "carpool_compute_output_seconds", "Encoding a batch's results and committing them"
+            "carpool_compute_output_seconds", "Time to encode a batch's results and commit them"
         )
         self._lateness = self.lease_lateness.of(model)
         for status, reason in _REASONS.items():
             self.answered.labels(model, status, reason)
         self._executions = self._counter(
-            "carpool_executions", "Frames that the model executed: usually one for a batch"
+            "carpool_executions",
+            "Executions by the model: usually one for a batch, more if it is executed in parts",
         )
         self._redelivered = self._counter("carpool_redeliveries", "Batches reclaimed from another worker")
         self._fenced = self._counter(
@@ -66,7 +71,7 @@ class WorkerMetrics(CommonMetrics):
         self._deaths = self._counter("carpool_model_process_deaths", "Model processes that died")
         self.in_hand: Gauge = Gauge(
             "carpool_batches_in_hand",
-            "Batches that this worker has in hand",
+            "Batches that this worker has fetched and not committed",
             ("model",),
             registry=self.registry,
         ).labels(model)

@@ -70,7 +70,7 @@ class ProcessHandle:
         try:
             result = receive_load_result(self._connected_reader())
         except ProcessGoneError:
-            reason = f"its process ended with {self.exit_cause()} while loading"
+            reason = f"the model process ended ({self.exit_cause()}) while it loaded the model"
             raise ModelLoadError(reason, trace="") from None
         if isinstance(result, LoadFailed):
             self.close()

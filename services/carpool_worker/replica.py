@@ -137,13 +137,15 @@ class Replica:
             if self._closing:
                 raise  # this worker closed the connection: no request is the cause
             batch = execution.batch
-            self._replace_process(f"on a batch of {len(batch.requests)}", batch=batch.id)
+            self._replace_process(f"while executing a batch of {len(batch.requests)}", batch=batch.id)
             execution.split(frame, self.codec, self._clock.now_us())
             return
         try:
             self.codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
-            self._log.exception("outcome unreadable", worker=self.consumer, batch=execution.batch.id)
+            self._log.exception(
+                "results of the model process unreadable", worker=self.consumer, batch=execution.batch.id
+            )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]
 

@@ -91,7 +91,9 @@ class Worker:
         for replica in self._replicas:
             replica.codec = Codec(ready)
         for name, setting in ready.misspelt.items():
-            self._log.warning("attribute ignored", reason=f"{name} is no setting; did you mean {setting}?")
+            self._log.warning(
+                "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
+            )
         self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs)
         self._heartbeat = Heartbeat(
             self._replicas, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
@@ -120,7 +122,7 @@ class Worker:
             except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
                 self._metrics.error(error)
                 self._waiting_for = str(error)
-                self._log.warning("waiting for Redis", reason=str(error))
+                self._log.warning("cannot register with Redis, retrying", reason=str(error))
                 stop.wait(1.0)
             else:
                 return True
@@ -150,7 +152,9 @@ class Worker:
         def report(error: Exception) -> None:
             self._metrics.error(error)
             if isinstance(error, ModelLoadError):
-                self._log.error("model cannot be loaded again", reason=str(error), trace=error.trace)
+                self._log.error(
+                    "model cannot be loaded again, stopping the worker", reason=str(error), trace=error.trace
+                )
                 self.failed.set()
             else:
                 self._log.warning(
@@ -168,10 +172,10 @@ class Worker:
         """
         if self._draining:
             return []
-        ended = [f"{loop.name}: ended" for loop in self._loops() if not loop.alive]
+        ended = [f"{loop.name}: its thread ended" for loop in self._loops() if not loop.alive]
         silent_s_max = self._lease_ms / 1000 / BEATS_PER_LEASE + BEAT_S_MAX
         hanging = [
-            f"{loop.name}: hangs for {loop.silent_s:.0f} s"
+            f"{loop.name}: has been hanging for {loop.silent_s:.0f} s"
             for loop in self._heartbeats
             if loop.silent_s > silent_s_max
         ]

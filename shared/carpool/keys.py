@@ -31,7 +31,7 @@ class Keys:
     def __post_init__(self) -> None:
         if not MODEL_NAME.fullmatch(self.model):
             raise ValueError(
-                f"model name {self.model!r}: must be 1 to 128 of letters, digits, '.', '_', '-', "
+                f"model name {self.model!r}: must have 1 to 128 characters: letters, digits, '.', '_', '-', "
                 "starting with a letter or digit"
             )
 

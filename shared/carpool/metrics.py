@@ -119,7 +119,7 @@ class CommonMetrics:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
-        build = Info("carpool_build", "The version of Carpool that runs", registry=registry)
+        build = Info("carpool_build", "Version of Carpool", registry=registry)
         build.info({"version": version("carpool")})
         self.answered = Counter(
             "carpool_requests",
@@ -136,7 +136,8 @@ class CommonMetrics:
         )
         self._redis_errors = Counter(
             "carpool_redis_errors",
-            "Loop iterations that failed because of Redis: link (not reached, or lost), or its error code",
+            "Failures caused by Redis, by kind: link (cannot connect, or connection lost), or Redis's "
+            "error code",
             ("kind",),
             registry=registry,
         )

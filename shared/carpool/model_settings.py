@@ -40,7 +40,7 @@ def _integer(lowest: int) -> Kind:
     def read(value: Any) -> int:
         number = _to_float(value)
         if number is None or not number.is_integer() or not lowest <= number < _NUMBER_MAX:
-            raise ValueError(f"must be a whole number, {lowest} or more")
+            raise ValueError(f"must be a whole number of at least {lowest}")
         return int(number)
 
     return Kind(read)
@@ -50,7 +50,7 @@ def _number(lowest: float) -> Kind:
     def read(value: Any) -> float:
         number = _to_float(value)
         if number is None or not lowest <= number < _NUMBER_MAX:
-            raise ValueError(f"must be a number, {lowest:g} or more")
+            raise ValueError(f"must be a number of at least {lowest:g}")
         return int(number) if number.is_integer() else number
 
     return Kind(read)
@@ -108,7 +108,7 @@ def _read_sizes(value: Any) -> tuple[int, ...]:
             raise TypeError
         return tuple(sorted({_integer(1).read(item) for item in items}))
     except (TypeError, ValueError):
-        raise ValueError("must be batch sizes, 1 or more each, as in 4,8,16") from None
+        raise ValueError("must be a list of batch sizes of at least 1, such as 4,8,16") from None
 
 
 WEIGHT: Final = _number(0.001)
@@ -122,13 +122,15 @@ def _read_weights(value: Any) -> Mapping[str, float]:
             value = dict(item.rsplit(":", 1) for item in value.replace(",", " ").split())
         weights = {str(name): float(WEIGHT.read(weight)) for name, weight in value.items()}
     except (AttributeError, ValueError):
-        raise ValueError("must be weights of tenants, 0.001 or more each, as in gold:4,silver:2") from None
+        raise ValueError(
+            "must be a list of TENANT:WEIGHT, with weights of at least 0.001, such as gold:4,silver:2"
+        ) from None
     return MappingProxyType(weights)
 
 
 def _read_policy(value: Any) -> str:
     if value not in POLICIES and not (isinstance(value, str) and all(value.rpartition(":"))):
-        raise ValueError(f"must be {' or '.join(POLICIES)}, or a module:Name from the batcher's --policies")
+        raise ValueError(f"must be {', '.join(POLICIES)}, or one of the batcher's --policies")
     return str(value)
 
 
@@ -151,10 +153,10 @@ class PriorityPolicy:
     """Settings of one priority, which replace the model's. None: the model's setting applies."""
 
     max_queue_size: int | None = _setting(
-        None, _optional(_integer(1)), "most requests of this priority that may wait"
+        None, _optional(_integer(1)), "maximum number of requests of this priority that may wait"
     )
     default_expiration_ms: int | None = _setting(
-        None, _optional(_integer(1)), "expiration of requests of this priority that set none"
+        None, _optional(_integer(1)), "expiration of a request of this priority that does not set one"
     )
     allow_expiration_override: bool | None = _setting(
         None, _optional(FLAG), "whether requests of this priority may set their own expiration"
@@ -194,25 +196,29 @@ def _show_policies(policies: Mapping[int, PriorityPolicy]) -> str:
 class ModelSettings:
     """The settings of a model. Times are in milliseconds, sizes in requests or bytes, as their names say."""
 
-    max_batch_size: int = _setting(32, _integer(1), "most requests in a batch")
+    max_batch_size: int = _setting(32, _integer(1), "maximum number of requests in a batch")
     max_batch_cost: int | None = _setting(
         None, _optional(_integer(1)), "largest sum of the costs of the requests in a batch"
     )
     max_queue_delay_ms: float = _setting(
         0,
         _number(0),
-        "longest time that the oldest request waits for others before a partial batch is dispatched",
+        "how long the oldest request may wait for others before a partial batch is dispatched",
     )
     preferred_batch_sizes: tuple[int, ...] = _setting(
-        (), SIZES, "a batch is dispatched as soon as waiting requests fill one of these sizes"
+        (), SIZES, "sizes at which a batch is dispatched without further delay"
     )
-    max_queue_size: int = _setting(10_000, _integer(1), "most requests that may wait; more are refused")
+    max_queue_size: int = _setting(
+        10_000, _integer(1), "maximum number of requests that may wait; further ones are refused"
+    )
     max_queue_bytes: int = _setting(
-        256 * 1024 * 1024, _integer(1), "most bytes of requests that may wait; more are refused"
+        256 * 1024 * 1024,
+        _integer(1),
+        "maximum bytes of requests that may wait; further requests are refused",
     )
     max_body_bytes: int = _setting(8 * 1024 * 1024, _integer(1), "largest body of a request")
     default_expiration_ms: int | None = _setting(
-        None, _optional(_integer(1)), "expiration of requests that set none"
+        None, _optional(_integer(1)), "expiration of a request that does not set one"
     )
     max_expiration_ms: int = _setting(
         24 * 3600 * 1000, _integer(1), "longest expiration that a request may set"
@@ -226,7 +232,7 @@ class ModelSettings:
     priority_policies: Mapping[int, PriorityPolicy] = _setting(
         MappingProxyType({}),
         Kind(_read_policies, _show_policies),
-        "queue size and expiration of single priorities",
+        "limits for individual priorities: queue size and expiration",
     )
     preserve_ordering: bool = _setting(
         False, FLAG, "deliver results in the order in which the requests arrived"
@@ -237,10 +243,13 @@ class ModelSettings:
     policy: str = _setting(
         "eager",
         POLICY,
-        "eager: dispatch when a worker is free; deferred: as late as deadlines allow; or a custom policy",
+        "when to dispatch: eager (a process is free), deferred (as late as deadlines allow), or a custom "
+        "policy",
     )
     target_latency_ms: float | None = _setting(
-        None, _optional(_number(0.001)), "latency that deferred aims at for requests without a deadline"
+        None,
+        _optional(_number(0.001)),
+        "latency that the policy deferred aims for where requests have no deadline",
     )
     result_ttl_ms: int = _setting(60_000, _integer(1), "how long a result is kept for its producer")
 
@@ -314,4 +323,4 @@ def _read_value(name: str, kind: Kind, value: Any) -> Any:
     try:
         return kind.read(value)
     except ValueError as error:
-        raise ValueError(f"{name}: {value!r:.80} {error}") from None
+        raise ValueError(f"{name} is {value!r:.80}: {error}") from None

@@ -27,7 +27,7 @@ def find_object(where: str) -> Any:
 
 def _from_file(path: Path) -> Any:
     if not path.is_file():
-        raise UnusableError(f"file {str(path)!r} does not exist (from {str(Path.cwd())!r})")
+        raise UnusableError(f"file {str(path)!r} does not exist (working directory: {str(Path.cwd())!r})")
     sys.path.insert(0, str(path.resolve().parent))  # so that it can import modules beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -35,7 +35,8 @@ def _redis_url(url: str) -> str:
         _ = urlsplit(url).port
     except ValueError:  # not shown: it may quote part of a password that contains a slash
         raise ValueError(
-            "must have a port number after the host, as in redis://127.0.0.1:6379/0; a password with special "
+            "the port after the host must be a number, as in redis://127.0.0.1:6379/0; a password with "
+            "special "
             "characters must be percent-encoded, or be in a file (CARPOOL_REDIS_PASSWORD_FILE)"
         ) from None
     return url
@@ -103,7 +104,9 @@ class RedisSettings(CarpoolSettings):
             self.redis_url = _with_tls_files(self._with_credentials(self.redis_url), self)
         elif given:
             flags = " and ".join(map(_flag, given))
-            raise ValueError(f"{flags} can only be used with a running Redis; give its --redis-url")
+            raise ValueError(
+                f"{flags} can only be used with a running Redis; give its address with --redis-url"
+            )
         return self
 
     def _with_credentials(self, url: str) -> str:
@@ -149,7 +152,7 @@ def _password_in(path: Path | None) -> str:
     try:
         password = path.read_text().strip()
     except UnicodeDecodeError:
-        raise ValueError(f"{_flag('redis_password_file')} is {path}: not UTF-8 text") from None
+        raise ValueError(f"{_flag('redis_password_file')} is {path}: the file is not UTF-8 text") from None
     if not password:
         raise ValueError(f"{_flag('redis_password_file')} is {path}: the file is empty")
     return password
@@ -174,7 +177,9 @@ class CommonSettings(ConnectionSettings):
         None,
         ge=0,
         le=65535,
-        description="port of these paths; 0 picks a free one and logs it (default: not served)",
+        description=(
+            "port of /metrics, /healthz and /readyz; 0 picks a free one and logs it (default: not served)"
+        ),
     )
     log_level: LogLevel = Field("info", description="minimum log level")
 
@@ -195,18 +200,26 @@ class WorkerSettings(CommonSettings):
     """Execute batches with a model."""
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; NAME=... renames it"
+        description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; "
+        "NAME=MODEL serves it under another name"
     )
     replicas: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         1, description="number of model processes; auto: one per device"
     )
     device: str = Field(
-        "auto", description="auto, cpu, or cuda:0,cuda:1,...; assigned to the processes in turn"
+        "auto", description="devices, assigned to model processes in turn: auto, cpu, or cuda:0,cuda:1,..."
     )
     lease_ms: int = Field(
-        5000, ge=200, le=600_000, description="time without a heartbeat after which a worker counts as dead"
+        5000,
+        ge=200,
+        le=600_000,
+        description=(
+            "ms without a heartbeat after which a worker is taken for dead, and its batches are reclaimed"
+        ),
     )
-    drain_s: float = Field(30.0, ge=0, description="longest time after SIGTERM to finish the batches begun")
+    drain_s: float = Field(
+        30.0, ge=0, description="seconds after SIGTERM in which to finish the batches that were fetched"
+    )
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)
@@ -277,7 +290,7 @@ def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str
     """Each wrong setting: its flag, its environment variable, its value, what is valid, and its help text."""
     lines = []
     for problem in error.errors():
-        message = problem["msg"].removeprefix("Value error, ")
+        message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
         if not problem["loc"]:  # several settings contradict each other
             lines.append(f"{prog}: {message}")
             continue
@@ -285,7 +298,9 @@ def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str
         if problem["type"] == "missing":
             positional = "_CliPositionalArg" in str(kind.model_fields[name].metadata)
             shown = name.upper() if positional else _flag(name).partition(" ")[0]
-            lines.append(f"{prog}: {shown} is missing (or CARPOOL_{name.upper()} in the environment)")
+            lines.append(
+                f"{prog}: {shown} is missing; give it here, or set CARPOOL_{name.upper()} in the environment"
+            )
         else:
             value = problem["input"] if name != "redis_url" else without_password(str(problem["input"]))
             lines.append(f"{prog}: {_flag(name)} is {str(value)!r:.80}: {message}")

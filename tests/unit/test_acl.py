@@ -78,7 +78,7 @@ def test_second_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert passwords() == before
     assert (Path("users.acl").read_text(), Path("users.acl").stat().st_ino) == (text, inode)
     printed = capsys.readouterr().out
-    assert printed.count("is kept") == 5
+    assert printed.count("is unchanged") == 5
     assert "users.acl is up to date" in printed
 
 

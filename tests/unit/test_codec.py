@@ -116,7 +116,7 @@ def test_undecodable_body_fails_its_request_alone() -> None:
         0: "body: not JSON",
         2: "body: not msgpack",
         3: "body: cannot be encoded for the model",
-        4: "body: a number in it exceeds 64 bits",
+        4: "body: contains an integer of more than 64 bits",
     }
     for position, detail in details.items():
         assert got[position].startswith("INVALID_ARGUMENT: ") and detail in got[position]
@@ -149,8 +149,8 @@ def test_nan_in_a_row_of_a_stacked_result_fails_its_request_alone() -> None:
 @pytest.mark.parametrize(
     ("value", "detail"),
     [
-        (object(), "the model's result cannot be sent: a object cannot be sent"),
-        (2**64, "the model's result cannot be sent: a number in it exceeds 64 bits"),
+        (object(), "the model's result cannot be sent: its type is object"),
+        (2**64, "the model's result cannot be sent: it contains an integer of more than 64 bits"),
         ("\ud800", "surrogates not allowed"),
         (b"bytes", "JSON cannot hold bytes"),
         ({(1, 2): 3}, "the model's result cannot be encoded: unhashable"),
@@ -289,7 +289,7 @@ def test_datatype_is_preserved_to_the_model_and_back(datatype: str) -> None:
         ({"datatype": "FP31", "shape": [2], "data": [1, 2]}, JSON, "body.datatype: "),
         ({"datatype": "FP32", "shape": "2", "data": b""}, MSGPACK, "body.shape: "),
         ({"datatype": "FP32", "shape": [2], "data": b"1234567"}, MSGPACK, "body.data: 7 bytes"),
-        (b"1234567", RAW, "body: 7 bytes, but x takes 8"),
+        (b"1234567", RAW, "body: 7 bytes, but the tensor 'x' takes 8"),
         (b"", JSON, "body: not JSON"),
     ],
 )
@@ -305,7 +305,7 @@ def test_undeclared_tensor_is_rejected_alone_with_the_field_named(
 def test_several_declared_tensors_must_all_be_named(body: Any) -> None:
     codec = codec_of(TensorSpec("a", "INT8", ()), TensorSpec("b", "INT8", ()))
     got = served(codec, lambda batch: batch["a"], request_of(body), request_of({"a": 1, "b": 2}))
-    assert got == ["INVALID_ARGUMENT: body: must name the tensors a, b", 1]
+    assert got == ["INVALID_ARGUMENT: body: must be a map with exactly the tensors a, b", 1]
 
 
 @pytest.mark.parametrize("specs", [[ANY], [X, TensorSpec("y", "FP32", (2,))]])
@@ -544,7 +544,10 @@ def test_expired_request_is_not_executed() -> None:
     assert positions(execution) == [[1, 2]]
     for position in (0, 3):
         assert execution.results[position].status == "DEADLINE_EXCEEDED"
-        assert execution.results[position].detail == "expired: its batch reached a worker after its deadline"
+        assert (
+            execution.results[position].detail
+            == "expired: a worker received its batch after the request's deadline"
+        )
     assert execution.results[0].batch_size == 4 and execution.results[0].queue_us == 3000
 
 

@@ -57,8 +57,8 @@ def test_parse_separates_overrides_and_removals() -> None:
     ("change", "message"),
     [
         ("max_batchsize=8", "no setting 'max_batchsize'; did you mean max_batch_size?"),
-        ("colour=blue", "no setting 'colour'; there are max_batch_size, "),
-        ("=8", "no setting ''; there are "),
+        ("colour=blue", "no setting 'colour'; settings: max_batch_size, "),
+        ("=8", "no setting ''; settings: "),
         (
             "max_batch_size",
             "max_batch_size: write max_batch_size=VALUE to override it, or max_batch_size= to remove",
@@ -119,7 +119,7 @@ def test_changes_are_all_made_or_none() -> None:
     assert list(effective) == ModelSettings.names()
     assert before == {"max_batch_size": "16 (model)", "policy": "deferred (operator)"}
     with pytest.raises(
-        ConfigError, match="max_queue_size: '0' must be a whole number, 1 or more; nothing was changed"
+        ConfigError, match="max_queue_size is '0': must be a whole number of at least 1; nothing was changed"
     ):
         configure(directory, "m", ["max_batch_size=3", "max_queue_size=0"])
     assert len(directory.configured) == 1
@@ -166,7 +166,7 @@ def test_invalid_override_can_be_removed() -> None:
 
 def test_unknown_model_is_rejected() -> None:
     directory: Any = FakeDirectory({}, {})
-    with pytest.raises(ConfigError, match="no model 'other' is registered; there are m"):
+    with pytest.raises(ConfigError, match="no model 'other' is registered; registered: m"):
         configure(directory, "other", ["max_batch_size=1"])
     assert directory.configured == []
 
@@ -223,9 +223,7 @@ class DirectoryWithBatcher(FakeDirectory):
 
 def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
     directory: Any = DirectoryWithBatcher({}, {})
-    with pytest.raises(
-        ConfigError, match=r"not among the active batcher's --policies, which are mine.py:Bal"
-    ):
+    with pytest.raises(ConfigError, match=r"not one of the active batcher's --policies \(mine.py:Bal"):
         configure(directory, "m", ["policy=mine.py:Other"])
     assert not directory.configured
     assert configure(directory, "m", ["policy=mine.py:Balanced"]).settings["policy"].source == "operator"

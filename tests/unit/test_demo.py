@@ -198,22 +198,22 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     pipe = io.StringIO()
     for stream in (terminal, pipe):
         screen = Screen(stream)
-        progress = Progress(screen, 4)
+        progress = Progress(screen, 4, "requests")
         progress.step()
         progress.end()
         screen.print("done")
     bar = terminal.getvalue()
     assert "━" in bar
-    assert " 1 of 4, " in bar
+    assert " 1 of 4 requests, " in bar
     assert bar.rindex("\x1b[?25l") < bar.rindex("\x1b[?25h"), "the cursor is visible again"
     assert bar.endswith("\x1b[1A\x1b[2Kdone\n"), "the line of the bar is erased and used again"
-    assert re.fullmatch(r"  1 of 4, [0-9,]+/s\ndone\n", pipe.getvalue())
+    assert re.fullmatch(r"  1 of 4 requests, [0-9,]+/s\ndone\n", pipe.getvalue())
 
 
 def test_cursor_is_visible_while_a_bar_is_shown(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a command that is killed would leave a terminal without one."""
     monkeypatch.setattr("carpool_cli.screen._REDRAW_INTERVAL_S", 0.0)
-    progress = Progress(Screen(terminal), 4)
+    progress = Progress(Screen(terminal), 4, "requests")
     progress.step()
     assert terminal.getvalue().rindex("\x1b[?25l") < terminal.getvalue().rindex("\x1b[?25h")
     progress.end()
@@ -301,7 +301,9 @@ def test_figures_compare_the_runs_and_explain_the_reasons() -> None:
         ["8", "in", "flight", "80", "4.0", "20", "ms", "20", "ms"],
         ["one", "at", "a", "time", "20", "1.0", "10", "ms", "10", "ms"],
     ]
-    assert "4.0 times the throughput of one request at a time, 4.0 times that" in pipe.getvalue()
+    assert (
+        "the throughput is 4.0 times that of one request at a time,\n  and 4.0 times that" in pipe.getvalue()
+    )
     assert [line.split()[:2] for line in lines[-3:]] == [["3", "full"], ["1", "idle"], ["1", "other"]]
     assert lines[-2].endswith(REASON_MEANINGS["idle"])
 

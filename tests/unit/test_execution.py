@@ -44,10 +44,10 @@ def test_second_death_dead_letters_the_request_with_a_reason() -> None:
     (letter,) = execution.dead_letters
     assert letter == (
         execution.batch.requests[1],
-        "its model process or worker ended 2 times while executing it",
+        "its model process or worker died 2 times while executing it",
         2,
     )
-    assert execution.results[1].detail == f"given up: {letter.reason}"
+    assert execution.results[1].detail == f"given up, and kept as a dead letter: {letter.reason}"
     assert execution.results[1].correlation_id == execution.batch.requests[1].correlation_id
 
 

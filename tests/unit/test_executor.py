@@ -194,7 +194,7 @@ def test_wrong_number_of_results_fails_all_items(results: Any) -> None:
 
 def test_wrong_number_of_results_names_the_output() -> None:
     failures, _ = run(lambda _: {"x": np.zeros(2), "y": np.zeros(3)}, [1, 2])
-    assert failures[0] == ("INTERNAL", "the model returned 3 results for 2 requests in output 'y'")
+    assert failures[0] == ("INTERNAL", "the model returned 3 results in output 'y' for 2 requests")
     assert failures[1] == failures[0]
 
 
@@ -208,7 +208,7 @@ def test_wrong_number_of_results_names_the_output() -> None:
         ({1, 2}, "a set for 2 requests, not a list"),
         (np.float32(1), "0 results for 2 requests"),
         ({}, "no outputs for 2 requests"),
-        ({"x": 1.0}, "0 results for 2 requests in output 'x'"),
+        ({"x": 1.0}, "0 results in output 'x' for 2 requests"),
     ],
 )
 def test_result_that_is_no_list_fails_all_items(results: Any, error: str) -> None:
@@ -417,8 +417,8 @@ def test_rows_of_unequal_shape_are_preserved() -> None:
 @pytest.mark.parametrize(
     ("datatype", "column", "error"),
     [
-        ("BYTES", np.ones(2), "float64 in output 'y', declared as BYTES"),
-        ("FP32", np.array(["a", "b"]), "<U1 in output 'y', declared as FP32"),
+        ("BYTES", np.ones(2), "float64 in output 'y', which is declared as BYTES"),
+        ("FP32", np.array(["a", "b"]), "<U1 in output 'y', which is declared as FP32"),
     ],
 )
 def test_output_of_another_kind_than_declared_fails_all_items(datatype: str, column: Any, error: str) -> None:

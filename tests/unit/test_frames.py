@@ -353,14 +353,17 @@ def test_convertible_object_becomes_an_array() -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (object(), "a object cannot be sent"),
-        ({1, 2}, "a set cannot be sent"),
-        (2**64, "exceeds 64 bits"),
+        (object(), "its type is object"),
+        ({1, 2}, "its type is set"),
+        (2**64, "contains an integer of more than 64 bits"),
         ("\ud800", "surrogates"),
         (np.array([1j]), "dtype complex128 cannot be sent"),
         (np.array([object()]), "dtype object cannot be sent"),
         (np.datetime64("2020-01-01"), "datetime.date"),
-        (Tensor(RuntimeError("it requires a gradient")), "a Tensor cannot be sent: it requires a gradient"),
+        (
+            Tensor(RuntimeError("it requires a gradient")),
+            "contains a Tensor that cannot be converted: it requires a gradient",
+        ),
     ],
 )
 def test_value_that_cannot_be_sent_is_rejected(value: Any, error: str) -> None:

@@ -46,7 +46,7 @@ def test_spec_is_a_name_and_a_location(spec: str, name: str, location: str) -> N
 
 @pytest.mark.parametrize("spec", ["", "models:", "a b", "dir/model.py", "a.b:_hidden", "päckchen", "x" * 200])
 def test_spec_without_a_valid_name_is_rejected(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"no name to register it under; write NAME="):
+    with pytest.raises(ValueError, match=r"no valid name to register it under; write NAME="):
         model_name(spec)
 
 

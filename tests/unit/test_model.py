@@ -145,7 +145,7 @@ def test_model_without_declarations(declared: Any) -> None:
     ],
 )
 def test_invalid_setting_is_rejected_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: .*must be a"):
+    with pytest.raises(ValueError, match=f"^{name} is .*must be a"):
         adapt(type("Model", (), {"predict": double, name: value}), "cpu")
 
 

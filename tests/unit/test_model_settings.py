@@ -114,21 +114,21 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
     ("name", "value", "valid"),
     [
         *[
-            (name, value, "must be a whole number, 1 or more")
+            (name, value, "must be a whole number of at least 1")
             for name in (*COUNTS, *OPTIONAL_COUNTS)
             for value in (0, -1, 1.5, "0", "1.5", NUMBER_MAX)
         ],
         *[
-            (name, value, "must be a number, " if name in FRACTIONS else "must be a whole number, ")
+            (name, value, "must be a number " if name in FRACTIONS else "must be a whole number ")
             for name in NUMBERS
             for value in (True, math.nan, math.inf, -1, "-1", "nan", "inf", "many", "8 apples", b"8", [8])
         ],
-        *[(name, value, "must be a whole number, ") for name in COUNTS for value in ("", "none")],
+        *[(name, value, "must be a whole number ") for name in COUNTS for value in ("", "none")],
         *[(name, "many", ", or none") for name in OPTIONAL],
-        ("max_queue_delay_ms", float(NUMBER_MAX), "a number, 0 or more"),
-        ("target_latency_ms", 0, "a number, 0.001 or more"),
+        ("max_queue_delay_ms", float(NUMBER_MAX), "a number of at least 0"),
+        ("target_latency_ms", 0, "a number of at least 0.001"),
         *[
-            ("preferred_batch_sizes", value, "must be batch sizes, 1 or more each, as in 4,8,16")
+            ("preferred_batch_sizes", value, "must be a list of batch sizes of at least 1, such as 4,8,16")
             for value in ("0", "4,,x", "4,-8", [0], 8, True, b"8", [b"8"], [True], "1.5")
         ],
         *[
@@ -136,9 +136,9 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
             for value in ("", "maybe", 2, 1.5, b"true", [True])
         ],
         *[("expiration_action", value, "must be reject or delay") for value in ("", "Reject", "drop", True)],
-        *[("policy", value, "eager or deferred") for value in ("", "lazy", ":", "module:", True, b"eager")],
+        *[("policy", value, "eager, deferred") for value in ("", "lazy", ":", "module:", True, b"eager")],
         *[
-            ("tenant_weights", value, "as in gold:4,silver:2")
+            ("tenant_weights", value, "such as gold:4,silver:2")
             for value in ("gold", "gold:4,silver", "gold:0", "gold:-1", "gold:x", {"a": True}, [1], 8)
         ],
         *[
@@ -152,17 +152,17 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
     ],
 )
 def test_error_names_the_setting_and_what_is_valid(name: str, value: Any, valid: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: ") as declared:
+    with pytest.raises(ValueError, match=f"^{name} is ") as declared:
         ModelSettings(**{name: value})
     assert valid in str(declared.value)
-    with pytest.raises(ValueError, match=f"^{name}: ") as registered:
+    with pytest.raises(ValueError, match=f"^{name} is ") as registered:
         ModelSettings.from_mapping({name: value})
     assert str(registered.value) == str(declared.value)
 
 
 @pytest.mark.parametrize("name", sorted(set(ModelSettings.names()) - OPTIONAL - EMPTY_DEFAULTS.keys()))
 def test_only_optional_settings_may_be_none(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: "):
+    with pytest.raises(ValueError, match=f"^{name} is "):
         ModelSettings(**dict[str, Any]({name: None}))
 
 

@@ -220,7 +220,7 @@ def test_dynamic_quantization_logs_a_warning_because_results_depend_on_the_batch
     )
     with structlog.testing.capture_logs() as logs:
         model = loaded(tmp_path, graph)
-    assert [entry["event"] for entry in logs] == ["results vary with the batch"]
+    assert [entry["event"] for entry in logs] == ["results depend on the other requests in the batch"]
     rows = np.array([[0.1, 0.2, 0.3], [0, 500, 1000]], np.float32)
     together, alone = np.asarray(model.predict(rows)), np.asarray(model.predict(rows[:1]))
     assert not np.allclose(together[:1], alone)
@@ -238,7 +238,7 @@ def test_missing_file_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"garbage\n", b"\x00" * 64, tiny_onnx.identity(X)[:-20]])
 def test_file_that_is_not_onnx_is_rejected(tmp_path: Path, content: bytes) -> None:
-    assert "is no ONNX file, or incomplete" in load_error(tmp_path, content)
+    assert "is not an ONNX file, or is incomplete" in load_error(tmp_path, content)
 
 
 def test_unknown_operator_is_rejected(tmp_path: Path) -> None:

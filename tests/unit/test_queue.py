@@ -12,7 +12,7 @@ def test_newest_request_is_refused_when_the_queue_is_full() -> None:
     assert harness.offer("a b") == []
     (refusal,) = harness.offer("c", reply_to="me", content_type="application/msgpack")
     assert refusal.status == "RESOURCE_EXHAUSTED"
-    assert refusal.detail == "the queue is full: 2 requests wait (max_queue_size); try again later"
+    assert refusal.detail == "the queue is full (max_queue_size): 2 requests wait; try again later"
     # The refusal has the address and the format of the request.
     assert (refusal.correlation_id, refusal.reply_to, refusal.content_type) == (
         "c",
@@ -32,7 +32,10 @@ def test_queue_is_full_by_bytes() -> None:
     assert harness.scheduler.waiting_bytes == 10
     (refusal,) = harness.offer("c", body=b"1")
     assert refusal.status == "RESOURCE_EXHAUSTED"
-    assert refusal.detail == "the queue is full: 10 bytes wait (max_queue_bytes); try again later"
+    assert (
+        refusal.detail
+        == "the queue is full (max_queue_bytes): 10 bytes wait, and this request has 1; try again later"
+    )
     assert harness.offer("d", body=b"") == []
 
 
@@ -54,8 +57,8 @@ def test_withheld_results_count_against_the_queue_size() -> None:
     assert harness.offer("a") == []
     (refusal,) = harness.offer("b")
     assert refusal.detail == (
-        "the queue is full: 1 requests wait, 2 results are withheld until earlier ones are done "
-        "(max_queue_size); try again later"
+        "the queue is full (max_queue_size): 1 requests wait, 2 results are withheld until earlier ones are "
+        "done; try again later"
     )
     harness.scheduler.set_withheld(1)
     assert harness.offer("c") == []

@@ -126,7 +126,7 @@ def test_error_names_the_setting_and_shows_no_password(
 def test_up_accepts_credentials_only_with_a_url(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_settings(UpSettings, ["square", "--redis-user", "x"], "carpool up")
-    assert "give its --redis-url" in capsys.readouterr().err
+    assert "give its address with --redis-url" in capsys.readouterr().err
     flags = ["square", "--redis-url", "redis://h", "--redis-user", "x"]
     assert read_settings(UpSettings, flags, "carpool up").redis_url == "redis://x:@h"
 

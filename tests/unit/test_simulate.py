@@ -33,7 +33,7 @@ def test_table_shows_the_result(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--rate", "100", "--intercept-ms", "2", "--slope-ms", "0.5"]) == 0
     printed = capsys.readouterr()
     head, *rows = printed.out.splitlines()
-    assert head == "eager, up to 32 in a batch, 1 process, l(n) = 2 + 0.5 n ms"
+    assert head == "policy eager, batches of up to 32, 1 process, execution of n takes 2 + 0.5 n ms"
     values = {name: value for name, _, value in (row.strip().rpartition("  ") for row in rows)}
     figures = {name.strip(): value for name, value in values.items()}
     assert figures["requests"] == "400"
@@ -122,8 +122,8 @@ def test_recorded_trace_is_replayed_once_at_recorded_rate(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arrivals", "nowhere"], "poisson, bursty, or a file"),
-        (["max_batch_size=0"], "must be a whole number, 1 or more"),
+        (["--arrivals", "nowhere"], "poisson, bursty, or a readable file"),
+        (["max_batch_size=0"], "must be a whole number of at least 1"),
         (["preferred_batch_sizes=8,64"], "64 can never be filled, because max_batch_size is 32"),
         (["policy=mine:Mine"], "cannot be simulated"),
         (["polcy=eager"], "did you mean policy?"),

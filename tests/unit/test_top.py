@@ -172,7 +172,7 @@ WHOLE_PAGE = [
     "",
     "lonely",
     "  batcher  none is active: nothing is dispatched until `carpool batcher` runs",
-    "  workers  no model process is alive: start one with `carpool worker`",
+    "  workers  no model process is alive: start a worker with `carpool worker`",
 ]
 
 
@@ -202,7 +202,7 @@ def test_page_names_what_is_unusual() -> None:
 def test_last_figures_stay_while_redis_does_not_answer() -> None:
     models = [figures("a", None, sample(report(5)))]
     title, note, *rest = drawn(models, 100, error="no answer")
-    assert note == "Redis does not answer; these are the last figures: no answer"
+    assert note == "Redis does not answer, so these figures are old. Reason: no answer"
     assert [title, "", *rest] == drawn(models, 100)
 
 
@@ -248,7 +248,7 @@ def test_low_terminal_counts_the_lines_that_do_not_fit() -> None:
     whole = drawn(models, 100)
     low = drawn(models, 100, 14)
     assert low[:13] == whole[:13]
-    assert low[13] == f"... {len(whole) - 13} more lines: --model NAME shows one model"
+    assert low[13] == f"... {len(whole) - 13} more lines; --model NAME shows one model alone"
     assert drawn(models, 100, len(whole)) == whole
 
 

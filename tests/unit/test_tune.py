@@ -305,11 +305,11 @@ SLOW_TENTH = (1.0,) * 18 + (2.5,) * 2
             QUIET._replace(curve=[(1.0, 200.0)], round_trip_spread=(1.0,)),
             [],
         ),  # of a fast model the round trip is longer than the execution
-        (QUIET, ["One round trip in ten took 3 times the median"]),
+        (QUIET, ["One round trip in ten took at least 3 times the median"]),
         (QUIET._replace(round_trip=Line(400.0, 0.0)), []),  # three times as long, but short
         (
             QUIET._replace(round_trip_spread=(1.0,), spread=SLOW_TENTH),
-            ["One execution in ten took 2.5 times"],
+            ["One execution in ten took at least 2.5 times"],
         ),
     ],
 )
@@ -328,12 +328,12 @@ LIVE = LiveModel(ModelSettings(max_batch_size=64), ModelSettings(max_batch_size=
         ([(size, 5000 + 50 * size) for size in bursts(64, 3)], []),
         (
             [(size, 5000 + 50 * size) for size in bursts(16, 3)],
-            ["only batches of size 1 to 16 were observed"],
+            ["observed batch sizes: 1 to 16;"],
         ),
-        ([(8, 5000)] * 20, ["only batches of size 8 were observed"]),
+        ([(8, 5000)] * 20, ["observed batch sizes: 8;"]),
         (
             [(size, 1000 * size.bit_length()) for size in bursts(64, 3)],
-            ["The batcher learns a line", "batches dispatched just before"],
+            ["The batcher assumes that l(n) is a straight line", "when a batch is sent to a model process"],
         ),
     ],
 )

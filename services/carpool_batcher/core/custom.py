@@ -65,7 +65,7 @@ class CustomPolicy:
             self._finalise(batch, included)
         except Exception as error:
             self.raised = f"{hook} raised {type(error).__name__}: {error}"
-            detail = f"the batching policy's {hook} raised {type(error).__name__}"
+            detail = f"the model's batching policy raised {type(error).__name__} in {hook}"
             failed = {"initialise": candidates, "include": included[-1:], "finalise": included}[hook]
             return FormedBatch([], [(request, detail) for request in failed])
         return FormedBatch(included, [])

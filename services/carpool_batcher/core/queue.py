@@ -50,14 +50,17 @@ class Queue:
             content = f"{self.count} requests wait"
             if self.withheld:
                 content += f", {self.withheld} results are withheld until earlier ones are done"
-            detail = f"the queue is full: {content} (max_queue_size); try again later"
+            detail = f"the queue is full (max_queue_size): {content}; try again later"
             return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
         if settings.priority_policies and self._is_priority_full(request.priority, settings):
             detail = f"the queue is full for priority {request.priority} (priority_policies); try again later"
             return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
         size_bytes = bytes_of(request)
         if self.bytes + size_bytes > settings.max_queue_bytes:
-            detail = f"the queue is full: {self.bytes} bytes wait (max_queue_bytes); try again later"
+            detail = (
+                f"the queue is full (max_queue_bytes): {self.bytes} bytes wait, and this request has "
+                f"{size_bytes}; try again later"
+            )
             return refusal(request, RESOURCE_EXHAUSTED, "queue_bytes", detail)
         lane = self.lanes.get(request.lane)
         if lane is None:

@@ -25,15 +25,15 @@ from carpool_cli.screen import Screen
 
 
 class DemoSettings(CarpoolSettings):
-    """Serve a documentation search on this machine, measure it, check its results, and remove it again.
+    """Serve a documentation search on this machine, measure it, check its results, and stop it.
 
-    The demo starts its own Redis, a batcher and workers. One producer sends real queries as single requests,
-    and then some of them one at a time. The demo prints answers and figures, and compares a sample of the
-    results with direct calls of the model.
+    The demo starts its own Redis, a batcher and workers. One producer sends real queries, each as its own
+    request and many at once; then it sends some of them again, one at a time. The demo prints answers and
+    figures, and compares a sample of the results with direct calls of the model.
     """
 
     queries: int = Field(5000, ge=1, le=1_000_000, description="number of queries to send")
-    in_flight: int = Field(256, ge=1, le=10_000, description="number of requests under way at once")
+    in_flight: int = Field(256, ge=1, le=10_000, description="number of requests in flight at once")
     keep: bool = Field(False, description="keep the stack running at the end, until Ctrl-C")
 
 

@@ -20,7 +20,7 @@ REASON_MEANINGS: Final[dict[DispatchReason, str]] = {
     "deadline": "a request would have missed its deadline by waiting longer",
     "efficient": "the batch was large enough for nearly the best throughput",
     "delay": "the oldest request had waited for max_queue_delay_ms",
-    "idle": "a worker was free, or about to be",
+    "idle": "a model process was free, or about to be",
 }
 """Why a batch was dispatched."""
 
@@ -68,8 +68,9 @@ def show_figures(measured: Measured, screen: Screen) -> None:
         for other in (measured.sequential.per_second, direct_per_second)
     )
     screen.print(
-        f"\n  {over_sequential:.1f} times the throughput of one request at a time, {over_direct:.1f} times "
-        "that of the model\n  called directly. Why the batches were dispatched:"
+        f"\n  With {measured.in_flight} in flight, the throughput is {over_sequential:.1f} times that of one "
+        f"request at a time,\n  and {over_direct:.1f} times that of direct calls. Why the batches were "
+        "dispatched:"
     )
     for reason, batches in measured.reasons.most_common():
         screen.print(f"    {batches:5,}  {reason:9}  {_meaning(reason)}".rstrip())

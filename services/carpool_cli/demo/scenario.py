@@ -143,8 +143,8 @@ class Scenario:
         ]
         self._add_problem("result is not the square", wrong)
         self._screen.print(
-            f"  One at a time {duration(sequential.duration_s)}; together, "
-            f"{concurrent.mean_batch:.0f} in a batch, {duration(concurrent.duration_s)}: "
+            f"  One at a time: {duration(sequential.duration_s)}. All at once, in batches of "
+            f"{concurrent.mean_batch:.0f} on average: {duration(concurrent.duration_s)}, "
             f"{sequential.duration_s / concurrent.duration_s:.0f} times as fast."
         )
 
@@ -153,8 +153,11 @@ class Scenario:
     def _conclude(self, url: str) -> None:
         screen, carpool = self._screen, paste.command("carpool")
         took = duration(time.monotonic() - self._started_s)
-        screen.title(f"{self._requests:,} requests, {self._requests:,} correct results, in {took}")
-        screen.print(f"  Compared with direct calls: {self._checked} queries and every square are equal.")
+        screen.title(f"{self._requests:,} requests, each with a result, in {took}")
+        screen.print(
+            f"  Checked: {self._checked} sampled results equal those of direct calls, and every square is "
+            "correct."
+        )
         if not self.keep:
             screen.print(f"  {carpool} demo --keep   keeps the stack running, and prints commands to try")
             screen.print(f"  {carpool} up MODEL      serves a model of your own")
@@ -171,7 +174,7 @@ class Scenario:
         self, client: AsyncClient, model: str, bodies: Sequence[Any], in_flight: int, **options: float
     ) -> Run:
         """Send requests with a progress bar, print the throughput, and check that each has a result."""
-        progress = Progress(self._screen, len(bodies))
+        progress = Progress(self._screen, len(bodies), "requests")
         run = await send_all(client, model, bodies, in_flight, step=progress.step, **options)
         progress.end()
         self._screen.print(

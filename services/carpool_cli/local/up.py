@@ -35,7 +35,7 @@ LOADING_NOTICE_INTERVAL_S: Final = 10.0
 
 
 class UpSettings(RedisSettings):
-    """Start Redis (unless a URL is given), a batcher and a worker for each model, all on this machine.
+    """Start Redis (unless a URL is given), one batcher, and a worker for each model, all on this machine.
 
     A process that dies is restarted; but one that exits with an error before all models are served ends the
     command. Ctrl-C or SIGTERM stops everything after the workers have finished their batches.
@@ -58,10 +58,10 @@ class UpSettings(RedisSettings):
     )
     replicas: int = Field(1, ge=1, le=256, description="number of model processes for each model")
     device: str = Field(
-        "auto", description="auto, cpu, or cuda:0,cuda:1,...; given to the model processes in turn"
+        "auto", description="devices, assigned to model processes in turn: auto, cpu, or cuda:0,cuda:1,..."
     )
     drain_s: float = Field(
-        30.0, ge=0, description="seconds that workers may take to finish their batches on a stop"
+        30.0, ge=0, description="seconds that workers may take to finish their batches when stopped"
     )
     http_port: int | None = Field(
         None,
@@ -80,7 +80,7 @@ class UpSettings(RedisSettings):
             flags = " and ".join("--" + name.replace("_", "-") for name in own)
             raise ValueError(
                 f"--redis-url (or CARPOOL_REDIS_URL) uses a running Redis, but {flags} configures one to "
-                "start; leave one out"
+                "start; omit one of them"
             )
         return self
 
@@ -125,7 +125,12 @@ def main(argv: Sequence[str]) -> int:
     if failure is not None:  # printed last, below the services' own errors
         print(f"carpool up: {_explain(failure, settings)}", file=sys.stderr)
         return 1
-    screen.print("Stopped." if ended_by_themselves else "Stopped. Unfinished batches will be redelivered.")
+    screen.print(
+        "Stopped."
+        if ended_by_themselves
+        else "Stopped before all batches were finished. If Redis keeps its data, the next worker executes "
+        "them."
+    )
     return 0
 
 
@@ -177,7 +182,7 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
         for line in paste.lines(supervisor.url, worker.model, settings.prefix, worker.inputs):
             screen.print(f"  {line}")
         screen.print()
-    screen.print("Ctrl-C stops.")
+    screen.print("Press Ctrl-C to stop everything.")
 
 
 def _explain(error: Exception, settings: UpSettings) -> str:

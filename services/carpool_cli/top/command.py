@@ -32,22 +32,22 @@ Sample = Mapping[str, ModelSample]
 
 
 class TopSettings(ConnectionSettings):
-    """Show the load and latency of each model and why its batches are dispatched, every second until Ctrl-C.
+    """Show the load and latency of each model, and why its batches are dispatched; updated every second.
 
     waiting     requests waiting; if no batcher is active, entries of the request stream
     oldest      age of the request that has waited longest
     in flight   batches dispatched and not settled, and the requests in them
-    processes   model processes alive
+    processes   model processes; one that was killed counts until its lease runs out
     requests/s  requests dispatched, over the last 5 seconds
     fill        mean fill of those batches, relative to max_batch_size or max_batch_cost
     p50, p99    time from arrival until the batch was settled, over the last 10 to 20 seconds
 
-    dispatch reasons: full, preferred (the batch reached a size), deadline (a request would have expired),
-                efficient (nearly the best throughput), delay (max_queue_delay_ms was over),
-                idle (a worker was free)
-    withheld results: finished, but preserve_ordering has them wait for earlier ones
+    dispatch reasons: full, preferred (reached one of preferred_batch_sizes), deadline (a request would have
+                expired), efficient (larger batches gain little), delay (max_queue_delay_ms had passed),
+                idle (a model process was free)
+    withheld results: finished, but kept back by preserve_ordering until earlier ones are delivered
     latency model: l(n), the learned execution time of a batch of n requests
-    refused requests: answered without a result since this batcher became active, and how many a second now
+    refused requests: answered with an error by this batcher since it became active, and the rate now
                 (early: could not have met the deadline; waiting, in_flight: where the request expired)
     """
 
@@ -119,7 +119,7 @@ def take_sample(directory: Directory, only_model: str) -> Sample:
     """Every registered model, or only one, as it is now. Raises TopError if that one is not registered."""
     models = directory.models()
     if only_model and only_model not in models:
-        known = f"there are {', '.join(models)}" if models else "none is; `carpool up square` serves one"
+        known = f"registered: {', '.join(models)}" if models else "`carpool up square` serves one"
         raise TopError(f"no model {only_model!r:.140} is registered; {known}")
     return {model: _sample_model(directory, model) for model in ([only_model] if only_model else models)}
 

@@ -51,7 +51,7 @@ class Page:
         )
         height = options.height
         if height is not None and len(lines) > height:
-            hidden = _line(f"... {len(lines) - height + 1} more lines: --model NAME shows one model")
+            hidden = _line(f"... {len(lines) - height + 1} more lines; --model NAME shows one model alone")
             lines[max(0, height - 1) :] = console.render_lines(hidden, options.update(height=None), pad=False)
             del lines[height:]
         for line in lines:
@@ -60,7 +60,9 @@ class Page:
 
     def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield _line(f"carpool top  {self.url}  {count(len(self.models), 'model')}")
-        yield _line(f"Redis does not answer; these are the last figures: {self.error}" if self.error else "")
+        yield _line(
+            f"Redis does not answer, so these figures are old. Reason: {self.error}" if self.error else ""
+        )
         if not self.models:
             yield _line("no model is registered; `carpool up square` serves one")
             return
@@ -130,7 +132,7 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
     elif model.over_s is None:
         yield "batcher", ["one is active, but its report is missing or of another version"]
     if not model.model_processes:
-        yield "workers", ["no model process is alive: start one with `carpool worker`"]
+        yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
     if model.unheeded:
         yield "settings", [f"rejected: {model.unheeded}"]
     if model.over_s is not None:

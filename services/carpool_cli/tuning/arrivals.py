@@ -125,9 +125,9 @@ def read_trace(path: Path) -> list[int]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise TraceError(
-            f"arrivals must be poisson, bursty, or a file of recorded arrivals; {path}: {reason}"
+            f"--arrivals must be poisson, bursty, or a readable file of recorded arrivals; {path}: {reason}"
         ) from None
     times_s = [
         _seconds(path, number, line)

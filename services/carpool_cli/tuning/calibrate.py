@@ -131,7 +131,7 @@ def doubts(measurement: Measured) -> list[str]:
     ):
         median, tenth = factors[len(factors) // 2], factors[len(factors) * 9 // 10]
         if tenth > TAIL_MEDIAN_RATIO * median and (tenth - median) * middle_us > TAIL_US_MIN:
-            reasons.append(f"One {name} in ten took {tenth / median:.2g} times the median.")
+            reasons.append(f"One {name} in ten took at least {tenth / median:.2g} times the median.")
     return reasons
 
 

@@ -31,9 +31,9 @@ _BLOCK_MS: Final = 200
 _NO_PERMISSION: Final = "no permissions"
 _PERMISSION_HINT: Final = """
     The Redis user of this command lacks a permission. Reading a model's state needs the role `admin`;
-    sending BODY, as `carpool tune` does, needs the role `producer` as well. Pass the URL of a user that has
-    both roles as --redis-url. Or connect as `admin` and omit BODY: then `carpool tune` uses recently settled
-    batches."""
+    sending BODY, as `carpool tune` does, needs the role `producer` as well. In --redis-url, name a user with
+    the permissions of both. Or connect as `admin` and omit BODY: `carpool tune` then uses the batches that
+    were settled last."""
 
 
 class UnavailableModelError(Exception):

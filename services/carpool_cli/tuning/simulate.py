@@ -36,12 +36,12 @@ PROGRESS_LINE_S: Final = 5.0  # between two lines of progress in a pipe or a fil
 
 
 class SimulateSettings(ConnectionSettings):
-    """Try settings in virtual time: the production scheduler, simulated requests and model processes.
+    """Try settings in virtual time, with the real scheduler and with simulated requests and model processes.
 
-    The execution of a batch of n takes intercept + slope n, its round trip through Redis trip + trip slope n;
-    `carpool tune` measures all four. With --model, the first two, the settings and the number of processes
-    are those of a live model; no requests are sent to it. KEY=VALUE overrides a setting, as in `carpool
-    config`.
+    To execute a batch of n requests takes intercept + slope * n; its round trip through Redis takes trip +
+    trip-slope * n. `carpool tune` measures all four. With --model, the intercept, the slope, the settings and
+    the number of processes are those of a live model, to which nothing is sent. KEY=VALUE overrides a
+    setting, as in `carpool config`.
 
     goodput: the share of all requests that were answered OK within their deadline. late: requests that missed
     their deadline, or were refused because they could not meet it; a request without expiration is never
@@ -72,7 +72,7 @@ class SimulateSettings(ConnectionSettings):
     slope_ms: float | None = Field(
         None, ge=0, description=f"what each request of a batch adds to l(n) (default: {SLOPE_MS:g})"
     )
-    trip_ms: float = Field(ROUND_TRIP_MS, ge=0, description="round trip of a batch, for n = 0")
+    trip_ms: float = Field(ROUND_TRIP_MS, ge=0, description="round trip of a batch through Redis at n = 0")
     trip_slope_ms: float = Field(
         ROUND_TRIP_SLOPE_MS, ge=0, description="what each request of a batch adds to the round trip"
     )
@@ -83,7 +83,9 @@ class SimulateSettings(ConnectionSettings):
     )
     seed: int = Field(0, description="seed of the random numbers")
     model: str | None = Field(None, description="simulate this live model")
-    record: Path | None = Field(None, description="only record the arrivals of --model into this file")
+    record: Path | None = Field(
+        None, description="simulate nothing; record when requests for --model arrive, in this file"
+    )
     seconds: float = Field(10.0, gt=0, le=86_400, description="duration of the recording")
     as_json: bool = Field(False, description="print one JSON object")
 
@@ -108,12 +110,18 @@ def _record(settings: SimulateSettings, path: Path) -> None:
         recording = record(link, keys, settings.seconds, progress.update)
         progress.end()
     if not recording.times_us:
-        raise UnavailableModelError(f"no request of {settings.model} arrived within {settings.seconds:g} s")
-    write_trace(path, recording.times_us, f"requests of {settings.model}, in seconds from the first")
-    print(f"{count(len(recording.times_us), 'arrival')} in {path}")
+        raise UnavailableModelError(
+            f"no request for {settings.model} was dispatched within {settings.seconds:g} s, so nothing was "
+            "written"
+        )
+    write_trace(
+        path, recording.times_us, f"arrivals of requests for {settings.model}, in seconds after the first"
+    )
+    print(f"wrote {count(len(recording.times_us), 'arrival')} to {path}")
     if recording.missed:
         print(
-            f"carpool simulate: {recording.missed:,} batches were deleted before they could be recorded",
+            f"carpool simulate: {recording.missed:,} batches are not in the recording: they were deleted "
+            "before they could be read",
             file=sys.stderr,
         )
 
@@ -153,7 +161,7 @@ def _simulate(settings: SimulateSettings) -> None:
     rate, requests = settings.rate or RATE, settings.requests or 100_000
     if isinstance(arrivals, Recorded):
         rate, requests = settings.rate or arrivals.per_s, settings.requests or len(arrivals)
-    progress = Progress(Screen(sys.stderr), requests)
+    progress = Progress(Screen(sys.stderr), requests, "requests")
     expiration_us = _expiration_us(settings, model)
     scheduler = Scheduler(model, world.processes)
     simulation = Simulation(scheduler, world, settings.seed, progress.step, in_order=model.preserve_ordering)
@@ -240,7 +248,7 @@ def show(result: SimulationResult, model: ModelSettings, world: World, screen: S
     processes = count(world.processes, "process", "processes")
     size = model.max_batch_size
     screen.print(
-        f"{model.policy}, up to {size} in a batch, {processes}, {execution(world, size)}", style="bold"
+        f"policy {model.policy}, batches of up to {size}, {processes}, {execution(world, size)}", style="bold"
     )
     found = figures(result, model)
     batches = max(1, len(result.batch_sizes))
@@ -266,7 +274,7 @@ def show(result: SimulationResult, model: ModelSettings, world: World, screen: S
 def execution(world: World, max_size: int) -> str:
     """l(n) as text."""
     if world.curve is None:
-        return f"l(n) = {world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
+        return f"execution of n takes {world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
     sizes = sorted({1, max_size})
     times = ", ".join(f"l({size}) = {world.execution_us(size) / 1000:.3g} ms" for size in sizes)
-    return f"as measured: {times}"
+    return f"measured execution times {times}"

@@ -52,10 +52,10 @@ CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
 
 class TuneSettings(ConnectionSettings):
-    """Find the settings with which a model serves the most requests within a latency.
+    """Find the settings with which a model serves the most requests within a given latency.
 
-    Sends bursts of BODY to the model, one at a time, to measure the execution time of a batch of n; without
-    BODY it uses the recently settled batches of the model. Then it tries settings in the simulator, and
+    It measures how long a batch of n takes by sending BODY in bursts, one burst after the other; without BODY
+    it uses the batches of the model that were settled last. Then it tries settings in the simulator, and
     prints the best ones and the command that applies them. It changes no settings. BODY is as for `carpool
     infer`: JSON, text, @FILE or -.
 
@@ -67,7 +67,9 @@ class TuneSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field("", description="the body of a typical request")
-    latency_ms: float = Field(gt=0, le=3_600_000, description="the latency to keep for 99% of the requests")
+    latency_ms: float = Field(
+        gt=0, le=3_600_000, description="latency that 99% of the requests may take at most"
+    )
     rate: float | None = Field(
         None, gt=0, description="expected requests/s (default: find the highest possible rate)"
     )
@@ -97,11 +99,12 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
     lone_ms = (world.execution_us(1) + world.round_trip_us(1)) / 1000
     if lone_ms > settings.latency_ms:
         raise UnavailableModelError(
-            f"a lone request already takes {lone_ms:.3g} ms: no settings can keep 99% of the requests within "
+            f"a lone request already takes {lone_ms:.3g} ms, so no settings can keep 99% of the requests "
+            "within "
             f"{settings.latency_ms:g} ms"
         )
     tried = list(candidates(live.settings, max_size, settings.latency_ms))
-    progress = Progress(Screen(sys.stderr), len(tried))
+    progress = Progress(Screen(sys.stderr), len(tried), "simulations")
     if settings.rate is None:
         ranked = rank_by_rate(goal, tried, max_size, progress.step)
     else:
@@ -133,7 +136,7 @@ def _measure(settings: TuneSettings, live: LiveModel, screen: Screen) -> Measure
         f"sending {sum(sizes) + 1:,} requests to {settings.model}, at most {max(sizes):,} at a time; "
         "Ctrl-C stops"
     )
-    progress = Progress(Screen(sys.stderr), len(sizes))
+    progress = Progress(Screen(sys.stderr), len(sizes), "batch sizes")
     measurement = asyncio.run(_send_bursts(settings, live, body, sizes, progress))
     progress.end()
     return measurement
@@ -189,14 +192,14 @@ def notes(live: LiveModel, measurement: Measured, max_size: int) -> Iterator[str
     sizes = [size for size, _ in measurement.observed]
     if min(sizes) > 1 or max(sizes) < OBSERVED_SHARE_MIN * max_size:
         text = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-        yield f"(only batches of size {text} were observed: other sizes are extrapolated)"
+        yield f"(observed batch sizes: {text}; other sizes are extrapolated)"
     line = measurement.line
     size, error = largest_error(line, measurement.curve, min(max_size, max(sizes)))
     if abs(error) > LINE_ERROR_MAX and not line.only_size:
         formula = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
         difference = f"{abs(error):.0%} too {'high' if error > 0 else 'low'} at n = {size}"
-        yield f"The batcher learns a line, {formula}, which is {difference}:"
-        yield "it affects `deferred`, and batches dispatched just before a model process becomes idle."
+        yield f"The batcher assumes that l(n) is a straight line, {formula}, which is {difference}."
+        yield "This affects `deferred`, and when a batch is sent to a model process that is nearly idle."
     if live.settings.policy not in POLICIES:
         yield f"(the policy {live.settings.policy} is simulated as eager)"
 
@@ -239,8 +242,8 @@ def _show_ranking(
     for line, text in zip(table([row[:-1] for row in rows]), changes_of_rows, strict=True):
         screen.print(f"  {line}  {text}".rstrip())
     screen.print(
-        "  * recommended: the fewest changes among the settings that are as good as the first, to within "
-        f"{RATE_TOLERANCE:.0%} (p99: {P99_TOLERANCE:.0%})"
+        "  * recommended: of the rows about as good as the first (at most "
+        f"{RATE_TOLERANCE:.0%} worse; p99: {P99_TOLERANCE:.0%}), the one that changes the fewest settings"
     )
 
 
@@ -250,16 +253,19 @@ def _show_advice(settings: TuneSettings, live: LiveModel, best: Figures, screen:
     changes = changed_settings(best.candidate.settings, live.settings)
     if not best.rate or not best.within:
         screen.print(
-            f"\nNo settings keep {within}: a lone request takes too long, or there are too few processes."
+            f"\nNo settings keep 99% of the requests within {within}: a lone request takes too long, or "
+            "there are too few model processes."
         )
     elif not changes:
-        screen.print("\nThe present settings are as good as any of these.")
+        screen.print("\nKeep the present settings: none of the others is much better.")
     else:
         pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changes.items())
         if "default_expiration_ms" in changes:
-            screen.print(f"\nRequests that cannot be answered within {within} would be refused. To apply:")
+            screen.print(
+                f"\nThese settings refuse requests that cannot be answered within {within}. To apply them:"
+            )
         else:
-            screen.print("\nTo apply:")
+            screen.print("\nTo apply the recommended settings:")
         screen.print(f"  carpool config {shlex.quote(settings.model)} {pairs}")
 
 

@@ -164,7 +164,7 @@ def _run(
 
 def _check_count(count: int, expected: int, where: str = "") -> None:
     if count != expected:
-        raise WrongOutputError(f"the model returned {count} results for {expected} requests{where}")
+        raise WrongOutputError(f"the model returned {count} results{where} for {expected} requests")
 
 
 def _column(values: Any) -> Array:
@@ -186,7 +186,7 @@ def _stacked(model: LoadedModel, columns: Stacked) -> list[Any] | Stacked:
         kind, datatype = column.dtype.kind, declared.get(name)
         if (datatype == "BYTES" and kind not in "USO") or (datatype not in (None, "BYTES") and kind in "US"):
             raise WrongOutputError(
-                f"the model returned {column.dtype} in output {name!r}, declared as {datatype}"
+                f"the model returned {column.dtype} in output {name!r}, which is declared as {datatype}"
             )
         stackable = stackable and kind in "biuf"
     return columns if stackable else _rows(columns)

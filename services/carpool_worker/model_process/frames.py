@@ -224,11 +224,13 @@ def _pack_other(value: Any) -> Any:
         try:
             array = np.asarray(value)
         except Exception as error:  # for example a tensor that requires a gradient
-            raise TypeError(f"a {type(value).__name__} cannot be sent: {error}") from None
+            raise TypeError(
+                f"it contains a {type(value).__name__} that cannot be converted: {error}"
+            ) from None
         return _pack_other(array)
     if isinstance(value, int):
-        raise OverflowError("a number in it exceeds 64 bits")
-    raise TypeError(f"a {type(value).__name__} cannot be sent as a result")
+        raise OverflowError("it contains an integer of more than 64 bits")
+    raise TypeError(f"its type is {type(value).__name__}")
 
 
 def _unpack_ext(code: int, data: bytes) -> Any:

@@ -36,7 +36,7 @@ def model_name(spec: str) -> tuple[str, str]:
     else:
         name = location.rpartition(":")[2]
     if not MODEL_NAME.fullmatch(name):
-        raise ValueError(f"model {spec!r}: no name to register it under; write NAME={spec}")
+        raise ValueError(f"model {spec!r} has no valid name to register it under; write NAME={spec}")
     return name, location
 
 
@@ -57,6 +57,6 @@ def find_model(location: str) -> Any:
             return entry_point.load()
     registered = ", ".join(registered_names()) or "none"
     raise UnusableError(
-        f"model {location!r}: write module:Name, path/file.py:Name, onnx:FILE, "
+        f"model {location!r} does not exist: write module:Name, path/file.py:Name, onnx:FILE, "
         f"or a registered name ({registered})"
     )

@@ -77,7 +77,9 @@ class OnnxModel:
         cannot load the file. Each message says what to do.
         """
         if not self.path.is_file():
-            raise ValueError(f"file {self.path} does not exist: write onnx: and the path of an ONNX file")
+            raise ValueError(
+                f"file {self.path} does not exist: write onnx:PATH with the path of an ONNX file"
+            )
         runtime = _import_onnxruntime(self.path)
         providers = _providers(device, runtime.get_available_providers())
         session = _open_session(runtime, self.path, providers)
@@ -142,7 +144,8 @@ def _import_onnxruntime(path: Path) -> Any:
         runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
         raise RuntimeError(
-            f"{path} needs onnxruntime, which cannot be imported ({error}): pip install 'carpool[onnx]'"
+            f"{path} needs onnxruntime, which cannot be imported ({error}): install it with pip install "
+            "'carpool[onnx]'"
         ) from error
     runtime.set_default_logger_severity(_ERRORS_ONLY)
     runtime.disable_telemetry_events()
@@ -168,7 +171,9 @@ def _open_session(runtime: Any, path: Path, providers: Sequence[Any]) -> Any:
         return runtime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # onnxruntime's exceptions have no common base class
         if type(error).__name__ == "InvalidProtobuf" or "No graph was found" in str(error):
-            raise ValueError(f"{path} is no ONNX file, or incomplete: export or download it again") from error
+            raise ValueError(
+                f"{path} is not an ONNX file, or is incomplete: export or download it again"
+            ) from error
         raise RuntimeError(
             f"onnxruntime {runtime.__version__} cannot load {path}: {error}. Export it with an opset and "
             "operators that this version supports, or install a newer onnxruntime"
@@ -258,7 +263,10 @@ def _warn_of_device(session: Any, path: Path, device: str) -> None:
     if device != "cpu" and _CUDA not in session.get_providers():
         structlog.get_logger().warning(
             "running on the CPU",
-            reason="the installed onnxruntime has no CUDA or could not start it; is it onnxruntime-gpu?",
+            reason=(
+                "the installed onnxruntime has no CUDA, or could not start it; install onnxruntime-gpu, "
+                "or check CUDA"
+            ),
             file=str(path),
             device=device,
         )
@@ -270,7 +278,7 @@ def _warn_of_dynamic_quantization(path: Path) -> None:
         found = content.find(b"DynamicQuantize") >= 0
     if found:
         structlog.get_logger().warning(
-            "results vary with the batch",
+            "results depend on the other requests in the batch",
             reason="the model is dynamically quantized; quantize it statically, or give it batches of 1",
             file=str(path),
         )

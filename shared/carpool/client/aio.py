@@ -261,7 +261,9 @@ class AsyncClient:
                 reply = await self._transport.call(*command)
         except TimeoutError:
             error = self._transport.connection_error
-            raise error or UnavailableError(f"Redis did not reply to {command[0]}") from None
+            raise error or UnavailableError(
+                f"Redis did not reply to {command[0]} within {self._timeout_s:g} s"
+            ) from None
         if isinstance(reply, CommandError):
             raise UnavailableError(f"Redis rejected {command[0]}: {reply}")
         return reply
@@ -296,10 +298,11 @@ class AsyncClient:
     def _check_correlation_id(self, correlation_id: str) -> None:
         """Reject an unusable ID: the error for it would be written under another ID, which nothing reads."""
         if correlation_id in self._awaited:
-            raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is in flight already")
+            raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is already in flight")
         if type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
             raise InvalidArgumentError(
-                f"correlation_id: {correlation_id!r:.140} does not match {CORRELATION_ID.pattern}"
+                f"correlation_id: {correlation_id!r:.140} must have 1 to 128 characters: letters, digits, "
+                "'.', '_', ':', '-'"
             )
 
     def _encode(self, body: Any, content_type: str | None) -> tuple[str, bytes]:
@@ -431,7 +434,9 @@ def _optional_fields(options: RequestOptions) -> dict[str, Any]:
             fields[name] = options.get(name)
     for name, value in fields.items():
         if name in _RESERVED_FIELDS:
-            raise InvalidArgumentError(f"{name!r:.60}: this field is set by the client")
+            raise InvalidArgumentError(
+                f"{name!r:.60}: the client sets this field itself; remove it from `fields`"
+            )
         if not isinstance(value, bytes | str | int | float):
             raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {value!r:.60}")
     return fields

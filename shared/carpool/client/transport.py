@@ -207,7 +207,9 @@ class Transport:
         if not self._connected:
             return
         if self._channels_by_stream and self._loop.time() - self._last_read_s > SILENCE_MAX_S:
-            self._on_connection_lost(LinkError(f"Redis was silent for {SILENCE_MAX_S:g} s"))
+            self._on_connection_lost(
+                LinkError(f"Redis sent nothing for {SILENCE_MAX_S:g} s, so the connection was closed")
+            )
         elif any(channel.untrimmed_entries for channel in self._channels):
             self._writer.write(self._take_commands(trim=True))
 

@@ -85,7 +85,7 @@ _REMEDIES: Final = (
     (
         "rediss:",
         "CERTIFICATE_VERIFY_FAILED",
-        "set CARPOOL_REDIS_CA_FILE to the CA that signed it, or add ?ssl_ca_certs=FILE to the URL",
+        "set CARPOOL_REDIS_CA_FILE to the certificate of the CA that signed it, or add ?ssl_ca_certs=FILE",
     ),
     ("rediss:", "Timeout connecting", "if this port does not use TLS, the URL must begin with redis://"),
     (
@@ -146,8 +146,8 @@ def _url_errors(url: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError):
         raise LinkError(
-            f"Redis at {without_password(url)}: redis-py rejects the query of this URL (after the ?), or its "
-            "database (the number after the last /)"
+            f"Redis at {without_password(url)}: redis-py rejects the options (after the ?) or the database "
+            "(the number after the last /) in this URL"
         ) from None
 
 

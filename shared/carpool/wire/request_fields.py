@@ -59,7 +59,9 @@ def read_name(raw: Fields, field: str, default: str | None) -> str | None:
         return default
     value = read_text(raw, field)
     if not CORRELATION_ID.fullmatch(value):
-        raise InvalidArgumentError(f"{field}: must be 1 to 128 of letters, digits, '.', '_', ':', '-'")
+        raise InvalidArgumentError(
+            f"{field}: must have 1 to 128 characters: letters, digits, '.', '_', ':', '-'"
+        )
     return value
 
 

@@ -159,7 +159,7 @@ def _unpack_maps(packed: bytes, shared: Fields, limit_bytes: int) -> list[Any]:
     _check_size(len(packed), limit_bytes)
     maps = _unpack(packed)
     if type(maps) is not list or not maps:
-        raise InvalidArgumentError("requests: must be a msgpack array of maps, at least one")
+        raise InvalidArgumentError("requests: must be a non-empty msgpack array of maps")
     shared_bytes = sum(len(name) + len(value) for name, value in shared.items())
     _check_size(len(packed) + len(maps) * shared_bytes, limit_bytes)  # if put back, each request carries them
     return maps
@@ -167,7 +167,9 @@ def _unpack_maps(packed: bytes, shared: Fields, limit_bytes: int) -> list[Any]:
 
 def _check_size(packed_bytes: int, limit_bytes: int) -> None:
     if packed_bytes > limit_bytes:
-        raise InvalidArgumentError(f"requests: {packed_bytes} bytes in all; at most {limit_bytes}")
+        raise InvalidArgumentError(
+            f"requests: {packed_bytes} bytes in all; at most {limit_bytes} are allowed"
+        )
 
 
 def _unpack(packed: bytes) -> Any:
@@ -182,7 +184,7 @@ def _unpack(packed: bytes) -> Any:
         nonlocal containers_left
         containers_left -= 1
         if containers_left < 0:
-            raise InvalidArgumentError("requests: arrays or maps within a request")
+            raise InvalidArgumentError("requests: a request must not contain arrays or maps")
         return container
 
     hook = count if len(packed) > UNCOUNTED_BYTES_MAX else None
@@ -222,7 +224,7 @@ def _decode_packed_request(entry: Entry, raw: Any, shared: Fields, settings: Mod
     if type(raw) is not dict:
         return _refuse(entry, shared, entry.id, InvalidArgumentError("requests: an element is not a map"))
     if "correlation_id" not in raw:
-        error = InvalidArgumentError("correlation_id: each of several requests needs its own")
+        error = InvalidArgumentError("correlation_id: missing; each request in a packed entry needs its own")
         return _refuse(entry, shared, entry.id, error)
     return _decode_request(entry, {**shared, **raw} if shared else raw, settings, default_id=entry.id)
 

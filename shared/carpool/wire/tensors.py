@@ -200,12 +200,13 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
     except OverflowError:
         raise _invalid(f"{field}.data", f"a number is outside {datatype}'s range") from None
     except ValueError:
-        raise _invalid(f"{field}.data", "rows of unequal length") from None
+        raise _invalid(f"{field}.data", "has rows of unequal length") from None
     if shape is None:
         return array
     if array.size != math.prod(shape) or (array.ndim != 1 and array.shape != shape):
         raise _invalid(
-            f"{field}.data", f"holds {array.size} numbers as {list(array.shape)}, but shape is {list(shape)}"
+            f"{field}.data",
+            f"has {array.size} numbers in shape {list(array.shape)}, but shape is {list(shape)}",
         )
     return array.reshape(shape)
 
