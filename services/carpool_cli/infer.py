@@ -14,9 +14,10 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
-from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError, UnavailableError
+from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.store.connection import LinkError
 from carpool.wire.bodies import encode_body
 
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(InferSettings, argv, "carpool infer")
     try:
         result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
-    except UnavailableError as error:
+    except LinkError as error:
         return _failed(
             f"{error}\n    start a stack with `carpool up {settings.model}`, or name another Redis with "
             "--redis-url (CARPOOL_REDIS_URL)"
