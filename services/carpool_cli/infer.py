@@ -14,9 +14,10 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
-from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError, UnavailableError
+from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.store.connection import LinkError
 from carpool.wire.bodies import encode_body
 
 
@@ -51,15 +52,16 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(InferSettings, argv, "carpool infer")
     try:
         result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
-    except UnavailableError as error:
+    except LinkError as error:
         return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
-            "another with "
-            "--redis-url (CARPOOL_REDIS_URL)"
+            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name another "
+            "with --redis-url (CARPOOL_REDIS_URL)"
         )
     except DeadlineExceededError as error:
         return _failed(f"{error}\n    `carpool models` shows whether requests wait and a worker is alive")
-    except (CarpoolError, OSError) as error:
+    except OSError as error:
+        return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
+    except CarpoolError as error:
         return _failed(str(error))
     sys.stdout.buffer.write(result if settings.raw else result + b"\n")
     sys.stdout.buffer.flush()

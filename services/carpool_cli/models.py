@@ -12,10 +12,9 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from carpool.clock import RedisClock
-from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.settings import ConnectionSettings, read_settings
-from carpool.store.connection import CommandError, Link
+from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
 from carpool_cli.screen import Screen, build_table, duration
 
@@ -50,19 +49,18 @@ class ModelState(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table. Returns 1 if Redis does not answer."""
+    """Print the table. Returns 1 if Redis does not answer, or refuses a command."""
     settings = read_settings(ModelsSettings, argv, "carpool models")
     link = Link(settings.redis_url, name=f"carpool-models-{os.getpid()}")
     try:
         states = read_models(link, settings.prefix)
-    except (UnavailableError, CommandError) as error:
-        print(
-            f"carpool models: {error}\n    if no Redis runs there, start one with `carpool up MODEL`, or "
-            "name another with "
-            "--redis-url (CARPOOL_REDIS_URL)",
-            file=sys.stderr,
+    except LinkError as error:
+        return _failed(
+            f"{error}\n    if no Redis runs there, start one with `carpool up MODEL`, or name another with "
+            "--redis-url (CARPOOL_REDIS_URL)"
         )
-        return 1
+    except CommandError as error:
+        return _failed(str(error))
     finally:
         link.close()
     if settings.as_json:
@@ -70,6 +68,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         show(states, Screen())
     return 0
+
+
+def _failed(error: str) -> int:
+    print(f"carpool models: {error}", file=sys.stderr)
+    return 1
 
 
 def read_models(link: Link, prefix: str) -> list[ModelState]:

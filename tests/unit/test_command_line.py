@@ -6,7 +6,15 @@ import os
 
 import pytest
 
+from carpool.errors import UnavailableError
+from carpool.store.connection import CommandError, LinkError
+from carpool_cli import infer, models
 from carpool_cli.__main__ import main
+
+UNREACHABLE = LinkError("Redis at redis://redis:6379/0: no answer in time")
+NO_PERMISSION = CommandError("NOPERM", "this user has no permissions to run the 'time' command")
+NOT_ACCEPTED = UnavailableError("Redis rejected HGET: this user has no permissions to run it")
+FROM_THE_MODEL = UnavailableError("its database is down", correlation_id="a")
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +84,38 @@ def test_wrong_setting_in_the_environment_is_named(
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("version") == run("--version") == 0
     assert capsys.readouterr().out.startswith("carpool 0.")
+
+
+@pytest.mark.parametrize(
+    ("error", "advises"), [(UNREACHABLE, True), (NO_PERMISSION, False)], ids=["unreachable", "NOPERM"]
+)
+def test_models_advises_to_start_a_stack_only_if_redis_cannot_be_reached(
+    error: Exception, advises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(models, "read_models", fail)
+    assert run("models") == 1
+    _check_advice(capsys.readouterr().err, f"carpool models: {error}", advises=advises)
+
+
+@pytest.mark.parametrize(
+    ("error", "advises"),
+    [(UNREACHABLE, True), (NOT_ACCEPTED, False), (FROM_THE_MODEL, False)],
+    ids=["unreachable", "NOPERM", "the model's own UNAVAILABLE"],
+)
+def test_infer_advises_to_start_a_stack_only_if_redis_cannot_be_reached(
+    error: Exception, advises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(infer, "_infer", fail)
+    assert run("infer", "square", "7") == 1
+    _check_advice(capsys.readouterr().err, f"carpool infer: {error}", advises=advises)
+
+
+def _check_advice(printed: str, message: str, *, advises: bool) -> None:
+    assert printed.startswith(f"{message}\n")
+    assert ("carpool up" in printed) is advises

@@ -54,7 +54,7 @@ class TopSettings(ConnectionSettings):
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
 
     model: str = Field("", description="show only this model")
-    once: bool = Field(False, description="show one page, measured over 1.5 seconds, and exit")
+    once: bool = Field(False, description="show one page, measured over a second or so, and exit")
     as_json: bool = Field(False, description="print a JSON object per sample, one on each line")
 
 

@@ -1,4 +1,4 @@
-"""The plot of `carpool tune`. Only this module imports matplotlib, from `pip install 'carpool[plot]'`."""
+"""The plot of `carpool tune`. Only this module imports matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 

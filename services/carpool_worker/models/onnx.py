@@ -1,7 +1,7 @@
 """The model for `onnx:FILE`: any ONNX file with a batch dimension, run by onnxruntime.
 
-Inputs, outputs and their types are read from the file. onnxruntime is optional (`carpool[onnx]`) and is
-imported only when a model is loaded.
+Inputs, outputs and their types are read from the file. onnxruntime is optional (the extra `onnx`) and
+is imported only when a model is loaded.
 """
 
 from __future__ import annotations
