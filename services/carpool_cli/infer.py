@@ -54,15 +54,15 @@ def main(argv: Sequence[str]) -> int:
         result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
     except LinkError as error:
         return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name another "
-            "with --redis-url (CARPOOL_REDIS_URL)"
+            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
+            "another with --redis-url (CARPOOL_REDIS_URL)"
         )
     except DeadlineExceededError as error:
         return _failed(f"{error}\n    `carpool models` shows whether requests wait and a worker is alive")
+    except CarpoolError as error:  # before OSError, because some are both
+        return _failed(str(error))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
-    except CarpoolError as error:
-        return _failed(str(error))
     sys.stdout.buffer.write(result if settings.raw else result + b"\n")
     sys.stdout.buffer.flush()
     return 0
