@@ -37,9 +37,10 @@ from carpool_cli.tuning.simulator import SchedulerProtocol, Simulation, World
 
 HERE: Final = Path(__file__).parent
 EXPLANATION: Final = (
-    "Requests answered within their deadline, as a share of a bound that no policy can exceed. U3 is the exact",
-    "optimum of one worker that knows all arrivals in advance. U1 is what all workers together could execute in",
-    "batches that meet the deadline. A batch of b requests takes l(b). AIMD is the policy of Clipper (NSDI 2017).",
+    "Requests answered within their deadline, as a share of a bound that no policy can exceed. U3 is the",
+    "exact optimum of one worker that knows all arrivals in advance. U1 is what all workers together could",
+    "execute in batches that meet the deadline. A batch of b requests takes l(b). AIMD is the policy of",
+    "Clipper (NSDI 2017).",
 )
 BATCH_SIZE_MAX: Final = 256
 MODELS: Final = ((5000.0, 50.0), (2000.0, 1000.0))
