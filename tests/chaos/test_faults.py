@@ -69,7 +69,7 @@ def assert_executed_once(stack: Stack, report: Report, extra: int = 0) -> None:
     assert executed(stack) == report.ok + extra
     assert {batch["epoch"] for batch in stack.events("batch")} == {1}
     assert not stack.events("batch reclaimed")
-    assert not stack.events("commit fenced")
+    assert not stack.events("commit discarded, another worker has the batch")
 
 
 # --- SIGKILL
@@ -150,11 +150,13 @@ def test_worker_frozen_past_its_lease_is_fenced(stack: Stack) -> None:
         with frozen(frozen_worker):
             other.wait_for("batch reclaimed")
             load.wait_for_more(50)
-        frozen_worker.wait_for("commit fenced")
+        frozen_worker.wait_for("commit discarded, another worker has the batch")
         load.wait_for_more(50)
 
     assert_delivered(stack, final_report(stack, BUSY, checker))
-    lost = {event["batch"] for event in frozen_worker.events("commit fenced")}
+    lost = {
+        event["batch"] for event in frozen_worker.events("commit discarded, another worker has the batch")
+    }
     assert lost <= {event["batch"] for event in other.events("batch reclaimed")}
     assert frozen_worker.alive
 
@@ -193,7 +195,10 @@ def test_batcher_frozen_past_its_lease_dispatches_nothing_twice(stack: Stack, tm
             assert stack.result("Echo", expiring)["status"] == "DEADLINE_EXCEEDED"
             load.wait_for_more(50)
         wait_until(
-            lambda: {event["model"] for event in frozen_batcher.events("lease lost")} == {BUSY, "Echo"},
+            lambda: (
+                {event["model"] for event in frozen_batcher.events("batcher no longer active, lease lost")}
+                == {BUSY, "Echo"}
+            ),
             description="the first batcher has lost both leases",
         )
         load.wait_for_more(50)
@@ -275,7 +280,7 @@ def test_request_that_kills_its_model_process_is_dead_lettered_alone(stack: Stac
     assert (bad["status"], bad["final"]) == ("ABORTED", True)
     (letter,) = dead_letters(stack)
     assert (letter["correlation_id"], letter["body"]) == (bad["correlation_id"], '"kill"')
-    assert (letter["attempts"], "ended 2 times" in letter["reason"]) == ("2", True)
+    assert (letter["attempts"], "died 2 times" in letter["reason"]) == ("2", True)
     assert len(stack.events("model process died")) == 2
     wait_until_served(stack, "Faulty")
 
@@ -326,7 +331,11 @@ def test_execution_longer_than_the_lease_is_not_reclaimed(stack: Stack) -> None:
         stack.wait_until_idle(model)
     wait_until(lambda: len(stack.events("batch")) == 2, description="both batches are in the logs")
     assert [batch["epoch"] for batch in stack.events("batch")] == [1, 1]
-    for event in ("batch reclaimed", "batch lost", "commit fenced"):
+    for event in (
+        "batch reclaimed",
+        "batch taken over by another worker",
+        "commit discarded, another worker has the batch",
+    ):
         assert not stack.events(event)
 
 

@@ -22,7 +22,7 @@ from support.waiting import wait_until
 
 ECHO: Final = f"{Path(__file__).parent.parent / 'support' / 'models' / 'plain.py'}:Echo"
 UNREACHABLE: Final = "redis://127.0.0.1:1/0"  # no server listens on port 1
-IS_UP: Final = "Ctrl-C stops."
+IS_UP: Final = "Press Ctrl-C to stop everything."
 BROKEN: Final = """
 class Broken:
     def load(self, device):
@@ -299,7 +299,7 @@ def test_printed_commands_fit_a_model_with_tensors(tmp_path: Path) -> None:
         few, many = (
             [line for line in lines if name in line and " is served " not in line] for name in ("Few", "Many")
         )
-        assert "max_batch_sise is no setting; did you mean max_batch_size?" in started.text()
+        assert "max_batch_sise is not a setting; did you mean max_batch_size?" in started.text()
         for_carpool, for_redis_cli, for_python = few
         assert _shell(for_carpool) == '{"datatype":"INT64","shape":[3,2],"data":[1,1,1,1,1,1]}\n'
         assert _shell(for_python) == "[[1 1]\n [1 1]\n [1 1]]\n"
@@ -326,7 +326,7 @@ def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
     with up(tmp_path, "square") as started:
         killed = started.child(name)
         os.kill(killed, signal.SIGKILL)
-        started.wait_for("child process ended")
+        started.wait_for("child process ended, restarting it")
         started.wait_for("child process restarted")
         if name == "carpool_worker":
             started.wait_for("model served again")
@@ -435,9 +435,9 @@ def test_small_demo_succeeds(tmp_path: Path) -> None:
         "requests/s  mean batch",
         "full",
         "880 squares",
-        f"{300 + 300 + 8 + 2 * 880:,} correct results",
+        f"{300 + 300 + 8 + 2 * 880:,} requests, each with a result, in ",
         "the batch reached max_batch_size",
-        "50 of 50 queries and every square are equal",
+        "50 of 50 sampled results equal those of direct calls, and every square is correct.",
     ):
         assert expected in done.stdout
     assert "\r" not in done.stdout

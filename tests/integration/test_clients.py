@@ -129,7 +129,7 @@ async def test_options_reach_the_model(client: AsyncClient) -> None:
 async def test_correlation_id_in_flight_is_rejected(client: AsyncClient, gate: Path) -> None:
     await client.infer("Echo", 0)
     first = client.submit("Echo", blocking_body(gate), correlation_id="mine-3")
-    with pytest.raises(InvalidArgumentError, match="in flight already"):
+    with pytest.raises(InvalidArgumentError, match="is already in flight"):
         await client.infer("Echo", 1, correlation_id="mine-3")
     gate.touch()
     await first
@@ -271,7 +271,7 @@ def waiting(stack: Stack, model: str) -> int:
 async def test_unknown_model_is_not_found_and_the_error_names_the_others(client: AsyncClient) -> None:
     with pytest.raises(NotFoundError, match=r"'sqare'.*Echo.*square"):
         await client.infer("sqare", 7)
-    with pytest.raises(NotFoundError, match="must be 1 to 128"):
+    with pytest.raises(NotFoundError, match="must have 1 to 128 characters"):
         await client.infer("no spaces", 7)
     assert await client.models() == sorted(spec.rpartition(":")[2] for spec in MODELS)
 
@@ -282,7 +282,7 @@ async def test_unknown_model_is_not_found_and_the_error_names_the_others(client:
         ("square", "x", {}, InvalidArgumentError, "must be a number"),
         ("Faulty", "refuse", {}, InvalidArgumentError, "spoilt already"),
         ("Faulty", "raise", {}, InternalError, "this one is spoilt"),
-        ("Faulty", "kill", {}, AbortedError, "ended 2 times"),
+        ("Faulty", "kill", {}, AbortedError, "died 2 times"),
         ("square", 1, {"priority": 11}, InvalidArgumentError, "priority"),
         ("square", 1, {"content_type": "text/html"}, InvalidArgumentError, "content_type"),
         ("square", 1, {"correlation_id": "no spaces"}, InvalidArgumentError, "correlation_id"),

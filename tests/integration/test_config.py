@@ -164,13 +164,16 @@ def test_new_queue_delay_applies_to_the_next_request(stack: Stack) -> None:
     [
         (
             ["Echo", "max_batch_size=0"],
-            "max_batch_size: '0' must be a whole number, 1 or more; nothing was changed",
+            "max_batch_size is '0': must be a whole number of at least 1; nothing was changed",
         ),
-        (["Echo", "max_queue_size=5", "policy=lazy"], "policy: 'lazy' must be eager or deferred"),
-        (["Echo", "tenant_weights=gold"], "tenant_weights: 'gold' must be weights of tenants"),
+        (
+            ["Echo", "max_queue_size=5", "policy=lazy"],
+            "policy is 'lazy': must be eager, deferred, or one of the batcher's --policies",
+        ),
+        (["Echo", "tenant_weights=gold"], "tenant_weights is 'gold': must be a list of TENANT:WEIGHT"),
         (["Echo", "max_batchsize=8"], "no setting 'max_batchsize'; did you mean max_batch_size?"),
         (["Echo", "max_batch_size"], "max_batch_size: write max_batch_size=VALUE"),
-        (["Ecko", "max_batch_size=8"], "no model 'Ecko' is registered; there are Echo"),
+        (["Ecko", "max_batch_size=8"], "no model 'Ecko' is registered; registered: Echo"),
     ],
 )
 def test_invalid_change_is_rejected_and_changes_nothing(

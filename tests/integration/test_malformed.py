@@ -315,7 +315,7 @@ def test_malformed_requests_are_answered_and_valid_ones_executed(stack: Stack, m
     print(f"{model}: {dict(statuses)}")
     assert statuses["INVALID_ARGUMENT"] > 700
     assert statuses["valid"] > 300
-    refused = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("refused"))
+    refused = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("requests refused"))
     executed = sum(event.get("INVALID_ARGUMENT", 0) for event in stack.events("batch"))
     assert min(refused, executed) > 100, "the batcher and the worker both refused some"
     stack.wait_until_idle(model)

@@ -186,7 +186,7 @@ def test_counters_are_what_producers_received(stack: Stack, tmp_path: Path) -> N
     (tmp_path / "third").touch()
     producer.receive("OK", "", *names)
     second.thaw()
-    second.wait_for("commit fenced")
+    second.wait_for("commit discarded, another worker has the batch")
 
     pages = assert_counts(first_page)
     assert sum_of(pages, "carpool_redeliveries_total") == 2

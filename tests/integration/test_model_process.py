@@ -292,7 +292,7 @@ def test_error_in_a_models_code_has_its_message_and_traceback(
     ("name", "error"),
     [
         ("Misdeclared", "the model's 'inputs' must be a list of TensorSpec, not ['x']"),
-        ("WrongSetting", "max_batch_size: 'many' must be a whole number, 1 or more"),
+        ("WrongSetting", "max_batch_size is 'many': must be a whole number of at least 1"),
         ("Missing", "has no 'Missing'"),
     ],
 )
@@ -311,7 +311,9 @@ def test_wrong_declaration_is_an_error_without_a_traceback(process_of: Start, na
 def test_process_that_ends_while_loading_is_reported_with_the_cause(
     process_of: Start, name: str, cause: str
 ) -> None:
-    with pytest.raises(ModelLoadError, match=f"its process ended with {cause} while loading"):
+    with pytest.raises(
+        ModelLoadError, match=rf"the model process ended \({cause}\) while it loaded the model"
+    ):
         process_of(name).start()
 
 
@@ -444,7 +446,7 @@ def test_request_that_kills_two_processes_is_dead_lettered_and_others_are_served
     assert bench.started == [("1-0", 0), ("1-0", 1), ("1-0", 2)]
     (letter,) = poison.dead_letters
     assert letter.request is poison.batch.requests[1]
-    assert letter.attempts == 2 and "ended 2 times" in letter.reason
+    assert letter.attempts == 2 and "died 2 times" in letter.reason
     # And the next batches are executed afterwards, in order, each in one frame
     assert bench.finish(following) == ["C", "D"]
     assert bench.finish(last) == ["E"]

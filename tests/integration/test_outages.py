@@ -174,6 +174,11 @@ async def test_full_redis_still_answers_accepted_requests(stack: Stack, tmp_path
 
         stack.redis.config_set("maxmemory", 0)
         assert await client.infer("Single", "again") == "again"
-    for event in ("loop failed, retrying", "batcher failed, starting over", "batch reclaimed", "lease lost"):
+    for event in (
+        "loop failed, retrying",
+        "batcher failed, starting over",
+        "batch reclaimed",
+        "batcher no longer active, lease lost",
+    ):
         assert not stack.events(event)
     stack.wait_until_idle("Single")

@@ -33,19 +33,19 @@ def test_custom_policy_forms_batches_and_fails_only_the_request_it_raised_for(st
     results = {position: stack.result(MODEL, f"p{position}") for position in range(9)}
     failed = results.pop(4)
     assert failed["status"] == "INTERNAL"
-    assert failed["detail"] == "the batching policy's include raised RuntimeError"
+    assert failed["detail"] == "the model's batching policy raised RuntimeError in include"
     assert {result["status"] for result in results.values()} == {"OK"}
     assert {result["batch_size"] for result in results.values()} == {2}
-    (event,) = stack.events("policy raised")
+    (event,) = stack.events("policy raised an exception")
     assert event["policy"] == PAIRS
     assert event["reason"].startswith("include raised RuntimeError: ")
 
 
 def test_policy_that_was_not_loaded_is_rejected_and_reported(stack: Stack) -> None:
     stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
-    wait_until(lambda: stack.events("settings rejected"), description="the batcher rejects it")
-    (event,) = stack.events("settings rejected")
-    assert event["reason"] == "policy: 'policies.py:Others' is none of this batcher's --policies"
+    wait_until(lambda: stack.events("settings rejected, not applied"), description="the batcher rejects it")
+    (event,) = stack.events("settings rejected, not applied")
+    assert event["reason"] == "policy: 'policies.py:Others' is not one of this batcher's --policies"
     entry_id = stack.send(MODEL, body="7")
     assert stack.result(MODEL, entry_id)["status"] == "OK"
 

@@ -346,7 +346,7 @@ def test_up_with_a_socket_never_shows_the_password(server: Path, tmp_path: Path)
             )
         try:
             wait_until(
-                lambda: "Ctrl-C stops" in out.read_text() or up.poll() is not None,
+                lambda: "Press Ctrl-C to stop everything." in out.read_text() or up.poll() is not None,
                 description="the model is served",
                 timeout_s=2 * START_S,
             )

@@ -196,7 +196,11 @@ def test_report_is_published_while_redis_is_full(shared: Stack) -> None:
         wait_for_newer_report(shared, after_us=wait_for_newer_report(shared, after_us=before_us))
     finally:
         shared.redis.config_set("maxmemory", 0)
-    assert shared.events("report not published") == shared.events("batcher failed, starting over") == []
+    assert (
+        shared.events("report for carpool top not published")
+        == shared.events("batcher failed, starting over")
+        == []
+    )
 
 
 def test_batcher_without_permission_to_report_still_batches(served: Stack) -> None:
@@ -206,11 +210,11 @@ def test_batcher_without_permission_to_report_still_batches(served: Stack) -> No
     served.redis.execute_command(
         "ACL", "SETUSER", "default", "resetkeys", "~carpool:models", f"~{prefix}[^s]*", f"~{prefix}settled"
     )
-    wait_until(lambda: served.events("report not published"), description="the batcher warns")
+    wait_until(lambda: served.events("report for carpool top not published"), description="the batcher warns")
     sent = served.send(MODEL, body="1")
     assert served.result(MODEL, sent)["status"] == "OK"
     assert len(served.events("batcher active")) == 1
-    assert len(served.events("report not published")) == 1
+    assert len(served.events("report for carpool top not published")) == 1
 
 
 # --- the terminal ------------------------------------------------------------------------------------------

@@ -422,8 +422,8 @@ def test_request_with_invalid_correlation_id_is_answered_at_its_entry_id(shared:
     [
         ("raise", "INTERNAL", "this one is spoilt"),
         ("refuse", "INVALID_ARGUMENT", "spoilt already"),
-        ("kill", "ABORTED", "ended 2 times"),
-        ("quit", "ABORTED", "ended 2 times"),
+        ("kill", "ABORTED", "died 2 times"),
+        ("quit", "ABORTED", "died 2 times"),
         ("odd keys", "INTERNAL", "the model's result"),
         ("nan", "INTERNAL", "cannot be written"),
     ],

@@ -126,7 +126,7 @@ def test_tune_without_permission_names_the_roles_it_needs(
     _, stderr = process.communicate(timeout=RUN_S)
     assert process.returncode == 1
     assert "no permissions" in stderr.lower()
-    assert "Pass the URL of a user that has\n    both roles as --redis-url" in stderr
+    assert "In --redis-url, name a user with\n    the permissions of both." in stderr
 
 
 def test_admin_may_tune_without_body(
@@ -155,7 +155,7 @@ def test_arrivals_are_recorded_and_replayed(stack: Stack, tmp_path: Path) -> Non
         stack.send(MODEL, body="7", arrival=at_ms)
     stdout, stderr = process.communicate(timeout=RUN_S)
     assert process.returncode == 0, stderr
-    assert stdout == "20 arrivals in trace.txt\n"
+    assert stdout == "wrote 20 arrivals to trace.txt\n"
     assert stderr.startswith(f"recording the arrivals of {MODEL} for 2 s\n")
     assert read_trace(tmp_path / "trace.txt") == [37_000 * number for number in range(20)]
     output = carpool(
