@@ -22,6 +22,7 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
+from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, build_table
 
 SHOWN_CHARS_MAX: Final = 60
@@ -110,8 +111,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     """Make all of these changes or none, and return the settings that result. Raises ConfigError."""
     models = directory.models()
     if model not in models:
-        known = f"registered: {', '.join(models)}" if models else "`carpool up square` serves one"
-        raise ConfigError(f"no model {model!r:.140} is registered; {known}")
+        raise ConfigError(describe_unregistered(model, models))
     registered, overrides = directory.config(model)
     values, removed = parse(changes)
     wanted = {name: value for name, value in {**overrides, **values}.items() if name not in removed}

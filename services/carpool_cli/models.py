@@ -101,6 +101,12 @@ def read_models(link: Link, prefix: str) -> list[ModelState]:
     return states
 
 
+def describe_unregistered(model: str, registered: Sequence[str]) -> str:
+    """The error for a model that is not registered, with the models that are."""
+    hint = f"registered models: {', '.join(registered)}" if registered else "`carpool up square` serves one"
+    return f"model {model!r:.140} is not registered; {hint}"
+
+
 def show(states: Sequence[ModelState], screen: Screen) -> None:
     """Write the table, or how to serve a model if there is none."""
     if not states:

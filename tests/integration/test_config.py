@@ -173,7 +173,7 @@ def test_new_queue_delay_applies_to_the_next_request(stack: Stack) -> None:
         (["Echo", "tenant_weights=gold"], "tenant_weights is 'gold': must be a list of TENANT:WEIGHT"),
         (["Echo", "max_batchsize=8"], "no setting 'max_batchsize'; did you mean max_batch_size?"),
         (["Echo", "max_batch_size"], "max_batch_size: write max_batch_size=VALUE"),
-        (["Ecko", "max_batch_size=8"], "no model 'Ecko' is registered; registered: Echo"),
+        (["Ecko", "max_batch_size=8"], "model 'Ecko' is not registered; registered models: Echo"),
     ],
 )
 def test_invalid_change_is_rejected_and_changes_nothing(

@@ -166,7 +166,7 @@ def test_invalid_override_can_be_removed() -> None:
 
 def test_unknown_model_is_rejected() -> None:
     directory: Any = FakeDirectory({}, {})
-    with pytest.raises(ConfigError, match="no model 'other' is registered; registered: m"):
+    with pytest.raises(ConfigError, match="model 'other' is not registered; registered models: m"):
         configure(directory, "other", ["max_batch_size=1"])
     assert directory.configured == []
 

@@ -19,6 +19,7 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
+from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, full_screen, plain_lines
 from carpool_cli.top.figures import Figures, ModelSample, figures
 from carpool_cli.top.page import Page
@@ -119,8 +120,7 @@ def take_sample(directory: Directory, only_model: str) -> Sample:
     """Every registered model, or only one, as it is now. Raises TopError if that one is not registered."""
     models = directory.models()
     if only_model and only_model not in models:
-        known = f"registered: {', '.join(models)}" if models else "`carpool up square` serves one"
-        raise TopError(f"no model {only_model!r:.140} is registered; {known}")
+        raise TopError(describe_unregistered(only_model, models))
     return {model: _sample_model(directory, model) for model in ([only_model] if only_model else models)}
 
 

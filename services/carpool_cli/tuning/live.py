@@ -22,6 +22,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool_cli.config import ConfigError
+from carpool_cli.models import describe_unregistered
 from carpool_cli.tuning.arrivals import TraceError
 
 _READ_BATCHES: Final = 64
@@ -92,10 +93,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
     """Read the state of a model; nothing is sent to it. Raises UnavailableModelError."""
     registered = Directory(link, prefix).models()
     if model not in registered:
-        names = (
-            f"registered: {', '.join(registered)}" if registered else "start one, as with `carpool up square`"
-        )
-        raise UnavailableModelError(f"no model {model!r:.140} is registered; {names}")
+        raise UnavailableModelError(describe_unregistered(model, registered))
     keys = Keys(model, prefix)
     snapshot = take_snapshot(link, keys, RedisClock())
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED_BATCHES)

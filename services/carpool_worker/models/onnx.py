@@ -255,7 +255,9 @@ def _read_max_batch_size(session: Any, path: Path, default: int) -> int:
     if text is None:
         return default
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{path}: metadata {MAX_BATCH_SIZE_KEY} is {text!r}; must be an integer, 1 or more")
+        raise ValueError(
+            f"{path}: metadata {MAX_BATCH_SIZE_KEY} is {text!r}; must be a whole number of at least 1"
+        )
     return int(text)
 
 
