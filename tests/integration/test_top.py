@@ -316,7 +316,7 @@ def test_terminal_is_restored_after_an_error(served: Stack) -> None:
         shown.read_until(lambda: b"is registered" in shown.output)
         assert shown.process.returncode == 1
         assert RESTORE in shown.output
-        assert shown.output.index(RESTORE) < shown.output.index(b"no model 'Metered' is registered")
+        assert shown.output.index(RESTORE) < shown.output.index(b"model 'Metered' is not registered")
 
 
 def test_json_is_printed_line_by_line(shared: Stack) -> None:
