@@ -313,7 +313,7 @@ def test_terminal_is_restored_after_an_error(served: Stack) -> None:
         served.served_by(MODEL).kill()
         served.redis.srem("carpool:models", MODEL)
         shown.read_until(lambda: shown.process.poll() is not None)
-        shown.read_until(lambda: b"is registered" in shown.output)
+        shown.read_until(lambda: b"is not registered" in shown.output)
         assert shown.process.returncode == 1
         assert RESTORE in shown.output
         assert shown.output.index(RESTORE) < shown.output.index(b"model 'Metered' is not registered")
