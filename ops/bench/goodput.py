@@ -302,7 +302,7 @@ def summary(results: Sequence[Figures]) -> Iterator[str]:
     worst = results[int(np.argmax(shortfall))].point
     yield (
         f"At all {len(results)} points `deferred` is the best policy, or below the best by at most "
-        f"{max(shortfall):.1%} of the bound ({worst.description}).\n"
+        f"{max(shortfall):.1%} of the bound (at {worst.description}).\n"
     )
     for workers, bound in ((1, "U3"), (16, "U1")):
         shares = {

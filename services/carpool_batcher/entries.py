@@ -8,7 +8,7 @@ from carpool.messages import Entry, Request
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool_batcher.core.scheduler import Scheduler
 
-SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be settled, and its `settled` entry still unread
+SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be committed, and its `settled` entry still unread
 LOOKUP_ENTRIES: Final = 1000  # in one script
 
 
@@ -55,7 +55,7 @@ def forget_missing_entries(
 def forget_missing_batches(
     store: BatcherStore, scheduler: Scheduler, batches_in_flight: int, now_us: int
 ) -> None:
-    """Find batches that were deleted by hand, or settled without notice, and return their capacity.
+    """Find batches that were deleted by hand, or committed without notice, and return their capacity.
 
     `batches_in_flight` is how many there are in Redis. Only if that is too few, the batches are looked up.
     """

@@ -1,6 +1,7 @@
 """What a batcher measures: BatcherMetrics for the process, a Meter for each of its models.
 
-Everything is counted once, in the metrics; the report for `carpool top` is read from them.
+Counters are kept once, in the metrics, where the report for `carpool top` reads them. Its recent latencies
+are in no metric (`recent_latency`); its gauges and l(n) come from the scheduler.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ Carpool: dynamic batching for models over Redis streams.
   carpool health               check whether a batcher or worker with --http-port is ready
   carpool acl                  write Redis's ACL file and a password for each role
   carpool version              print the version
-  carpool help COMMAND         list a command's flags; CARPOOL_* variables, also in .env, can set them too
+  carpool help COMMAND         list a command's flags; CARPOOL_* variables or lines in .env set them too
 
 For up and worker, MODEL is module:Name, path/file.py:Name, onnx:FILE, square or docsearch; for the other
 commands it is a name that `carpool models` lists. To get started:

@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
             path = settings.secrets / settings.rotate / "password"
             _write(path, successor, 0o400)
             notify(
-                f"{path} has a new password; the old one works until a run without --rotate, and ACL LOAD."
+                f"{path} has a new password; the old one works until you run this without --rotate, and "
+                "then ACL LOAD."
             )
     except (OSError, ValueError) as error:
         print(f"carpool acl: {error}", file=sys.stderr)

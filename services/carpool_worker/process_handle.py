@@ -34,7 +34,7 @@ class ModelLoadError(Exception):
 
 
 class ProcessHandle:
-    """One model process. `start` may be called again after it died."""
+    """One model process. After it died, `spawn` and `wait_ready` replace it. `start` does both at once."""
 
     def __init__(self, location: str, device: str) -> None:
         self._location = location

@@ -1,7 +1,7 @@
 """The HTTP page of a service: /metrics, /healthz and /readyz.
 
 /healthz fails only for what a restart mends (a loop that ended or hangs). /readyz fails while the service
-does no work, and says why: loading, draining, no Redis.
+can do no work, and says why: loading, draining, no Redis. A batcher on standby is ready.
 """
 
 from __future__ import annotations

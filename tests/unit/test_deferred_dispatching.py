@@ -36,7 +36,7 @@ def test_request_that_cannot_be_in_time_is_refused_before_execution() -> None:
         "DEADLINE_EXCEEDED",
         "early",
     )
-    assert refused.detail == "refused early: the 6 ms before its deadline are too short to execute it"
+    assert refused.detail == "refused early: the 6 ms before its deadline are not enough to execute it"
     assert isinstance(dispatched, Dispatch)
     assert names_of(dispatched.requests) == "a"
 

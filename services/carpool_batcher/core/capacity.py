@@ -14,7 +14,8 @@ of the batch that is being executed there.
 
 Processes that start together also end together. A request that arrives just after they started would wait
 for nearly all of l(n), however many processes there are. Therefore, when load is too high for batches of one,
-dispatches are spaced evenly: with N processes one every l(n) / N, so that no request waits longer than that.
+dispatches are spaced evenly: with N processes one every l(n) / N, so that no request waits longer than that;
+sooner the more l(n) grows with n, and not spaced at all where it is proportional to n.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Dispatcher:
     def _refuse_early(self, request: Request, now_us: int) -> Refusal:
         self._queue.remove(request)
         remaining_ms = ((request.deadline_us or 0) - now_us) / 1000
-        detail = f"refused early: the {remaining_ms:.0f} ms before its deadline are too short to execute it"
+        detail = f"refused early: the {remaining_ms:.0f} ms before its deadline are not enough to execute it"
         return refusal(request, DEADLINE_EXCEEDED, "early", detail)
 
     def _dispatch_from(

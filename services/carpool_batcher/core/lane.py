@@ -22,6 +22,7 @@ class Lane:
     `insert` of one that was put back; `core.fairness` has the cost with more tenants.
 
     `urgent`: requests that must be dispatched now to meet their deadlines. `expired`: see the module.
+    The Queue inserts and removes; `core.deadlines` adds to `urgent`, and calls `move_expired`.
     """
 
     __slots__ = (

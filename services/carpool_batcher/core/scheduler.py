@@ -9,7 +9,7 @@
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
      efficient (`deferred` only) it is large enough for nearly the best throughput of the model
-     delay     its oldest request has waited `max_queue_delay_ms`
+     delay     its oldest request has waited `max_queue_delay_ms`, if that is not 0
      idle      `max_queue_delay_ms` is 0, so it does not wait for more requests; while batches have several
                requests, dispatches are spaced evenly (`core.capacity`)
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
@@ -23,6 +23,7 @@
    dispatch for its deadline; in flight it has no deadline.
 5. A request that would exceed `max_queue_size` (of the model or of its priority) or `max_queue_bytes` is
    refused on arrival: always the newest, never one that waits. A withheld result counts as a waiting request.
+   A request whose cost alone exceeds `max_batch_cost` is refused on arrival, too.
 
 A request is in exactly one state:
 

@@ -79,8 +79,8 @@ class UpSettings(RedisSettings):
         if self.redis_url and own:
             flags = " and ".join("--" + name.replace("_", "-") for name in own)
             raise ValueError(
-                f"--redis-url (or CARPOOL_REDIS_URL) uses a running Redis, but {flags} configures one to "
-                "start; omit one of them"
+                f"--redis-url (or CARPOOL_REDIS_URL) uses a running Redis, but {flags} is for one that "
+                "this command starts; omit one of them"
             )
         return self
 

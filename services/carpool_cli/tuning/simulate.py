@@ -38,7 +38,7 @@ PROGRESS_LINE_S: Final = 5.0  # between two lines of progress in a pipe or a fil
 class SimulateSettings(ConnectionSettings):
     """Try settings in virtual time, with the real scheduler and with simulated requests and model processes.
 
-    To execute a batch of n requests takes intercept + slope * n; its round trip through Redis takes trip +
+    Executing a batch of n requests takes intercept + slope * n; its round trip through Redis takes trip +
     trip-slope * n. `carpool tune` measures all four. With --model, the intercept, the slope, the settings and
     the number of processes are those of a live model, to which nothing is sent. KEY=VALUE overrides a
     setting, as in `carpool config`.

@@ -142,7 +142,7 @@ class WorkerStore:
         dead: Sequence[DeadLetter],
         compute_us: int,
     ) -> set[int]:
-        """Settle a batch. `results` by position, each with its address; others were answered ahead.
+        """Commit a batch. `results` by position, each with its address; others were answered ahead.
 
         Returns the positions for which nothing was written because they had been answered ahead after all.
         Raises FencedError.

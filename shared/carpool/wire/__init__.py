@@ -1,4 +1,5 @@
-"""Bytes <-> messages: no I/O, no clock. Only `requests` decides: what is invalid, and each deadline.
+"""Bytes <-> messages: no I/O, no clock. Each module rejects what is malformed; only `requests` also applies
+a model's settings (limits, deadlines). It does not look into a body: the worker decodes that, by `bodies`.
 
 requests          an entry of the request stream <-> requests, withdrawals and refusals
 request_fields    the fields of a request, read and checked one by one

@@ -9,7 +9,7 @@
 --       8.. list of results: position in the batch, index in KEYS, kind, ticket or '', payload
 -- Returns { 'ANSWERED', positions written now ... }
 --       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
---       | { 'SETTLED' }  batcher: the batch is no longer in flight; nothing was written
+--       | { 'SETTLED' }  batcher: the batch was committed, or deleted by hand; nothing was written
 -- O(results); for a batcher also O(bytes of the batch).
 if ARGV[1] == 'batcher' then
   if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return { 'SETTLED' } end

@@ -1,5 +1,5 @@
--- commit: write the results of a batch and settle it, all or nothing. The same script writes the dead letters of
--- its requests that were given up.
+-- commit: write the results of a batch, remove it from `batches` and announce it in `settled`, all or nothing. The
+-- same script writes the dead letters of its requests that were given up.
 --
 -- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not leave all of these out, nothing is written: the reply names
 -- them, and the caller commits again without them.

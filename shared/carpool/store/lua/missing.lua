@@ -1,5 +1,5 @@
--- missing: which of these entries are no longer in a stream (removed by XDEL, taken by another batcher, or settled
--- without the caller having read it).
+-- missing: which of these entries are no longer in a stream (removed by XDEL, taken by another batcher, or committed
+-- without the caller having read of it).
 --
 -- KEYS  1 a stream
 -- ARGV  entry IDs
