@@ -26,6 +26,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     A request without a ticket is a tuple one element shorter.
     """
+    undated = dispatch.undated  # looked at here, because a call of `deadline_us` costs each request 0.1 µs
     tuples: list[tuple[Any, ...]] = [
         (
             request.entry.id,
@@ -33,7 +34,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
             request.content_type,
             request.reply_to,
             request.arrival_us,
-            dispatch.deadline_us(request),
+            None if undated and request in undated else request.deadline_us,
             request.body,
             request.extra,
         )
