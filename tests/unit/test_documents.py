@@ -13,6 +13,7 @@ import pytest
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = ("docs", "ops", "services", "shared", "tests")
 LINE_CHARS_MAX: Final = 119
+LUA_CHARS_MAX: Final = 120
 GENERATED: Final = "\nWritten by `"  # benchmarks write their reports, with tables of any width
 
 FENCE: Final = re.compile(r"^(```+).*?^\1$", re.MULTILINE | re.DOTALL)
@@ -67,6 +68,13 @@ def test_there_are_documents() -> None:
 @each_document
 def test_relative_links_resolve(document: Path) -> None:
     assert list(broken_links(document)) == []
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("shared/**/*.lua")), ids=lambda path: path.stem)
+def test_lines_of_scripts_are_short(script: Path) -> None:
+    """No linter checks them."""
+    long = [at for at, line in enumerate(script.read_text().splitlines(), 1) if len(line) > LUA_CHARS_MAX]
+    assert long == [], f"{script}: these lines have more than {LUA_CHARS_MAX} characters"
 
 
 @each_document

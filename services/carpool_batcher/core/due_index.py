@@ -16,9 +16,8 @@ class DueIndex:
     """The earliest due time of the requests in it. Requests that no longer wait are skipped lazily.
 
     A request is due at its deadline; without one, `target_us` (`target_latency_ms`) after its arrival;
-    without either, never. Most
-    requests are due no earlier than those before them, and are dispatched in that order: they form a sorted
-    row, O(1) each. The others go into a heap, O(log of their number).
+    without either, never. Most requests are due no earlier than those before them, and are dispatched in
+    that order: they form a sorted row, O(1) each. The others go into a heap, O(log of their number).
     """
 
     __slots__ = ("_heap", "_sorted", "target_us")

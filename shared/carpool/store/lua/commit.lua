@@ -1,8 +1,8 @@
 -- commit: write the results of a batch, remove it from `batches` and announce it in `settled`, all or nothing. The
 -- same script writes the dead letters of its requests that were given up.
 --
--- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not leave all of these out, nothing is written: the reply names
--- them, and the caller commits again without them.
+-- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not
+-- leave all of these out, nothing is written: the reply names them, and the caller commits again without them.
 --
 -- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 maximum length of `settled`, 6 of `dead`
