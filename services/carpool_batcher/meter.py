@@ -129,7 +129,7 @@ class Meter:
             self._counter_of(refusal.status, refusal.reason).inc()
 
     def expired_in_flight(self, requests: int) -> None:
-        """So many requests were answered at their deadline while their batch was in flight."""
+        """`requests` requests were answered at their deadline while their batch was in flight."""
         self._counter_of(DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
 
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
