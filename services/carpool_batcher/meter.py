@@ -1,7 +1,7 @@
 """What a batcher measures: BatcherMetrics for the process, a Meter for each of its models.
 
-Counters are kept once, in the metrics, where the report for `carpool top` reads them. Its recent latencies
-are in no metric (`recent_latency`); its gauges and l(n) come from the scheduler.
+Counters are kept once, in the metrics, where the report for `carpool top` reads them. The report's recent
+latencies come from `recent_latency` and are in no metric; its gauges and l(n) come from the scheduler.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Final
 from carpool.metrics import BucketCounts
 
 WINDOW_US: Final = 10_000_000
-_BOUND_RATIO: Final = 1.1  # a quantile is off by at most half of it
+_BOUND_RATIO: Final = 1.1  # a bucket is 10% wide, so a quantile is off by about 5% at most
 BOUNDS_US: Final = tuple(int(100 * _BOUND_RATIO**power) for power in range(165))  # up to ten minutes
 
 

@@ -33,8 +33,8 @@ RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 class Codec:
     """Encodes and decodes for one model, as it described itself when it was loaded.
 
-    The bodies of a batch usually differ in their numbers and have the same tensor head, so most of them need
-    no decoding (HeadMemo).
+    The tensors of a batch usually have the same head (datatype and shape) and differ only in their data, so
+    most bodies need no decoding (HeadMemo).
     """
 
     def __init__(self, ready: Ready) -> None:

@@ -1,7 +1,7 @@
 """An execution: one batch that a worker has fetched or reclaimed, until it is committed or lost.
 
-Its requests are addressed by their positions in the batch. Every position that had no result elsewhere gets
-one here; then the execution can be committed.
+Its requests are addressed by their positions in the batch. Every position that had no result when
+this worker took the batch gets one here; then the execution can be committed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from carpool.errors import ABORTED, INTERNAL
 from carpool.messages import Batch, DeadLetter, Result
 from carpool_worker.model_process.frames import FrameHeader
 
-DEATHS_MAX: Final = 2  # deaths while a request is executed, after which it is dead-lettered
+DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
 
 
 class Frame(NamedTuple):

@@ -1,11 +1,11 @@
 """A replica: one model process and the executions in its hands.
 
-There are two at most: one is executed, while the other waits in the pipe or is being committed. Two loops
-meet here. The fetcher adds executions; the committer takes them finished, in order. When the committer's
-thread sees that the model process died, it starts another, which executes again what was not finished. The
-frame it died on is split into one frame for each request, because one of them may be the cause. Such an
-execution, and each that was reclaimed, is suspect: it has one frame for each request, and these are not
-sent ahead, but one at a time.
+It has at most two executions: one is executed, while the other waits in the pipe or is being committed.
+Two loops meet here. The fetcher adds executions; the committer takes them finished, in order. When the
+committer's thread sees that the model process died, it starts another, which executes again what was not
+finished. The frame it died on is split into one frame for each request, because one of them may be the
+cause. The execution of that frame, like each that was reclaimed, is suspect: it has one frame for each
+request, and these are not sent ahead, but one at a time.
 """
 
 from __future__ import annotations

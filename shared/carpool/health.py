@@ -1,4 +1,4 @@
-"""The HTTP page of a service: /metrics, /healthz and /readyz.
+"""The HTTP server of a service: /metrics, /healthz and /readyz.
 
 /healthz fails only for what a restart mends (a loop that ended or hangs). /readyz fails while the service
 can do no work, and says why: loading, draining, no Redis. A batcher on standby is ready.

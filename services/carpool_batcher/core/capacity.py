@@ -12,10 +12,11 @@ Here l(n) is that of the batch's lane, and the round trip is the way to the work
 reach a process at the moment at which it becomes free: so it is dispatched one round trip before the settling
 of the batch that is being executed there.
 
-Processes that start together also end together. A request that arrives just after they started would wait
-for nearly all of l(n), however many processes there are. Therefore, when load is too high for batches of one,
-dispatches are spaced evenly: with N processes one every l(n) / N, so that no request waits longer than that;
-sooner the more l(n) grows with n, and not spaced at all where it is proportional to n.
+Processes that start batches together also finish them together. A request that arrives just after that
+would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for
+batches of one, dispatches are spaced evenly: with N processes one every l(n) / N, so that no request waits
+longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
+it is 0.
 """
 
 from __future__ import annotations

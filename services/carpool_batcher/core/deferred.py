@@ -1,8 +1,8 @@
 """The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
 
 A batch of n that is dispatched at t is expected to settle by t + round trip + l(n), where l(n) includes the
-margin of `core.latency`. So with d the earliest deadline, n requests are dispatched just before one more
-would be late:
+margin of `core.latency`. So with d the earliest deadline, n requests are dispatched just before a batch
+of n + 1 would be late:
 
     at d - round trip - l(n + 1),    or at once if n is enough for the model to be efficient.
 

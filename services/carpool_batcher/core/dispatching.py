@@ -21,7 +21,7 @@ from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.queue import Queue
 
-PLANNED_BATCHES_MAX: Final = 4  # waiting requests that are planned with, in batches of the largest size
+PLANNED_BATCHES_MAX: Final = 4  # how many waiting requests a plan considers, in batches of the largest size
 
 
 class Dispatcher:

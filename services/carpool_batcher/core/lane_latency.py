@@ -17,7 +17,7 @@ from carpool_batcher.core.latency import LatencyModel
 
 LANES_MAX: Final = 64  # producers choose the names: the lanes that settled last are kept
 LANE_BATCHES_MIN: Final = 4  # executed batches of a lane, before it uses its own model
-LANE_MODEL_TRUST_US: Final = 100_000  # since the lane's last executed batch: no trial before
+LANE_MODEL_TRUST_US: Final = 100_000  # no trial sooner than this after the lane's last executed batch
 TRIAL_PAUSE_RATIO: Final = 5.0  # the pause after a trial, in execution times of that trial
 
 

@@ -10,8 +10,8 @@
         def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
 
-A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise, or
-return in place of an item's result, an exception; carpool.errors has one for each status. A method
+A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
+exception, or return one in place of an item's result; carpool.errors has one for each status. A method
 `predict(self, batch, requests)` also gets a RequestInfo for each item.
 """
 

@@ -6,7 +6,7 @@ redis-py parses the URL, connects, sets up TLS, signs in, and parses replies. It
 - no connection pool;
 - no retries, because only the caller knows whether a command may be repeated. After any error that makes it
   unclear which replies are still to come, the connection is closed;
-- no `driver_info`: a role needs no permission to send it, and connecting takes two round trips less.
+- no `driver_info`: so roles need no permission to send it, and connecting takes two round trips less.
 
 Three private attributes of redis-py's connections are used, which have no public equivalent. Because of them
 pyproject.toml limits its version.

@@ -17,7 +17,7 @@ from carpool.wire.results import encode_envelope, encode_result, encode_results
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
-# The files that a script needs which delivers results.
+# The files that every script that delivers results needs.
 DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
 
 _ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER))

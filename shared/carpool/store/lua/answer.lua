@@ -1,6 +1,6 @@
 -- answer: write the results of some requests of a batch in flight ahead of the batch's commit, each at most once.
 -- A batcher does this when a deadline passes, wherever the batch is. A worker does it when the results are too large
--- for one commit, and when a worker or model process may have died of a request, so that the requests are executed one
+-- for one commit, and when a worker or model process may have died of a request. The requests are then executed one
 -- at a time: a finished result survives the next death, and the number of starts shows which request is the cause.
 --
 -- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results

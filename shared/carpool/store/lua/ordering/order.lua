@@ -2,7 +2,8 @@
 
 -- deliver_in_order(held, ticket, key, kind, payload, ttl_ms): withhold the result if its request has a ticket, for
 -- `release` to deliver; else deliver it now. O(1).
--- With a ticket the payload is a single envelope, also where it goes on a stream, whose entries carry arrays of them.
+-- With a ticket the payload is always a single envelope. A stream's entries carry arrays of envelopes: if the result
+-- goes to a stream, the array is made here or by `release`.
 local function deliver_in_order(held, ticket, key, kind, payload, ttl_ms)
   if ticket ~= '' then
     if update_ticket(held, ticket, withheld_result(kind, ttl_ms, key, payload)) then return end

@@ -7,7 +7,7 @@
 --       | { 'EMPTY' } no tickets are left
 --       | { 'WAITING', entry ID } | { 'IN_FLIGHT', batch ID } | { 'UNKNOWN', '' }  state of the first ticket
 -- O(results delivered + tickets freed), and O(bytes) of the results; with KEYS 3 and 4 also O(bytes) of the entry or
--- batch of the first ticket: call it so rarely.
+-- batch of the first ticket: pass these keys only rarely.
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
 if release(KEYS[1], KEYS[2]) then return { 'MORE' } end
 

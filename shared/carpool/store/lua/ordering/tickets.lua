@@ -33,7 +33,8 @@ end
 
 -- update_ticket(held, ticket, value): give a ticket a new value. Returns whether the ticket exists and could be
 -- changed. A withheld result is never overwritten: a second request with this ticket can only be a forged one.
--- HDEL and HSETNX instead of HSET, because the ACL rules of Redis 6 would then allow HSET on every hash of the role.
+-- HDEL and HSETNX instead of HSET: under the ACL rules of Redis 6, a role that may use HSET here may use it on every
+-- hash that it can write.
 -- O(1).
 local function update_ticket(held, ticket, value)
   local old = redis.pcall('HGET', held, ticket)
