@@ -115,8 +115,8 @@ def test_redis_errors_are_counted_by_kind(error: Exception, kind: str | None) ->
 def test_statuses_invented_by_a_model_share_one_label() -> None:
     """Given a model that invents a status for each request, expect only the documented labels."""
     metrics = WorkerMetrics(MODEL)
-    job = job_of("OK", "NOT_FOUND", "MINE_1", "MINE_2", "ABORTED")
-    metrics.committed(job, output_us=5, now_us=2_000)
+    execution = execution_of("OK", "NOT_FOUND", "MINE_1", "MINE_2", "ABORTED")
+    metrics.committed(execution, output_us=5, now_us=2_000)
     counted = {
         (dict(labels)["status"], dict(labels)["reason"]): value
         for (name, labels), value in samples(metrics.registry).items()
@@ -130,14 +130,14 @@ def test_statuses_invented_by_a_model_share_one_label() -> None:
     }
 
 
-def job_of(*statuses: str) -> Execution:
-    """A job whose requests have these results."""
+def execution_of(*statuses: str) -> Execution:
+    """An execution whose requests have these results."""
     requests = [
         BatchedRequest("1-1", str(at), RAW, None, 1_000, None, b"", None) for at in range(len(statuses))
     ]
-    job = Execution(Batch("1-1", 1, requests, "full", 1_500, ""))
-    job.results = {at: Result(str(at), status, RAW) for at, status in enumerate(statuses)}
-    return job
+    execution = Execution(Batch("1-1", 1, requests, "full", 1_500, ""))
+    execution.results = {at: Result(str(at), status, RAW) for at, status in enumerate(statuses)}
+    return execution
 
 
 # --- the document ------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     for gauge in batcher.gauges:
         gauge.labels(MODEL)
     statuses = [kind.status for kind in every_error(CarpoolError)]
-    worker.committed(job_of(*statuses, "MINE"), output_us=0, now_us=0)
+    worker.committed(execution_of(*statuses, "MINE"), output_us=0, now_us=0)
     for kind in REDIS_ERROR_KINDS:
         worker.error(LinkError("") if kind == "link" else CommandError(kind, ""))
     families: dict[str, tuple[str, dict[str, set[str]]]] = {}
