@@ -102,6 +102,10 @@ class Keys:
         """Stream that expires: the results of all requests that named `reply_to NAME`."""
         return self._of(f"replies:{name}")
 
+    def body(self, name: str) -> str:
+        """String that expires: a large body, which a request names in its field `body_key`."""
+        return self._of(f"body:{name}")
+
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
         often each was started alone (see `answer.lua`)."""
