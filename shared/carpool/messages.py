@@ -89,7 +89,7 @@ class Entry:
 
     id: str
     arrival_us: int
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list, repr=False)
 
 
 @dataclass(slots=True, eq=False)
