@@ -5,7 +5,7 @@ Only batchers and workers write these, so a malformed one is a bug, and decoding
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack

@@ -54,6 +54,7 @@ MAX_REQUESTS_PER_ENTRY: Final = 4096
 # A batch, or an entry put back, can be several times as large, and must stay below the 512 MiB that Redis
 # accepts in one string.
 MAX_PACKED_BYTES: Final = 64 * 1024 * 1024
+RUN_REQUESTS_MAX: Final = 64  # or the model's `max_batch_size`: longer runs are divided
 MAX_WITHDRAW_BYTES: Final = 1 << 20
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
 MAX_EXPIRATION_MS: Final = 1 << 53
@@ -113,7 +114,20 @@ def decode_entry(
         if tickets:
             _restore_tickets(decoded, tickets)
     entry.runs = [item for item in decoded if type(item) is Run]
-    return entry, decoded
+    return entry, _divide_long_runs(decoded, settings)
+
+
+def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[Decoded]:
+    """Divide runs that are longer than a batch: a run is the least that can be put back in an entry."""
+    limit = max(RUN_REQUESTS_MAX, settings.max_batch_size)
+    if all(type(item) is not Run or len(item) <= limit for item in decoded):
+        return decoded
+    divided: list[Decoded] = []
+    for item in decoded:
+        while type(item) is Run and len(item) > limit:
+            divided.append(item.cut(limit))
+        divided.append(item)
+    return divided
 
 
 def _decode_withdrawal(entry: Entry, names: bytes) -> Withdrawal:
