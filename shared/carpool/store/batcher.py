@@ -51,7 +51,7 @@ RawEntry = tuple[bytes, list[bytes]]  # ID, and field, value, field, value, ...
 
 
 class PutBack(NamedTuple):
-    """An entry was replaced by others: for each of them its ID, and the runs that it holds and that still wait."""
+    """An entry was replaced by others: for each its ID, and the runs that it holds and that still wait."""
 
     entry: Entry
     parts: list[tuple[str, list[Run]]]
