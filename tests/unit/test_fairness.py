@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 import pytest
 
-from carpool.messages import Entry, Request
+from carpool.messages import Entry, Run
 from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue
 from carpool_batcher.core.lane import Lane
 
 NO_LIMIT = 1 << 60
 
 
-def request(name: str, tenant: str, cost: int = 1) -> Request:
-    return Request(Entry("1-0", 0), name, b"x", cost=cost, tenant=tenant)
+def request(name: str, tenant: str, cost: int = 1) -> Run:
+    return Run(Entry("1-0", 0), name, b"x", cost=cost, tenant=tenant)
 
 
-def lane_of(*requests: Request) -> Lane:
+def lane_of(*requests: Run) -> Lane:
     lane = Lane("")
     for r in requests:
         lane.insert(r)
@@ -28,7 +28,7 @@ def names(lane: Lane) -> str:
     return " ".join(r.correlation_id for r in lane.pop_batch(100, None, NO_LIMIT))
 
 
-def requests_of(tenant: str, number: int, cost: int = 1) -> list[Request]:
+def requests_of(tenant: str, number: int, cost: int = 1) -> list[Run]:
     return [request(f"{tenant}{at}", tenant, cost) for at in range(number)]
 
 

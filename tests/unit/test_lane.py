@@ -9,7 +9,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import Entry, Request
+from carpool.messages import Bodies, Entry, Rows, Run
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import NO_WEIGHTS
 from carpool_batcher.core.lane import Lane, bytes_of
@@ -25,14 +25,14 @@ def request(
     body: bytes = b"x",
     tenant: str = "",
     deadline_us: int | None = None,
-) -> Request:
-    return Request(
+) -> Run:
+    return Run(
         Entry("1-0", arrival_us), name, body, arrival_us=arrival_us, priority=priority, cost=cost,
         tenant=tenant, deadline_us=deadline_us,
     )  # fmt: skip
 
 
-def lane_of(*requests: Request) -> Lane:
+def lane_of(*requests: Run) -> Lane:
     lane = Lane("")
     for r in requests:
         lane.insert(r)
@@ -174,7 +174,7 @@ def test_head_of_a_lane_with_only_expired_requests() -> None:
 # --- due times ---------------------------------------------------------------------------------------------
 
 
-def due_us(waiting: Request, target_us: int | None) -> int:
+def due_us(waiting: Run, target_us: int | None) -> int:
     if waiting.deadline_us is not None:
         return waiting.deadline_us
     return NEVER_US if target_us is None else waiting.arrival_us + target_us
