@@ -126,11 +126,12 @@ class AsyncClient:
         self._numbers = count()
         self._channels: dict[str, Channel] = {}  # by model
         self._awaited: dict[str, OutgoingEntry] = {}  # by the correlation IDs of requests without a result
-        # Entries to be sent after this iteration of the event loop, and those of them that take more requests.
+        # Entries to be sent after this iteration of the event loop, and those that take more requests.
         self._collected: list[OutgoingEntry] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._heads: dict[tuple[Any, tuple[int, ...]], _Head] = {}  # by dtype and shape
         self._reader = ResultReader()
+        self._values, self._replies = FutureSink(), ReplySink()
         self._timeouts = Timeouts(self._on_timeout)
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
@@ -154,7 +155,6 @@ class AsyncClient:
             raise UnavailableError("this client is closed")
         if self._opening is None:
             self._loop = asyncio.get_running_loop()
-            self._values, self._replies = FutureSink(self._loop), ReplySink(self._loop)
             self._opening = asyncio.ensure_future(self._transport.open())
         opening = self._opening
         try:
@@ -184,7 +184,8 @@ class AsyncClient:
         Cancelling withdraws the request if it is still waiting.
         """
         channel = self._channels.get(model) or await self._open_channel(model)
-        correlation_id, future = self._add(channel, body, options, self._values)
+        future = self._loop.create_future()
+        correlation_id = self._add(channel, body, options, self._values, future)
         try:
             return await future
         except asyncio.CancelledError:
@@ -194,7 +195,8 @@ class AsyncClient:
     async def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, but also return how the request was executed."""
         channel = self._channels.get(model) or await self._open_channel(model)
-        correlation_id, future = self._add(channel, body, options, self._replies)
+        future = self._loop.create_future()
+        correlation_id = self._add(channel, body, options, self._replies, future)
         try:
             reply: Reply = await future
         except asyncio.CancelledError:
@@ -207,7 +209,8 @@ class AsyncClient:
         channel = self._channels.get(model)
         if channel is None:
             return asyncio.ensure_future(self.infer(model, body, **options))
-        correlation_id, future = self._add(channel, body, options, self._values)
+        future = self._loop.create_future()
+        correlation_id = self._add(channel, body, options, self._values, future)
         future.add_done_callback(
             lambda done: self._withdraw(correlation_id, done) if done.cancelled() else None
         )
@@ -320,8 +323,8 @@ class AsyncClient:
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def _add(self, channel: Channel, body: Any, options: RequestOptions, sink: Sink) -> tuple[str, Any]:
-        """Add a request to an entry; return its correlation ID and the target of its result."""
+    def _add(self, channel: Channel, body: Any, options: RequestOptions, sink: Sink, target: Any) -> str:
+        """Add a request to an entry; return its correlation ID. Its result goes to the target in the sink."""
         if self._closed:
             raise UnavailableError("this client is closed")
         timeout_s, fields, correlation_id, content_type = self._timeout_s, NO_FIELDS, None, None
@@ -338,20 +341,20 @@ class AsyncClient:
         if entry is None:
             entry = self._open[key] = OutgoingEntry(channel, content_type, timeout_s, sink)
             self._collect(entry)
-        target = sink.new_target()
         if not entry.add(correlation_id, target, fields, head, rest):
             del self._open[key]
         self._awaited[correlation_id] = entry
-        return correlation_id, target
+        return correlation_id
 
     def _add_or_fail(
         self, channel: Channel, body: Any, options: RequestOptions, sink: Gathering | Window
     ) -> None:
         """As `_add`, but a body that cannot be sent fails in its turn."""
+        (target,) = sink.reserve(1)
         try:
-            self._add(channel, body, options, sink)
+            self._add(channel, body, options, sink, target)
         except InvalidArgumentError as error:
-            sink.fail(sink.new_target(), error)
+            sink.fail(target, error)
 
     async def _send_rows(
         self,
@@ -375,7 +378,7 @@ class AsyncClient:
             entry = OutgoingEntry(channel, MSGPACK, timeout_s, gathering)
             entry.add_run(
                 OutgoingRun(fields, head.encoded, ids, [to_bytes(rows, head.datatype)]),
-                [gathering.new_target() for _ in ids],
+                gathering.reserve(len(ids)),
             )
             self._awaited.update(dict.fromkeys(ids, entry))
             self._collect(entry)

@@ -40,7 +40,7 @@ class ResultReader:
         return value
 
     def array(self, columns: ResultColumns) -> Array | None:
-        """The results as the rows of one array, over the bytes of the columns; None if they are no tensors."""
+        """The results as the rows of one array over the columns' bytes; None if they are not tensors."""
         rows = columns.rows
         if columns.content_type != MSGPACK:
             return None

@@ -1,12 +1,13 @@
 """Where results go: to a future for each request, to a window of them in order, or to one array.
 
-A sink gives each request a target, which comes back with its result: a future, or the request's number.
+Each request has a target, which its sink gets with the result: a future, or the request's number.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -32,8 +33,6 @@ Served = tuple[int, int, int]  # batch_size, queue_us, compute_us
 
 class Sink(Protocol):
     """Takes the results of requests. Each has one result: a row of an array, another value, or an error."""
-
-    new_target: Callable[[], Any]
 
     def put(self, correlation_id: str, target: Any, value: Any, served: Served) -> None:
         """Take a value."""
@@ -63,9 +62,6 @@ def rows_of(array: Array) -> list[Array]:
 class FutureSink:
     """A future for each request, which gets the value."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.new_target: Callable[[], asyncio.Future[Any]] = loop.create_future
-
     def put(self, correlation_id: str, target: asyncio.Future[Any], value: Any, served: Served) -> None:
         """Resolve the future, unless it was cancelled."""
         if not target.done():
@@ -86,6 +82,28 @@ class FutureSink:
     def fail(self, target: asyncio.Future[Any], error: CarpoolError) -> None:
         """Set the exception of the future, unless it was cancelled."""
         if not target.done():
+            target.set_exception(error)
+
+
+class ThreadFutureSink:
+    """A `concurrent.futures.Future` for each request, which gets the value."""
+
+    def put(self, correlation_id: str, target: Future[Any], value: Any, served: Served) -> None:
+        """Resolve the future, unless it was cancelled."""
+        if target.set_running_or_notify_cancel():
+            target.set_result(value)
+
+    def put_rows(
+        self, correlation_ids: Sequence[str], targets: Sequence[Future[Any]], array: Array, served: Served
+    ) -> None:
+        """Resolve each future with its row."""
+        for target, row in zip(targets, rows_of(array), strict=True):
+            if target.set_running_or_notify_cancel():
+                target.set_result(row)
+
+    def fail(self, target: Future[Any], error: Exception) -> None:
+        """Set the exception of the future, unless it was cancelled."""
+        if target.set_running_or_notify_cancel():
             target.set_exception(error)
 
 
@@ -117,10 +135,10 @@ class _Numbered:
         self._waiter: asyncio.Future[None] | None = None
         self.sent = 0
 
-    def new_target(self) -> int:
-        """The number of the next request."""
-        self.sent += 1
-        return self.sent - 1
+    def reserve(self, count: int) -> range:
+        """The numbers of the next `count` requests."""
+        self.sent += count
+        return range(self.sent - count, self.sent)
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
@@ -181,7 +199,7 @@ class Gathering(_Numbered):
     """All results of `infer_many`: the rows of one array as long as all have one layout, else a list."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, size: int | None, keep_errors: bool) -> None:
-        """`size`: the number of requests, if an array is wanted. `keep_errors`: as results, in their places."""
+        """`size`: the number of requests, if an array is wanted. `keep_errors`: they are results, too."""
         super().__init__(loop)
         self._size = size
         self._keep_errors = keep_errors
