@@ -45,6 +45,8 @@ from carpool.wire.bodies import encode_body
 from carpool.wire.results import decode_columns, decode_results
 from carpool.wire.tensors import Array, datatype_of, tensor_head, to_bytes
 
+__all__ = ["AsyncClient", "Reply", "RequestOptions"]
+
 DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024

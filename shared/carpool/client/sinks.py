@@ -232,9 +232,12 @@ class Gathering(_Numbered):
         return [others[number] if number in others else array[number, ...] for number in range(self.sent)]
 
     def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
-        """Keep a value."""
-        self._others[target] = value
-        self._settle(1)
+        """Keep a value; an array as a row."""
+        if type(value) is np.ndarray:
+            self.put_rows((correlation_id,), (target,), value[np.newaxis], served)
+        else:
+            self._others[target] = value
+            self._settle(1)
 
     def put_rows(
         self, correlation_ids: Sequence[str], targets: Sequence[int], array: Array, served: Served
