@@ -344,6 +344,14 @@ class ResultColumns(NamedTuple):
         ]
 
 
+class RunColumns(NamedTuple):
+    """Results of requests of one run of a batch, as columns. `positions` are the requests', ascending."""
+
+    run: BatchedRun
+    positions: Sequence[int]
+    columns: ResultColumns
+
+
 class Refusal(NamedTuple):
     """The answer to requests of one entry that are not dispatched.
 
