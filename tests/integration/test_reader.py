@@ -61,7 +61,7 @@ class Watched:
         self.expected[kind].append(self._redis.xadd(getattr(self.keys, kind), {"a": "b"}))
 
     def delete_oldest(self) -> None:
-        """Delete an entry, as a dispatch does. It may have been read already, and may be read all the same."""
+        """Delete an entry, as a dispatch does. It may be read all the same."""
         for entry_id, _ in self._redis.xrange(self.keys.requests, count=1):
             self._redis.xdel(self.keys.requests, entry_id)
             self.deleted.add(entry_id)
@@ -85,7 +85,7 @@ class Watched:
 def run_at_random(url: str, redis: Any, seed: int) -> None:
     """Add, delete, read, move and start over at random. Expect each entry to be read once, in order."""
     choice = random.Random(seed)
-    # With the longest, only an entry ends the wait of a connection: so each model must be read by one at any time.
+    # With the longest, only an entry ends a wait: so each model must be read by a connection at any time.
     busy_block_ms, idle_block_ms = ((1, 2), (20, 40), (60_000, 60_000))[seed % 3]
     reader = StreamReader(url, "test", busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
     watched = [Watched(reader, model, redis) for model in MODELS]

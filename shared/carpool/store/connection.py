@@ -234,8 +234,10 @@ class Link:
     def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
-        """Run a script once for each of these keys and arguments, in one round trip. A CommandError is returned
-        in its place."""
+        """Run a script once for each of these keys and arguments, in one round trip.
+
+        A CommandError is returned in its place.
+        """
         replies = self.call_many(*[("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls])
         for at, reply in enumerate(replies):
             if isinstance(reply, CommandError) and reply.code == "NOSCRIPT":
@@ -251,7 +253,7 @@ class Link:
 
     @property
     def _is_buffered(self) -> bool:
-        """Whether a read would not wait: TLS has read bytes from the kernel already, or it is not connected."""
+        """Whether a read would not wait: TLS has read bytes already, or there is no connection."""
         sock = self._connection._sock
         return sock is None or bool(getattr(sock, "pending", None) and sock.pending())
 

@@ -1,13 +1,14 @@
 """Reads what is new in the request and settled streams of all models, over two connections.
 
-A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy models,
-and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen while the
-XREADs of both wait in Redis with the models as they were. Two rules keep every entry from being lost, or read twice:
+A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy
+models, and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen
+while the XREADs of both wait in Redis with the models as they were. Two rules keep every entry from being
+lost, or read twice:
 
-- A model that was moved is still read by its previous connection until an XREAD of the other one includes it.
-  So there is no moment at which nobody reads it.
-- Meanwhile both may return the same entries. Each stream has one cursor, and entries up to it are dropped. As each
-  reply has all entries after the ID that its XREAD named, what remains has no gap.
+- A model that was moved is still read by its previous connection until an XREAD of the other one includes
+  it. So there is no moment at which nobody reads it.
+- Meanwhile both may return the same entries. Each stream has one cursor, and entries up to it are dropped.
+  As each reply has all entries after the ID that its XREAD named, what remains has no gap.
 
 A subscription that ended, and a later one to the same model, are different: a reply belongs to that for which
 its XREAD was sent.
@@ -55,8 +56,8 @@ class Stream:
     def unread(self, entries: list[RawEntry], asked_after: bytes) -> list[RawEntry]:
         """Those of these entries that were not read yet, and moves the cursor. XREAD named `asked_after`."""
         if asked_after is not self.after:  # the other connection has read of this stream since
-            last_read = _id_order(self.after)
-            entries = [entry for entry in entries if _id_order(entry[0]) > last_read]
+            last_read = id_order(self.after)
+            entries = [entry for entry in entries if id_order(entry[0]) > last_read]
         if entries:
             self.after = entries[-1][0]
         return entries
@@ -246,7 +247,7 @@ class _Watch:
             raise error
 
 
-def _id_order(entry_id: bytes) -> tuple[int, int]:
+def id_order(entry_id: bytes) -> tuple[int, int]:
     """What orders IDs of stream entries."""
     ms, _, number = entry_id.partition(b"-")
     return int(ms), int(number)
