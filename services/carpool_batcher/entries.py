@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from carpool.messages import Entry, Request
 from carpool.store.batcher import BatcherStore, EntryChanges
+from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
 
 SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be committed, and its `settled` entry still unread
@@ -16,7 +19,24 @@ class EntryTable(dict[str, Entry]):
     """Every entry of the request stream that has been read and not removed, by its current ID.
 
     Once an entry is in here, only this class changes its `id` and `requests`.
+
+    What this batcher puts back has a new ID, and is read later, as every entry. It is known by then, or was
+    dispatched meanwhile: it must not be offered again. So these IDs are remembered until they were read.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._put_back_ids: deque[bytes] = deque()  # in ascending order, as Redis assigns them
+
+    def not_put_back(self, arrived: Sequence[RawEntry]) -> Sequence[RawEntry]:
+        """Those of these entries, which were read in their order, that this batcher did not put back."""
+        if not self._put_back_ids:
+            return arrived
+        put_back = set(self._put_back_ids)
+        last_read = id_order(arrived[-1][0])
+        while self._put_back_ids and id_order(self._put_back_ids[0]) <= last_read:
+            self._put_back_ids.popleft()
+        return [entry for entry in arrived if entry[0] not in put_back]
 
     def update_from(self, changes: EntryChanges) -> list[Request]:
         """Follow what a script did in Redis. Returns the requests of entries missing there."""
@@ -29,6 +49,7 @@ class EntryTable(dict[str, Entry]):
             self._remove(entry)
             entry.id, entry.requests = new_id, waiting
             self[new_id] = entry
+            self._put_back_ids.append(new_id.encode())
         return missing
 
     def _remove(self, entry: Entry) -> list[Request]:

@@ -158,17 +158,35 @@ def stop_on_signals() -> threading.Event:
 # --- threads that survive errors ----------------------------------------------------------------------------
 
 
-class Loop:
-    """A thread that calls `run_once` repeatedly until `stop` is called.
+class Backoff:
+    """How long to pause after errors: it doubles with each error in a row, from 50 ms to 2 s.
 
-    An exception of `run_once` goes to `on_error`, and the loop continues: if its thread ended, the process
-    would look alive and do nothing. The pause after an error doubles with each error in a row, from 50 ms to
-    2 s, so that an unreachable Redis causes neither a flood of connections nor of log lines. `failing` is the
-    error of the last call; None if it succeeded.
+    So an unreachable Redis causes neither a flood of connections nor of log lines.
     """
 
     _PAUSE_MIN_S: Final = 0.05
     _PAUSE_MAX_S: Final = 2.0
+
+    def __init__(self) -> None:
+        self._pause_s = 0.0
+
+    def next_s(self) -> float:
+        """The pause after one more error."""
+        self._pause_s = min(max(2 * self._pause_s, self._PAUSE_MIN_S), self._PAUSE_MAX_S)
+        return self._pause_s
+
+    def reset(self) -> None:
+        """There was no error."""
+        self._pause_s = 0.0
+
+
+class Loop:
+    """A thread that calls `run_once` repeatedly until `stop` is called.
+
+    An exception of `run_once` goes to `on_error`, and the loop continues: if its thread ended, the process
+    would look alive and do nothing. It pauses after an error (`Backoff`). `failing` is the error of the last
+    call; None if it succeeded.
+    """
 
     def __init__(
         self, name: str, run_once: Callable[[], None], on_error: Callable[[Exception], None]
@@ -205,13 +223,14 @@ class Loop:
         return time.monotonic() - self._last_call_s
 
     def _run(self) -> None:
-        pause_s = 0.0
+        pause_s, backoff = 0.0, Backoff()
         while not self._stop.wait(pause_s):
             try:
                 self._run_once()
+                backoff.reset()
                 pause_s, self.failing = 0.0, None
             except (Exception, SystemExit) as error:
-                pause_s = min(max(2 * pause_s, self._PAUSE_MIN_S), self._PAUSE_MAX_S)
+                pause_s = backoff.next_s()
                 self.failing = str(error) or type(error).__name__
                 self._report(error)
             self._last_call_s = time.monotonic()

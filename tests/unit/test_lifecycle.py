@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from carpool.lifecycle import Loop
+from carpool.lifecycle import Backoff, Loop
 
 # All processes of a test share a pipe as their stdout. Its end of file proves that all of them have ended; a
 # check of pids could not, since pids are reused.
@@ -242,14 +242,15 @@ def raise_if_error(outcome: Exception | None) -> None:
         raise outcome
 
 
-def test_stop_interrupts_the_pause() -> None:
+def test_stop_interrupts_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
 
     def run_once() -> None:
         raise BoomError
 
     loop = Loop("loop-under-test", run_once, lambda error: failed.set())
-    loop._PAUSE_MIN_S = loop._PAUSE_MAX_S = 1_000.0  # type: ignore[misc]
+    monkeypatch.setattr(Backoff, "_PAUSE_MIN_S", 1_000.0)
+    monkeypatch.setattr(Backoff, "_PAUSE_MAX_S", 1_000.0)
     loop.start()
     assert failed.wait(TIMEOUT_S)
     loop.stop()
