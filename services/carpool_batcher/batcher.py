@@ -35,6 +35,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
 from carpool.store.results import Address, Answer
 from carpool.wire.requests import Decoded, decode_entry
+from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings, Policies
 from carpool_batcher.entries import EntryTable, forget_missing_batches, forget_missing_entries
@@ -78,6 +79,7 @@ class ModelBatcher:
         self._report_at_us = 0
         self._read_entries = READ_ENTRIES_FIRST
         self._log = structlog.get_logger().bind(model=keys.model)
+        self._answer_log = AnswerLog(self._log)
         self._settings = EffectiveSettings(policies, self._log)
         self._stopping = Event()
 
@@ -143,6 +145,7 @@ class ModelBatcher:
             self._session.reader.close()
             self._session = None
         self._store.close()
+        self._answer_log.summarize()
         self._meter.deactivated()
         self._read_entries = READ_ENTRIES_FIRST
         self._snapshot_at_us = self._report_at_us = 0
@@ -235,7 +238,7 @@ class ModelBatcher:
         answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
             self._meter.refused(answered)
-            self._log.info("requests refused", **Counter(refusal.status for refusal in answered))
+            self._answer_log.refused(Counter(refusal.status for refusal in answered))
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -264,7 +267,7 @@ class ModelBatcher:
         for batch_id, answers in by_batch.items():
             answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
         self._meter.expired_in_flight(answered)
-        self._log.info("requests expired in flight", requests=answered, batches=len(by_batch))
+        self._answer_log.expired_in_flight(answered, len(by_batch))
 
     # --- a few times a second ------------------------------------------------------------------------------
 
@@ -282,6 +285,7 @@ class ModelBatcher:
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         order.refresh(snapshot, entries)
         self._meter.update_gauges(scheduler, now_us)
+        self._answer_log.summarize_if_due()
         if now_us >= self._report_at_us:
             self._publish_report(scheduler, now_us)
 

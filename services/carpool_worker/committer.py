@@ -15,6 +15,7 @@ import structlog
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError
 from carpool.store.worker import WorkerStore
+from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica import Replica
@@ -26,9 +27,12 @@ COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Re
 class Committer:
     """`run_once` finishes and commits at most one execution. A failed commit is repeated by the next call."""
 
-    def __init__(self, replica: Replica, store: WorkerStore, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, replica: Replica, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
+    ) -> None:
         self._replica = replica
         self._metrics = metrics
+        self._batch_log = batch_log
         self._store = store
         self._log = structlog.get_logger()
 
@@ -55,7 +59,13 @@ class Committer:
         self._replica.remove(execution)
         output_us = (time.monotonic_ns() - started_ns) // 1000
         self._metrics.committed(execution, output_us, self._store.clock.now_us())
-        self._log_batch(execution)
+        self._batch_log.committed(
+            self._replica.consumer,
+            execution.batch,
+            Counter(result.status for result in execution.results.values()),
+            execution.compute_us,
+            len(execution.dead_letters),
+        )
 
     def _commit(self, execution: Execution) -> set[int]:
         """Commit an execution. Returns the positions that were answered elsewhere meanwhile."""
@@ -112,22 +122,3 @@ class Committer:
         for position in set(positions) - written:  # answered by a batcher when its deadline passed
             del execution.results[position]
         execution.answered_ahead |= written
-
-    def _log_batch(self, execution: Execution) -> None:
-        """Log the batch in one line, without its payloads."""
-        batch = execution.batch
-        statuses = Counter(result.status for result in execution.results.values())
-        oldest_us = min((request.arrival_us for request in batch.requests), default=batch.dispatched_us)
-        self._log.info(
-            "batch",
-            model=self._store.keys.model,
-            batch=batch.id,
-            reason=batch.reason,
-            size=len(batch.requests),
-            **statuses,
-            queue_ms=max(0, batch.dispatched_us - oldest_us) / 1000,
-            compute_ms=execution.compute_us / 1000,
-            epoch=batch.epoch,
-            dead=len(execution.dead_letters),
-            worker=self._replica.consumer,
-        )

@@ -35,6 +35,7 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
+from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
@@ -77,6 +78,7 @@ class Worker:
         self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
+        self.batch_log = BatchLog(keys.model, self._name)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -129,7 +131,7 @@ class Worker:
         return False
 
     def _start_replica(self, replica: Replica) -> None:
-        committer = Committer(replica, self._new_store("commit"), self._metrics)
+        committer = Committer(replica, self._new_store("commit"), self._metrics, self.batch_log)
         fetcher = Fetcher(replica, self._new_store("fetch"), self._lease_ms, self._register, self._metrics)
         self._start_loop(self._committers, f"committer {replica.consumer}", committer.run_once)
         self._start_loop(self._fetchers, f"fetcher {replica.consumer}", fetcher.run_once)
@@ -226,6 +228,7 @@ class Worker:
             self._heartbeat.stop()
             loop.join(1.0)
         self._leave(self._replicas)
+        self.batch_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
