@@ -81,7 +81,8 @@ class Directory:
             commands.append(("HSET", key, *(part for pair in values.items() for part in pair)))
         if removed:
             commands.append(("HDEL", key, *removed))
-        no_errors(self._link.call_many(*commands, ("EXEC",)))
+        *_, executed = no_errors(self._link.call_many(*commands, ("EXEC",)))
+        no_errors(executed)
 
     def oldest_arrival_us(self, model: str) -> int | None:
         """When the oldest waiting request of a model arrived."""
