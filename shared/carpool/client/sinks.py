@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Take a value."""
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[Any], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
     ) -> None:
         """Take values that are the rows of an array."""
 
@@ -70,7 +70,7 @@ class FutureSink:
     def put_rows(
         self,
         correlation_ids: Sequence[str],
-        targets: Sequence[asyncio.Future[Any]],
+        targets: list[asyncio.Future[Any]],
         array: Array,
         served: Served,
     ) -> None:
@@ -94,7 +94,7 @@ class ThreadFutureSink:
             target.set_result(value)
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[Future[Any]], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Future[Any]], array: Array, served: Served
     ) -> None:
         """Resolve each future with its row."""
         for target, row in zip(targets, rows_of(array), strict=True):
@@ -118,7 +118,7 @@ class ReplySink(FutureSink):
     def put_rows(
         self,
         correlation_ids: Sequence[str],
-        targets: Sequence[asyncio.Future[Any]],
+        targets: list[asyncio.Future[Any]],
         array: Array,
         served: Served,
     ) -> None:
@@ -183,7 +183,7 @@ class Window(_Numbered):
             self._wake()
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[int], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
     ) -> None:
         """Keep the results until they are taken."""
         self._results.update(zip(targets, rows_of(array), strict=True))
@@ -234,13 +234,13 @@ class Gathering(_Numbered):
     def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
         """Keep a value; an array as a row."""
         if type(value) is np.ndarray:
-            self.put_rows((correlation_id,), (target,), value[np.newaxis], served)
+            self.put_rows([correlation_id], [target], value[np.newaxis], served)
         else:
             self._others[target] = value
             self._settle(1)
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[int], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
     ) -> None:
         """Copy the rows into the array."""
         if self._size is not None and self._array is None:
