@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from typing import Any, Final
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from carpool import AsyncClient, Client
-from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX
+from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, Gathering
 from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.wire.tensors import tensor_head
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -78,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
 
 KINDS: Final[dict[str, Callable[[int], Any]]] = {
     "vector": lambda n: np.arange(n, n + 8, dtype=np.float32),
-    "matrix": lambda n: np.full((3, 2), n, np.int64),
+    "matrix": lambda n: np.full((2, 2), n, np.int64),  # as many bytes as a vector
     "strided": lambda n: np.arange(n, n + 16, dtype=np.int64)[::2],
     "big-endian": lambda n: np.arange(n, n + 4, dtype=">i4"),
     "scalar": lambda n: np.array(n, np.uint32),
@@ -120,6 +121,14 @@ def expected(body: Any) -> Any:
     if isinstance(body, np.ndarray):
         return body.tolist() if body.dtype.kind == "U" else body.astype(body.dtype.newbyteorder("<"))
     return body
+
+
+def options_read(options: dict[str, Any]) -> frozenset[tuple[str, str]]:
+    """Options as the fields that a service reads, besides the expiration."""
+    fields = {**options, **options.get("fields", {})}
+    return frozenset(
+        (name, str(fields[name])) for name in fields.keys() - {"fields", "timeout", "expiration"}
+    )
 
 
 async def call(client: AsyncClient, kind: str, bodies: list[Any], options: dict[str, Any]) -> list[Any]:
@@ -172,9 +181,12 @@ def test_each_request_gets_its_own_answer(server: RedisWithSocket, url: str, loo
     )
     @given(request_groups, st.sampled_from((1, 8, 64, 1000)))
     def check(groups: list[tuple[str, str, Any, int, bool]], max_batch_size: int) -> None:
+        options = Counter(options_read(each) for _, _, each, size, _ in groups for _ in range(size))
         service = EchoService(server.url, MODEL, seed=next(seeds), max_batch_size=max_batch_size)
         with service, asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
             runner.run(each_gets_its_own_answer(url, groups))
+        echoes = [echo for entry in service.entries for echo in read_entry(entry)]
+        assert Counter(options_read(echo.fields) for echo in echoes) == options
 
     check()
 
@@ -263,6 +275,21 @@ async def test_infer_many_returns_a_list_where_layouts_differ(client: AsyncClien
     bodies = [np.zeros(2), np.zeros(3), 5]
     results = await client.infer_many(MODEL, bodies)
     assert all(map(same, results, bodies))
+
+
+async def test_gathering_of_rows_and_other_values_is_a_list() -> None:
+    gathering = Gathering(asyncio.get_running_loop(), size=5, keep_errors=False)
+    assert gathering.reserve(5) == range(5)
+    served = (1, 1, 1)
+    gathering.put_rows(["b", "d"], [1, 3], np.array([[1, 1], [3, 3]]), served)
+    gathering.put("a", 0, "text", served)
+    gathering.put("c", 2, np.zeros(3), served)
+    gathering.put("e", 4, np.array([4, 4]), served)
+    await gathering.wait(0)
+    wanted = ["text", np.array([1, 1]), np.zeros(3), np.array([3, 3]), np.array([4, 4])]
+    results = gathering.results()
+    assert isinstance(results, list)
+    assert all(map(same, results, wanted))
 
 
 async def test_infer_many_limits_requests_in_flight(client: AsyncClient, service: EchoService) -> None:

@@ -47,16 +47,23 @@ class Sink(Protocol):
 
 
 def rows_of(array: Array) -> list[Array]:
-    """The rows of an array: views, or copies where one row would keep too much memory alive.
+    """The rows of an array, as views that keep at most COLUMN_KEPT_BYTES_MAX alive, or one row.
 
-    A program may keep a few results of many, and a view keeps the whole array.
+    A program may keep a few results of many, and a view keeps the whole array: a larger one is divided.
     """
     if array.nbytes <= COLUMN_KEPT_BYTES_MAX or len(array) == 1:
-        return list(array) if array.ndim > 1 else [array[at, ...] for at in range(len(array))]
-    rows = [array[at, ...].copy() for at in range(len(array))]
-    for row in rows:
-        row.setflags(write=False)
+        return _views(array)
+    step = max(1, COLUMN_KEPT_BYTES_MAX * len(array) // array.nbytes)
+    rows: list[Array] = []
+    for start in range(0, len(array), step):
+        part = array[start : start + step].copy()
+        part.setflags(write=False)
+        rows += _views(part)
     return rows
+
+
+def _views(array: Array) -> list[Array]:
+    return list(array) if array.ndim > 1 else [array[at, ...] for at in range(len(array))]
 
 
 class FutureSink:
