@@ -379,6 +379,33 @@ def test_reconnection_loses_nothing(server: RedisWithSocket, loop: str) -> None:
         runner.run(check())
 
 
+async def test_what_did_not_arrive_is_sent_again_unless_it_was_cancelled(
+    client: AsyncClient, service: EchoService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    writer = client._transport._writer
+    monkeypatch.setattr(writer, "write", written.extend)
+    futures = [client.submit(MODEL, np.full(3, number)) for number in range(5)]
+    many = asyncio.ensure_future(client.infer_many(MODEL, np.arange(200).reshape(100, 2)))
+    while len(written) < 3:
+        await asyncio.sleep(0)
+    futures[3].cancel()
+    await asyncio.sleep(0)
+    writer._transport.abort()
+    assert same(await many, np.arange(200).reshape(100, 2))
+    results = await asyncio.gather(*futures, return_exceptions=True)
+    assert [result[0] for result in results if isinstance(result, np.ndarray)] == [0, 1, 2, 4]
+    assert service.answered == 105, "the one of the fixture, 4 and 100"
+
+
+async def test_a_layout_is_not_mistaken_for_another(client: AsyncClient) -> None:
+    """Rows of equal length whose dtype or shape differ."""
+    for _ in range(20):
+        for body in (np.zeros(8, np.float32), np.ones((2, 2), np.int64), np.ones((4, 1), np.int64)):
+            results = await asyncio.gather(*[client.infer(MODEL, body) for _ in range(10)])
+            assert all(same(result, body) for result in results)
+
+
 async def test_a_result_keeps_little_more_than_itself(client: AsyncClient) -> None:
     """A program that keeps one result of many must not keep all of them."""
     kept = []
