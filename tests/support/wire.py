@@ -49,7 +49,7 @@ def decode_packed(maps: Any, shared: dict[str, Any] | None = None) -> tuple[Entr
     return decode({"requests": msgpack.packb(maps)} | (shared or {}))
 
 
-def decode_read(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Single | Refusal | Withdrawal]:
+def decode_read(entries: Any) -> list[Single | Refusal | Withdrawal]:
     """What entries that were read from a request stream are decoded to, item by item."""
     return [
         item
