@@ -27,7 +27,7 @@ class Waiting:
     def __init__(self, url: str) -> None:
         self.keys = Keys("m")
         self.link = Link(url, name="test")
-        self.store = BatcherStore(Link(url, name="batcher"), self.keys)
+        self.store = BatcherStore(self.link, self.keys)
         self.link.call("FLUSHALL")
 
     def add(self, fields: dict[str, Any], *, with_tickets: bool = False) -> Entry:
@@ -76,7 +76,6 @@ def waiting(server: EmbeddedRedis) -> Iterator[Waiting]:
     waiting = Waiting(server.url)
     yield waiting
     waiting.link.close()
-    waiting.store.close()
 
 
 FORMS: Final[dict[str, dict[str, Any]]] = {
