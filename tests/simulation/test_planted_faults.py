@@ -138,11 +138,6 @@ def refuse_the_wrong_requests(patch: Patch) -> None:
     patch.setattr(Queue, "take", take)
 
 
-def insert_at_the_end(patch: Patch) -> None:
-    """What was put back loses its place."""
-    patch.setattr(fairness, "takewhile", lambda *_: ())
-
-
 def overlook_that_a_lane_changed(patch: Patch) -> None:
     def put(index: LaneIndex, gate: Any, claim: Any) -> None:
         if claim.lane not in index._claims:
@@ -181,7 +176,6 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     expire_only_single_requests,
     count_positions_by_run,
     refuse_the_wrong_requests,
-    insert_at_the_end,
     overlook_that_a_lane_changed,
     keep_an_expired_run_in_its_place,
     wait_for_every_run_of_a_tenant,

@@ -334,9 +334,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_lane = self._in_lane(name)
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
-        delayed = self._items_of(
-            run for lane in self.scheduler._queue.lanes.values() for run in lane.expired
-        )
+        delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
         assert self.scheduler.oldest_arrival_us() == oldest_us
@@ -701,7 +699,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_requests(self, dispatch: Dispatch) -> None:
         """From the front of one lane, rank by rank and each tenant in order; as many as fit."""
         batch, settings = self._items_of(dispatch.runs), self.scheduler.settings
-        assert batch and len(batch) == dispatch.size and set(batch) <= self.waiting.keys() and len(set(batch)) == len(batch)
+        assert (
+            batch
+            and len(batch) == dispatch.size
+            and set(batch) <= self.waiting.keys()
+            and len(set(batch)) == len(batch)
+        )
         ranks = [self._rank_of(r) for r in batch]
         assert ranks == sorted(ranks, reverse=True)
         rest = [r for r in self._in_lane(dispatch.lane) if r not in batch]

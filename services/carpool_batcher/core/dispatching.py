@@ -170,9 +170,7 @@ class Dispatcher:
     ) -> list[Decision]:
         """Dispatch the requests that a user's policy includes, or refuse those for which it raised."""
         slices = self._queue.peek_batch(lane, settings)
-        requests = [
-            request for run, start, count in slices for request in run.requests(start, start + count)
-        ]
+        requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
         formed = custom.form(requests)
         decisions: list[Decision] = [
             refusal(run, INTERNAL, "policy", formed.detail) for run in self._take(slices, formed.failed)

@@ -91,8 +91,8 @@ class FairQueue:
             self._remove_tenant(run.tenant)
 
     def pop(self, space: BatchSpace, weights: Mapping[str, float]) -> Run | None:
-        """Remove the requests that are served next and are of one run, as many as fit into a batch, and return
-        them as a run; None if none fits. The queue must not be empty."""
+        """Remove the requests of one run that are served next, as many as fit into a batch. Returns them as
+        a run; None if none fits. The queue must not be empty."""
         tenant = self._next_tenant()
         runs = self._runs[tenant]
         run = next(iter(runs))
