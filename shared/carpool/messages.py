@@ -89,7 +89,7 @@ class Entry:
 
     id: str
     arrival_us: int
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list, repr=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -342,6 +342,14 @@ class ResultColumns(NamedTuple):
             Result(correlation_id, OK, self.content_type, self.rows[at], None, *self[3:])
             for at, correlation_id in enumerate(self.correlation_ids)
         ]
+
+
+class RunColumns(NamedTuple):
+    """Results of requests of one run of a batch, as columns. `positions` are the requests', ascending."""
+
+    run: BatchedRun
+    positions: Sequence[int]
+    columns: ResultColumns
 
 
 class Refusal(NamedTuple):
