@@ -185,6 +185,6 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
 @pytest.mark.parametrize("plant", FAULTS)
 def test_planted_fault_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    with pytest.raises(Exception) as found:  # noqa: B017, PT011 (which one depends on the fault)
+    with pytest.raises(Exception) as found:  # which one depends on the fault
         run_state_machine_as_test(SchedulerMachine, settings=MACHINE_SETTINGS)
     assert not isinstance(found.value, TypeError), "the fault itself is broken"
