@@ -39,8 +39,8 @@ CUSTOM_SIZE = 2
 
 @dataclass(frozen=True)
 class Traits:
-    """The fields of a run. `ago_us` is the time since its arrival; negative if clocks differ. `sizes_bytes` is
-    of the body of each request; as rows, all have the first size, and one byte more."""
+    """The fields of a run. `ago_us` is the time since its arrival; negative if clocks differ. `sizes_bytes`
+    is of the body of each request; as rows, all have the first size, and one byte more."""
 
     lane: str
     tenant: str
