@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         finally:
             self.limit.stop()
 
-    # --- events --------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------
 
     @initialize(
         settings=model_settings,
@@ -313,7 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
 
-    # --- invariants ----------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
@@ -390,7 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is not None and wake_us <= min(times_us)
 
-    # --- the reference -------------------------------------------------------------------------------------
+    # --- the reference -----------------------------------------------------------------------------------
 
     def _names(self, fields: Traits) -> list[str]:
         self.number += len(fields.sizes_bytes)
@@ -490,7 +490,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert refusal.run.correlation_ids == list(refusal.correlation_ids)
         return self._items_of(refusal.run for refusal in refusals if refusal.run is not None)
 
-    # --- what the batcher and the scripts do -----------------------------------------------------------------
+    # --- what the batcher and the scripts do --------------------------------------------------------------
 
     def _carry_out_refusals(self, refusals: list[Refusal]) -> None:
         self._carry_out([refusal.run for refusal in refusals if refusal.run is not None])
@@ -526,7 +526,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._remove([r for r in self._items_of(entry.runs) if r in self.waiting])
         entry.runs = []
 
-    # --- the reference, continued ----------------------------------------------------------------------------
+    # --- the reference, continued -------------------------------------------------------------------------
 
     def _past_deadline(self, requests: Iterable[Item]) -> set[Item]:
         return {
@@ -570,7 +570,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = self.scheduler.settings.preferred_batch_sizes
         return max((size for size in sizes if size <= len(self._in_lane(lane))), default=0)
 
-    # --- the policy deferred -------------------------------------------------------------------------------
+    # --- the policy deferred -----------------------------------------------------------------------------
 
     def _due_us(self, request: Item) -> int:
         target_ms = self.scheduler.settings.target_latency_ms
@@ -644,7 +644,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.delayed <= self.waiting.keys()
         assert not self.delayed & self.answered
 
-    # --- fairness ------------------------------------------------------------------------------------------
+    # --- fairness ----------------------------------------------------------------------------------------
 
     def _check_fairness(self, batch: list[Item]) -> None:
         """Tenants that wait all the while are served alike, by weight, to within one request of each.
@@ -680,7 +680,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if {(lane, rank, first), (lane, rank, second)} <= waiting
         }
 
-    # --- dispatches ----------------------------------------------------------------------------------------
+    # --- dispatches --------------------------------------------------------------------------------------
 
     def _is_full(self, lane: str) -> bool:
         queue, settings = self._in_lane(lane), self.scheduler.settings
