@@ -173,8 +173,9 @@ class Run:
         runs.insert(runs.index(self), part)
         return part
 
-    def requests(self) -> list[Request]:
-        """Each request by itself, for those who look at single requests: custom policies."""
+    def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
+        """Each request from `start` to before `stop` by itself, for those who look at single requests: custom
+        policies."""
         bodies = self.bodies
         return [
             Request(
@@ -190,7 +191,7 @@ class Run:
                 self.extra,
                 self.tenant,
             )
-            for at, correlation_id in enumerate(self.correlation_ids)
+            for at, correlation_id in enumerate(self.correlation_ids[start:stop], start)
         ]
 
 

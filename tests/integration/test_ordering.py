@@ -58,7 +58,8 @@ class OrderedResults(RuleBasedStateMachine):
         self.redis: Any = Redis.from_url(self.url, protocol=2)
         self.redis.flushall()
         self.keys = Keys("m")
-        self.batcher = BatcherStore(Link(self.url, name="batcher"), self.keys)
+        self.link = Link(self.url, name="batcher")
+        self.batcher = BatcherStore(self.link, self.keys)
         self.worker = WorkerStore(Link(self.url, name="worker"), self.keys)
         self.worker.register({"max_batch_size": "4"})
         self.requests: dict[str, Expected] = {}  # by correlation ID, in order of arrival
@@ -79,7 +80,7 @@ class OrderedResults(RuleBasedStateMachine):
         delivered = self.delivered()
         assert delivered == [name for name, request in self.requests.items() if not request.lost]
         assert not self.redis.exists(self.keys.order, self.keys.held), "no ticket is left"
-        self.batcher.close()
+        self.link.close()
         self.redis.close()
 
     # --- rules ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a batcher does in Redis: hold the lease, read, dispatch, refuse, answer ahead, publish its report.
+"""What a batcher does in Redis for one model: dispatch, refuse, answer ahead; and what it looks up.
 
 With `preserve_ordering` also: put tickets into the order, and release withheld results.
 
@@ -21,11 +21,9 @@ from carpool.messages import (
     Refusal,
     Result,
     Run,
-    SettledEvent,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.directory import ModelSnapshot, take_snapshot
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -34,20 +32,16 @@ from carpool.store.results import (
     release,
     result_groups,
 )
-from carpool.wire.batches import decode_batch, decode_settled, encode_batch
+from carpool.wire.batches import decode_batch, encode_batch
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=("arguments", "ordering/tickets"))
 _DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
-_LEASE: Final = Script("lease")
 _MISSING: Final = Script("missing")
-_REPORT: Final = Script("report")
 
 PUT_BACK_RUNS_MAX: Final = 8  # in one entry; `wire.requests` limits the length of a run
 PUT_BACK_ENTRIES_MAX: Final = 8
-
-RawEntry = tuple[bytes, list[bytes]]  # ID, and field, value, field, value, ...
 
 
 class PutBack(NamedTuple):
@@ -80,33 +74,17 @@ class DispatchOutcome(NamedTuple):
 
 
 class BatcherStore:
-    """A batcher's connection to one model. Not for two threads: each loop has a store of its own."""
+    """A batcher's moves of one model. The models of a batcher share its connection and its clock."""
 
     def __init__(self, link: Link, keys: Keys, clock: RedisClock | None = None) -> None:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._link.close()
-
-    def hold_lease(self, name: str, lease_ms: int) -> bool:
-        """Become or stay the model's one active batcher; `lease_ms` 0 gives the lease back."""
-        return bool(self._link.run(_LEASE, [self.keys.batcher], [name, lease_ms]))
-
-    def snapshot(self) -> ModelSnapshot:
-        """The state of the model. Also sets the clock."""
-        return take_snapshot(self._link, self.keys, self.clock)
-
-    def publish_report(self, report: str, ttl_ms: int) -> None:
-        """Publish this batcher's report; it expires after `ttl_ms`."""
-        self._link.run(_REPORT, [self.keys.report], [report, ttl_ms])
-
-    def last_settled_id(self) -> str:
+    def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
         last = self._link.call("XREVRANGE", self.keys.settled, "+", "-", "COUNT", 1)
-        return last[0][0].decode() if last else "0-0"
+        return bytes(last[0][0]) if last else b"0-0"
 
     def batches_in_flight(self) -> list[Batch]:
         """Every batch that is dispatched and not settled."""
@@ -229,55 +207,6 @@ class BatcherStore:
         Returns how many were answered: none if the batch has been settled meanwhile.
         """
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
-
-
-class StreamReader:
-    """Reads what is new in a model's request and settled streams.
-
-    `start_read` and `finish_read` are separate, so that a timer can end the wait between them: the read goes
-    on in Redis, and a later `finish_read` gets its reply.
-    """
-
-    def __init__(self, link: Link, keys: Keys, settled_after: str) -> None:
-        self._link = link
-        self._keys = keys
-        self._requests_after = "0-0"
-        self._settled_after = settled_after
-        self._reading = False
-
-    def start_read(self, count: int, block_ms: int) -> None:
-        """Send the read, which waits up to `block_ms`. Does nothing while the reply to one is due."""
-        if self._reading:
-            return
-        keys = self._keys
-        self._link.send(
-            "XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS",
-            keys.requests, keys.settled, self._requests_after, self._settled_after,
-        )  # fmt: skip
-        self._reading = True
-
-    def finish_read(self, timeout_s: float) -> tuple[list[RawEntry], list[SettledEvent]]:
-        """Entries of the request stream and of `settled`; neither if no reply comes within `timeout_s`."""
-        if not self._link.readable(timeout_s):
-            return [], []
-        reply = self._link.receive()
-        self._reading = False
-        arrived: list[RawEntry] = []
-        settled: list[SettledEvent] = []
-        for stream, entries in reply or ():
-            if not entries:  # Redis woke us for entries that were deleted before it read them
-                continue
-            if stream == self._keys.settled.encode():
-                settled = [decode_settled(flat) for _, flat in entries]
-                self._settled_after = entries[-1][0].decode()
-            else:
-                arrived = entries
-                self._requests_after = entries[-1][0].decode()
-        return arrived, settled
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._link.close()
 
 
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:

@@ -170,7 +170,6 @@ class Link:
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()
-        self._poller: tuple[int, select.poll] | None = None
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply. Raises LinkError or CommandError."""
@@ -179,10 +178,13 @@ class Link:
 
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
+        self._send_packed(_pack(command))
+
+    def _send_packed(self, packed: bytes) -> None:
         try:
             if self._connection._sock is None:
                 self._connect()
-            self._connection.send_packed_command((_pack(command),), check_health=False)
+            self._connection.send_packed_command((packed,), check_health=False)
         except (redis.RedisError, OSError) as error:
             connecting = self._connection._sock is None
             self.close()
@@ -209,9 +211,9 @@ class Link:
             raise _link_error(self._url, error) from error
 
     def call_many(self, *commands: Command) -> list[Any]:
-        """Send several commands, then receive all replies. A CommandError is returned in its place."""
-        for command in commands:
-            self.send(*command)
+        """Send several commands in one write, then receive all replies. A CommandError is returned in its
+        place."""
+        self._send_packed(b"".join([_pack(tuple(command)) for command in commands]))
         return [self._receive_or_error() for _ in commands]
 
     def _receive_or_error(self) -> Any:
@@ -240,28 +242,59 @@ class Link:
             return None
         return int(sock.fileno())
 
+    def run_many(
+        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
+    ) -> list[Any]:
+        """Run a script once for each of these keys and arguments, in one round trip.
+
+        A CommandError is returned in its place.
+        """
+        replies = self.call_many(*[("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls])
+        for at, reply in enumerate(replies):
+            if isinstance(reply, CommandError) and reply.code == "NOSCRIPT":
+                try:
+                    replies[at] = self.run(script, *calls[at])
+                except CommandError as error:
+                    replies[at] = error
+        return replies
+
     def readable(self, timeout_s: float) -> bool:
         """Whether a reply begins to arrive within `timeout_s`. Also True when Redis closed the connection."""
+        return bool(readable_links((self,), timeout_s))
+
+    @property
+    def _is_buffered(self) -> bool:
+        """Whether a read would not wait: TLS has read bytes already, or there is no connection."""
         sock = self._connection._sock
-        if sock is None:
-            return True
-        if (
-            getattr(sock, "pending", None) and sock.pending()
-        ):  # bytes that TLS has read from the kernel already
-            return True
-        descriptor = sock.fileno()
-        if descriptor < _SELECT_DESCRIPTORS:  # exact to the microsecond; poll rounds up to milliseconds
-            return bool(select.select((descriptor,), (), (), max(0.0, timeout_s))[0])
-        if self._poller is None or self._poller[0] != descriptor:
-            poller = select.poll()
-            poller.register(descriptor, select.POLLIN)
-            self._poller = (descriptor, poller)
-        return bool(self._poller[1].poll(max(0.0, timeout_s) * 1000))
+        return sock is None or bool(getattr(sock, "pending", None) and sock.pending())
+
+    def _descriptor(self) -> int:
+        descriptor: int = self._connection._sock.fileno()
+        return descriptor
 
     def close(self) -> None:
         """Close the connection. The next call connects again."""
-        self._poller = None
         self._connection.disconnect()
+
+
+def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
+    """Those of these links on which a reply begins to arrive; waits for the first one up to `timeout_s`.
+
+    Also those whose connection was closed.
+    """
+    if buffered := [link for link in links if link._is_buffered]:
+        return buffered
+    by_descriptor = {link._descriptor(): link for link in links}
+    if (
+        max(by_descriptor, default=0) < _SELECT_DESCRIPTORS
+    ):  # exact to the microsecond; poll rounds up to 1 ms
+        ready = select.select(list(by_descriptor), (), (), max(0.0, timeout_s))[0]
+    else:
+        poller = select.poll()
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll(max(0.0, timeout_s) * 1000)]
+    return [by_descriptor[descriptor] for descriptor in ready]
 
 
 class AsyncLink(asyncio.Protocol):

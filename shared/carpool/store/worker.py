@@ -11,7 +11,7 @@ from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.messages import Batch, DeadLetter, Result, RunColumns
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.directory import no_errors
+from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -24,7 +24,6 @@ from carpool.store.results import (
 )
 from carpool.wire.batches import decode_batch, encode_dead_letter
 
-SETTLED_ENTRIES_MAX: Final = 10_000
 DEAD_ENTRIES_MAX: Final = 10_000
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgpack
@@ -23,6 +24,7 @@ from carpool.keys import CORRELATION_ID, CORRELATION_ID_CHARS_MAX, CORRELATION_I
 from carpool.messages import (
     PRIORITY_DEFAULT,
     PRIORITY_LEVELS,
+    Bodies,
     Body,
     Entry,
     Refusal,
@@ -98,21 +100,23 @@ def decode_entry(
         return entry, [_decode_withdrawal(entry, raw["withdraw"])]
     packed = raw.pop("requests", None)
     arrival = raw.pop("arrival", None)
-    tickets = b""
     if arrival is not None:
         entry.arrival_us = _arrival_put_back(arrival, entry.arrival_us)
-        if packed is not None:
-            tickets = raw.pop("slots", b"")
-    decoded: list[Decoded]
-    if packed is None:
-        decoded = _decode_element(entry, raw, {}, settings, default_id=name)
-    else:
+    if packed is not None:
+        tickets = raw.pop("slots", b"") if arrival is not None else b""
         # Each run of an entry put back carries what all of them shared before, so the entry may be larger
         # than the one that its producer sent. It must not be refused for that.
         limit_bytes = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES
         decoded = _decode_packed(entry, packed, raw, settings, limit_bytes)
         if tickets:
             _restore_tickets(decoded, tickets)
+    elif _is_columns(raw):
+        decoded = _decode_columns(entry, raw, settings)
+    else:
+        request = _decode_request(entry, raw, settings, default_id=name)
+        if type(request) is Run:
+            entry.runs.append(request)
+        return entry, [request]
     entry.runs = [item for item in decoded if type(item) is Run]
     return entry, _divide_long_runs(decoded, settings)
 
@@ -120,12 +124,18 @@ def decode_entry(
 def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[Decoded]:
     """Divide runs that are longer than a batch: a run is the least that can be put back in an entry."""
     limit = max(RUN_REQUESTS_MAX, settings.max_batch_size)
-    if all(type(item) is not Run or len(item) <= limit for item in decoded):
+    for item in decoded:
+        if type(item) is Run and len(item.correlation_ids) > limit:
+            break
+    else:
         return decoded
     divided: list[Decoded] = []
     for item in decoded:
         while type(item) is Run and len(item) > limit:
-            divided.append(item.cut(limit))
+            part = item.cut(limit)
+            if isinstance(part.bodies, Rows):  # a view would keep all rows in memory while this part waits
+                part.bodies.data = bytes(part.bodies.data)
+            divided.append(part)
         divided.append(item)
     return divided
 
@@ -145,9 +155,12 @@ def _arrival_put_back(arrival: bytes, entry_arrival_us: int) -> int:
 
 
 def _restore_tickets(decoded: Sequence[Decoded], tickets: bytes) -> None:
-    """Give requests that were put back the tickets they had; none if the field is malformed."""
+    """Give requests that were put back the tickets they had; none if the field is malformed.
+
+    Those that are refused, since the model's limits became lower meanwhile, had a ticket each too.
+    """
     names = tickets.split()
-    counts = [len(item) if type(item) is Run else 1 for item in decoded]
+    counts = [len(item.correlation_ids) for item in decoded if type(item) is not Withdrawal]
     if len(names) == sum(counts) and all(map(_TICKET.fullmatch, names)):
         start = 0
         for item, count in zip(decoded, counts, strict=True):
@@ -174,11 +187,10 @@ def _decode_packed(
         return [_refuse(entry, shared, entry.id, InvalidArgumentError(detail))]
     decoded: list[Decoded] = []
     for others, group in _similar_elements(elements):
-        if others is not None and (run := _decode_similar(entry, others, group, shared, settings)):
-            decoded.append(run)
+        if others is None:
+            decoded += _decode_element(entry, group[0], shared, settings)
         else:
-            for element in group:
-                decoded += _decode_element(entry, element, shared, settings, default_id=None)
+            decoded += _decode_similar(entry, others, group, shared, settings)
     return decoded
 
 
@@ -188,20 +200,26 @@ def _unpack_elements(packed: bytes, shared: Fields, limit_bytes: int) -> list[An
     elements = _unpack(packed)
     if type(elements) is not list or not elements:
         raise InvalidArgumentError("requests: must be a non-empty msgpack array of maps")
-    shared_bytes = sum(len(name) + len(value) for name, value in shared.items())
-    # If put back, each run carries the shared fields.
-    _check_size(len(packed) + len(elements) * shared_bytes, limit_bytes)
     columns = [element for element in elements if _is_columns(element)]
     size = len(elements) - len(columns) + sum(map(_count_ids, columns))
     if size > MAX_REQUESTS_PER_ENTRY:
         raise InvalidArgumentError(f"requests: {size}; at most {MAX_REQUESTS_PER_ENTRY} are allowed")
+    # If put back, each run carries the shared fields. Bodies that are rows have their head each.
+    shared_bytes = len(elements) * sum(len(name) + len(value) for name, value in shared.items())
+    heads_bytes = sum(_count_ids(raw) * _head_bytes(raw, shared) for raw in columns)
+    _check_size(len(packed) + shared_bytes + heads_bytes, limit_bytes)
     return elements
 
 
 def _count_ids(columns: Fields) -> int:
-    """How many requests columns may have: one more than there are spaces."""
+    """How many requests columns have: one more than there are spaces."""
     ids = columns["correlation_ids"]
     return 1 + ids.count(" " if type(ids) is str else b" ") if type(ids) in (str, bytes) else 1
+
+
+def _head_bytes(columns: Fields, shared: Fields) -> int:
+    head = columns.get("row_head", shared.get("row_head"))
+    return len(head) if type(head) is bytes else 0
 
 
 def _check_size(packed_bytes: int, limit_bytes: int) -> None:
@@ -217,7 +235,8 @@ def _unpack(packed: bytes) -> Any:
     Nested arrays and maps take 60 times their bytes in memory, so those of a large entry are counted. Those
     of a small one are not: counting costs 70 ns per request.
     """
-    containers_left = 2 * MAX_REQUESTS_PER_ENTRY + 1  # a map for each request, and one for its stored body
+    # Columns with one request are a map, its list of bodies, and a map for a body stored elsewhere.
+    containers_left = 3 * MAX_REQUESTS_PER_ENTRY + 1
 
     def count(container: Any) -> Any:
         nonlocal containers_left
@@ -258,26 +277,55 @@ def _other_fields(element: Any) -> Fields | None:
         return None
     if len(element) == 2:
         return _NO_FIELDS
-    return {name: value for name, value in element.items() if name not in ("correlation_id", "body")}
+    others = {name: value for name, value in element.items() if name not in ("correlation_id", "body")}
+    return others if _COMPARABLE.issuperset(map(type, others.values())) else None
 
 
 _NO_FIELDS: Final[Fields] = {}
+_COMPARABLE: Final = frozenset({int, str, bytes})  # in Python, True and 1.0 equal 1, but mean something else
 
 
 def _decode_similar(
     entry: Entry, others: Fields, group: Sequence[Fields], shared: Fields, settings: ModelSettings
-) -> Run | None:
-    """A run of these requests; None if one of them is invalid, so that each has to be decoded by itself."""
-    ids = [raw["correlation_id"] for raw in group]
-    bodies: list[Body] = [raw["body"] for raw in group]
-    if not (_are_ids(ids) and _are_bodies(bodies, settings)):
-        return None
-    run = Run(entry, ids, bodies, arrival_us=entry.arrival_us)
+) -> list[Decoded]:
+    """Requests that have the same fields besides `correlation_id` and `body`: one run, if all are valid."""
+    run = Run(entry, [raw["correlation_id"] for raw in group], [raw["body"] for raw in group])
+    attributes = {**shared, **others}
     try:
-        _decode_properties(run, {**shared, **others}, settings)
-    except CarpoolError:
-        return None
-    return run
+        _decode_properties(run, attributes, settings)
+    except CarpoolError:  # each is refused, perhaps for another reason
+        return [_decode_request(entry, {**shared, **raw}, settings, default_id=entry.id) for raw in group]
+    return _check_requests(run, attributes, settings, _body_field)
+
+
+def _check_requests(
+    run: Run, attributes: Fields, settings: ModelSettings, fields_of: Callable[[Any], Fields]
+) -> list[Decoded]:
+    """A run whose IDs and bodies are still unchecked: the run, if all are valid.
+
+    Otherwise, in their order, runs of the valid requests, and a refusal of each other one. `fields_of` makes
+    the fields of a request of a body.
+    """
+    ids, bodies = run.correlation_ids, run.bodies
+    if _are_ids(ids) and (isinstance(bodies, Rows) or _are_bodies(bodies, settings)):
+        return [run]
+    decoded: list[Decoded] = []
+    part_ids: list[str] = []
+    part_bodies: list[Body] = []
+    for at, name in enumerate(ids):
+        raw = {"correlation_id": name, **fields_of(bodies[at])}
+        try:
+            body = _read_body(raw, settings)
+            correlation_id = read_name(raw, "correlation_id", "") or ""
+        except CarpoolError as error:
+            decoded.append(_refuse(run.entry, {**attributes, **raw}, run.entry.id, error))
+            continue
+        if not decoded or type(decoded[-1]) is not Run:
+            part_ids, part_bodies = [], []
+            decoded.append(replace(run, correlation_ids=part_ids, bodies=part_bodies))
+        part_ids.append(correlation_id)
+        part_bodies.append(body)
+    return decoded
 
 
 def _are_ids(ids: Sequence[Any]) -> bool:
@@ -306,51 +354,68 @@ def _is_columns(raw: Any) -> bool:
     return type(raw) is dict and "correlation_ids" in raw and "body" not in raw and "body_key" not in raw
 
 
-def _decode_element(
-    entry: Entry, raw: Any, shared: Fields, settings: ModelSettings, default_id: str | None
-) -> list[Decoded]:
-    """An element of a packed entry, or an entry that is not packed. One request needs an ID or a default."""
+def _decode_element(entry: Entry, raw: Any, shared: Fields, settings: ModelSettings) -> list[Decoded]:
+    """An element of a packed entry: one request, which needs an ID of its own, or columns."""
     if type(raw) is not dict:
         return [_refuse(entry, shared, entry.id, InvalidArgumentError("requests: an element is not a map"))]
     if _is_columns(raw):
         return _decode_columns(entry, {**shared, **raw}, settings)
-    if default_id is None and "correlation_id" not in raw:
+    if "correlation_id" not in raw:
         error = InvalidArgumentError("correlation_id: missing; each request in a packed entry needs its own")
         return [_refuse(entry, shared, entry.id, error)]
-    return [_decode_request(entry, {**shared, **raw} if shared else raw, settings, default_id or entry.id)]
+    return [_decode_request(entry, {**shared, **raw}, settings, default_id=entry.id)]
 
 
 def _decode_columns(entry: Entry, raw: Fields, settings: ModelSettings) -> list[Decoded]:
     """Requests as columns: their IDs, and their bodies as rows of equal length or as a list."""
-    attributes = {name: value for name, value in raw.items() if name not in COLUMN_FIELDS}
+    attributes = {name: value for name, value in raw.items() if name not in _COLUMNS_ONLY}
     try:
         ids = _read_ids(raw)
     except CarpoolError as error:
         return [_refuse(entry, attributes, entry.id, error)]
     try:
-        bodies = _read_rows(raw, len(ids), settings) if "rows" in raw else _read_bodies(raw, len(ids))
-        run = Run(entry, ids, bodies, arrival_us=entry.arrival_us)
+        run = Run(entry, ids, _read_columns(raw, len(ids), settings))
         _decode_properties(run, attributes, settings)
+        decoded = _check_requests(run, attributes, settings, _column_body_fields)
+        _check_attributes_put_back(decoded)
+        return decoded
     except CarpoolError as error:
         names = [name if CORRELATION_ID.fullmatch(name) else entry.id for name in ids]
         return [_refuse(entry, attributes, entry.id, error)._replace(correlation_ids=names)]
-    if _are_ids(ids) and (isinstance(bodies, Rows) or _are_bodies(bodies, settings)):
-        return [run]
-    return [
-        _decode_request(
-            entry, {**attributes, "correlation_id": name, **_body_fields(bodies[at])}, settings, entry.id
-        )
-        for at, name in enumerate(ids)
-    ]
+
+
+# In columns no field of a producer's own has one of these names.
+_COLUMNS_ONLY: Final = COLUMN_FIELDS | STORED_BODY_FIELDS
+
+
+def _check_attributes_put_back(decoded: Sequence[Decoded]) -> None:
+    """If put back, each run carries the fields that all of them shared: limit their bytes in all."""
+    extra = next((item.extra for item in decoded if type(item) is Run), None)
+    if extra and len(decoded) > 1:
+        _check_size(len(decoded) * sum(len(name) + len(extra[name]) for name in extra), MAX_PACKED_BYTES)
 
 
 def _read_ids(raw: Fields) -> list[str]:
-    ids = read_text(raw, "correlation_ids").split(" ")
-    if len(ids) > MAX_REQUESTS_PER_ENTRY:
+    count = _count_ids(raw)  # before they are split: many spaces would take 8 times their bytes
+    if count > MAX_REQUESTS_PER_ENTRY:
         raise InvalidArgumentError(
-            f"correlation_ids: {len(ids)}; at most {MAX_REQUESTS_PER_ENTRY} are allowed in an entry"
+            f"correlation_ids: {count}; at most {MAX_REQUESTS_PER_ENTRY} are allowed in an entry"
         )
-    return ids
+    return read_text(raw, "correlation_ids").split(" ")
+
+
+def _read_columns(raw: Fields, count: int, settings: ModelSettings) -> Bodies:
+    """The bodies of columns. Those in a list are not checked yet."""
+    if ("rows" in raw) == ("bodies" in raw):
+        raise InvalidArgumentError("rows: columns have either rows or an array of bodies")
+    if "rows" in raw:
+        return _read_rows(raw, count, settings)
+    bodies = raw["bodies"]
+    if type(bodies) is not list:
+        raise InvalidArgumentError("bodies: must be an array")
+    if len(bodies) != count:
+        raise InvalidArgumentError(f"bodies: {len(bodies)} for {count} correlation IDs")
+    return bodies
 
 
 def _read_rows(raw: Fields, count: int, settings: ModelSettings) -> Rows:
@@ -361,25 +426,23 @@ def _read_rows(raw: Fields, count: int, settings: ModelSettings) -> Rows:
     if left_over or not width:
         raise InvalidArgumentError(f"rows: {len(data)} bytes are not {count} rows of equal length")
     _check_body_size(len(head) + width, settings)
-    _check_size(count * (len(head) + width), MAX_PACKED_BYTES)
+    size_bytes = count * (len(head) + width)
+    if size_bytes > MAX_PACKED_BYTES:
+        raise InvalidArgumentError(
+            f"rows: {size_bytes} bytes, each with row_head; at most {MAX_PACKED_BYTES} are allowed"
+        )
     return Rows(head, data, width)
 
 
-def _read_bodies(raw: Fields, count: int) -> list[Body]:
-    """The bodies of columns that have them as a list; each is checked later."""
-    bodies = raw.get("bodies")
-    if type(bodies) is not list:
-        raise InvalidArgumentError("rows: missing; columns need rows, or an array of bodies")
-    if len(bodies) != count:
-        raise InvalidArgumentError(f"bodies: {len(bodies)} for {count} correlation IDs")
-    return bodies
-
-
-def _body_fields(element: Any) -> Fields:
-    """The fields of a request whose body is this element of columns: its bytes, or where it is stored."""
-    if type(element) is dict and element.keys() == STORED_BODY_FIELDS:
+def _column_body_fields(element: Any) -> Fields:
+    """The fields of a request whose body is this element of `bodies`: its bytes, or where it is stored."""
+    if type(element) is dict and element.keys() <= STORED_BODY_FIELDS:
         return element
-    return {"body": element}
+    return _body_field(element)
+
+
+def _body_field(body: Any) -> Fields:
+    return {"body": body}
 
 
 def _decode_request(entry: Entry, raw: Fields, settings: ModelSettings, default_id: str) -> Run | Refusal:
@@ -388,7 +451,7 @@ def _decode_request(entry: Entry, raw: Fields, settings: ModelSettings, default_
         if type(body) is StoredBody:
             raw = {name: value for name, value in raw.items() if name not in STORED_BODY_FIELDS}
         correlation_id = read_name(raw, "correlation_id", default_id)
-        run = Run(entry, [correlation_id or default_id], [body], arrival_us=entry.arrival_us)
+        run = Run(entry, [correlation_id or default_id], [body])
         _decode_properties(run, raw, settings)
         return run
     except CarpoolError as error:
@@ -423,11 +486,13 @@ def _check_body_size(size_bytes: int, settings: ModelSettings) -> None:
 
 def _decode_properties(run: Run, raw: Fields, settings: ModelSettings) -> None:
     """Everything besides the bodies and the correlation IDs."""
+    run.arrival_us = run.entry.arrival_us
     asked_ms = None
     if raw:
         run.content_type = read_content_type(raw)
         run.reply_to = read_name(raw, "reply_to", None)
-        run.reply_columns = read_integer(raw, "reply_columns", 0, 0, 1) == 1
+        if "reply_columns" in raw:
+            run.reply_columns = read_integer(raw, "reply_columns", 0, 0, 1) == 1
         run.priority = read_integer(raw, "priority", PRIORITY_DEFAULT, 0, PRIORITY_LEVELS - 1)
         run.cost = read_integer(raw, "cost", 1, 0, MAX_COST)
         run.lane = read_lane(raw)
@@ -471,17 +536,17 @@ def tickets_of(runs: Iterable[Run]) -> str:
 
 
 def _elements_of(run: Run) -> list[Fields]:
-    """A run as columns; as single requests if a field of its producer has the name of a column."""
+    """A run as columns; as single requests if a field of its producer's own has a name that columns use."""
     attributes = _attributes_of(run)
     ids, bodies = run.correlation_ids, run.bodies
-    if COLUMN_FIELDS.isdisjoint(attributes):
+    if _COLUMNS_ONLY.isdisjoint(attributes):
         if isinstance(bodies, Rows):
             columns: Fields = {"row_head": bodies.head, "rows": bodies.data}
         else:
             columns = {"bodies": [_body_element(body) for body in bodies]}
         return [{"correlation_ids": " ".join(ids), **columns, **attributes}]
     return [
-        {"correlation_id": name, **_body_fields(_body_element(bodies[at])), **attributes}
+        {"correlation_id": name, **_column_body_fields(_body_element(bodies[at])), **attributes}
         for at, name in enumerate(ids)
     ]
 
