@@ -613,7 +613,7 @@ def test_redelivered_batch_is_executed_one_at_a_time_and_the_next_is_not_sent_ah
     sent_ahead: list[int] = []
     bench.committer.fails_on = lambda *_: sent_ahead.append(following.frames_sent)
     assert bench.finish(redelivered) == ["A", "B"]
-    assert sent_ahead == [0, 0, 0], "at two starts and a commit"
+    assert sent_ahead == [0, 0, 1], "at two starts, and at the commit"
     assert bench.started == [("1-0", 0), ("1-0", 1)]
     assert bench.finish(following) == ["C", "D"]
     assert log() == ["a", "b", "c d"]
@@ -657,13 +657,16 @@ def test_failure_to_load_the_model_again_is_an_error_and_is_repeated(
 def test_unreadable_outcome_fails_its_batch_and_not_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raises(*_: Any) -> None:
-        raise KeyError("unforeseen")
-
     first, second = bench.take("a", "b"), bench.take("c")
-    with monkeypatch.context() as patch:
-        patch.setattr(Codec, "take_outcome", raises)
-        assert bench.finish(first) == ["INTERNAL", "INTERNAL"]
+    take_outcome = bench.codec.take_outcome
+
+    def raises(execution: Execution, *outcome: Any) -> None:
+        if execution is first:
+            raise KeyError("unforeseen")
+        take_outcome(execution, *outcome)
+
+    monkeypatch.setattr(bench.codec, "take_outcome", raises)
+    assert bench.finish(first) == ["INTERNAL", "INTERNAL"]
     assert bench.finish(second) == ["C"]
 
 
