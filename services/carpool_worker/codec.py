@@ -16,6 +16,7 @@ import numpy as np
 
 from carpool.errors import (
     DEADLINE_EXCEEDED,
+    INTERNAL,
     INVALID_ARGUMENT,
     OK,
     CarpoolError,
@@ -244,13 +245,14 @@ class Codec:
                 encoded = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
                 _take_bodies(execution, run, start, of_run_positions, encoded)
                 continue
-            rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-            if _takes_columns(run) and len(of_run) > 1 and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+            if len(of_run) > 1 and _takes_columns(run) and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
                 _take_columns(execution, run, start, of_run_positions, rows)
             else:
-                _take_bodies(
-                    execution, run, start, of_run_positions, [rows[index] for index in range(len(of_run))]
-                )
+                bodies = [
+                    b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
+                ]
+                _take_bodies(execution, run, start, of_run_positions, bodies)
 
 
 def _expired(run: BatchedRun, now_us: int) -> bool:
@@ -270,11 +272,13 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[Ba
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
     starts, runs = execution.starts, execution.batch.runs
-    index = 0
-    while index < len(positions):
-        number = bisect_right(starts, positions[index]) - 1
+    index = number = 0
+    count = len(positions)
+    while index < count:
+        number = bisect_right(starts, positions[index], number) - 1
         run, start = runs[number], starts[number]
-        stop = bisect_left(positions, start + len(run.correlation_ids), index)
+        size = len(run.correlation_ids)
+        stop = index + 1 if size == 1 else bisect_left(positions, start + size, index)
         yield run, start, range(index, stop)
         index = stop
 
@@ -306,12 +310,12 @@ def _take_bodies(
     """Single results of requests of one run. An error in place of a body fails its request."""
     ids, content_type, results = run.correlation_ids, run.content_type, execution.results
     served = (execution.batch.size, execution.queue_us(run), execution.compute_us)
-    for position, encoded in zip(positions, bodies, strict=True):
-        body = encoded
-        if isinstance(body, bytes) and len(body) > RESULT_BYTES_MAX:
-            body = InternalError(f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}")
+    for position, body in zip(positions, bodies, strict=True):
         if isinstance(body, CarpoolError):
             execution.fail(position, body.status, body.detail)
+        elif len(body) > RESULT_BYTES_MAX:
+            detail = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
+            execution.fail(position, INTERNAL, detail)
         else:
             results[position] = Result(ids[position - start], OK, content_type, body, None, *served)
 
