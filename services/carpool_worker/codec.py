@@ -69,7 +69,7 @@ class Codec:
             if _expired(run, now_us):
                 for position in positions:
                     execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
-            elif (stacked := self._stacked_rows(run)) is not None:
+            elif type(run.bodies) is Rows and (stacked := self._stacked_rows(run, run.bodies)) is not None:
                 parts, data = stacked
                 _add(groups, parts, positions, data)
             else:
@@ -97,13 +97,12 @@ class Codec:
                     built.append(self._frame(execution, decoded[0], [position], [decoded[1]]))
         return built
 
-    def _stacked_rows(self, run: BatchedRun) -> _Decoded | None:
+    def _stacked_rows(self, run: BatchedRun, rows: Rows) -> _Decoded | None:
         """The rows of a run as they are, if each is a tensor's data; None: decode each body.
 
         In msgpack they are if the head of the run is that of the tensor, in octet-stream if it has none.
         """
-        rows = run.bodies
-        if len(self.inputs) != 1 or not isinstance(rows, Rows) or len(rows) < 2:
+        if len(self.inputs) != 1 or len(rows) < 2:
             return None
         spec = self.inputs[0]
         if run.content_type == RAW:
@@ -238,21 +237,19 @@ class Codec:
         view = memoryview(payload)
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
-            of_run_positions = positions[of_run.start : of_run.stop]
             head = heads.get(run.content_type)
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
-                encoded = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
-                _take_bodies(execution, run, start, of_run_positions, encoded)
-                continue
-            if len(of_run) > 1 and _takes_columns(run) and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+                bodies = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
+            elif len(of_run) > 1 and _takes_columns(run) and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
                 rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-                _take_columns(execution, run, start, of_run_positions, rows)
+                _take_columns(execution, run, start, positions[of_run.start : of_run.stop], rows)
+                continue
             else:
                 bodies = [
                     b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
                 ]
-                _take_bodies(execution, run, start, of_run_positions, bodies)
+            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies)
 
 
 def _expired(run: BatchedRun, now_us: int) -> bool:
@@ -274,6 +271,10 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[Ba
     starts, runs = execution.starts, execution.batch.runs
     index = number = 0
     count = len(positions)
+    if count == execution.batch.size:  # the usual case: all of them
+        for run, start in zip(runs, starts, strict=True):
+            yield run, start, range(start, start + len(run.correlation_ids))
+        return
     while index < count:
         number = bisect_right(starts, positions[index], number) - 1
         run, start = runs[number], starts[number]
@@ -311,7 +312,8 @@ def _take_bodies(
     ids, content_type, results = run.correlation_ids, run.content_type, execution.results
     served = (execution.batch.size, execution.queue_us(run), execution.compute_us)
     for position, body in zip(positions, bodies, strict=True):
-        if isinstance(body, CarpoolError):
+        if type(body) is not bytes:
+            assert isinstance(body, CarpoolError)
             execution.fail(position, body.status, body.detail)
         elif len(body) > RESULT_BYTES_MAX:
             detail = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
