@@ -7,7 +7,6 @@ latencies come from `recent_latency` and are in no metric; its gauges and l(n) c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Final, NamedTuple, get_args
 
 from prometheus_client import Counter, Gauge
@@ -25,7 +24,7 @@ from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histog
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.recent_latency import RecentLatency
+from carpool_batcher.recent_latency import RecentLatency, count_equal
 
 _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_waiting_requests": "Requests waiting to be dispatched",
@@ -98,7 +97,7 @@ class _Totals(NamedTuple):
 
 
 class Meter:
-    """One model's share of the metrics. A batch costs about 4 µs, and each request in it 0.2."""
+    """One model's share of the metrics. A batch costs about 4 µs, and each run in it 0.5."""
 
     def __init__(self, metrics: BatcherMetrics, model: str) -> None:
         self._metrics = metrics
@@ -118,15 +117,15 @@ class Meter:
         """These batches are in flight now."""
         for batch in batches:
             self._batches[batch.reason].inc()
-        self._size.observe([len(batch.requests) for batch in batches])
-        self._fill.observe([scheduler.fill_percent(batch.requests) for batch in batches])
-        requests = chain.from_iterable(batch.requests for batch in batches)
-        self._queue.observe([max(0, now_us - request.arrival_us) for request in requests])
+        self._size.observe([batch.size for batch in batches])
+        self._fill.observe([scheduler.fill_percent(batch.runs) for batch in batches])
+        for arrival_us, number in count_equal((run.arrival_us, len(run)) for b in batches for run in b.runs):
+            self._queue.observe_equal(max(0, now_us - arrival_us), number)
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
         """These requests were answered without being dispatched."""
         for refusal in refusals:
-            self._counter_of(refusal.status, refusal.reason).inc()
+            self._counter_of(refusal.status, refusal.reason).inc(len(refusal.correlation_ids))
 
     def expired_in_flight(self, requests: int) -> None:
         """`requests` requests were answered at their deadline while their batch was in flight."""
@@ -134,7 +133,7 @@ class Meter:
 
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
         """This batch is settled."""
-        self._recent.observe(batch.arrivals_us, now_us)
+        self._recent.observe(batch.arrivals, now_us)
 
     def renewed(self, late_us: int) -> None:
         """The lease was renewed, `late_us` later than planned."""
@@ -203,7 +202,7 @@ class Meter:
 
 
 def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
-    """The model as it is now. O(lanes + batches in flight)."""
+    """The model as it is now. O(batches in flight)."""
     oldest_us = scheduler.oldest_arrival_us()
     in_flight = scheduler.in_flight()
     return Gauges(

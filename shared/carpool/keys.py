@@ -7,11 +7,14 @@ may use several of them.
 from __future__ import annotations
 
 import re
+import string
 from dataclasses import dataclass
 from typing import Final
 
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-CORRELATION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+CORRELATION_ID_CHARS_MAX: Final = 128
+CORRELATION_ID_LETTERS: Final = string.ascii_letters + string.digits + "._:-"
+CORRELATION_ID: Final = re.compile(f"[{CORRELATION_ID_LETTERS}]{{1,{CORRELATION_ID_CHARS_MAX}}}")
 WORKERS_GROUP: Final = "workers"
 DEFAULT_PREFIX: Final = "carpool"
 
@@ -101,6 +104,10 @@ class Keys:
     def replies(self, name: str) -> str:
         """Stream that expires: the results of all requests that named `reply_to NAME`."""
         return self._of(f"replies:{name}")
+
+    def body(self, name: str) -> str:
+        """String that expires: a large body, which a request names in its field `body_key`."""
+        return self._of(f"body:{name}")
 
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how

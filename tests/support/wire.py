@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
 
 import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Entry
+from carpool.messages import CONTENT_TYPES, Body, Entry, Refusal, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.wire.requests import Decoded, decode_entry
 
@@ -28,6 +29,7 @@ request_maps = st.fixed_dictionaries(
         "lane": texts,
         "cost": st.integers(0, 1 << 40),
         "tenant": names,
+        "reply_columns": st.integers(0, 1),
     },
 )
 
@@ -45,3 +47,62 @@ def decode(fields: dict[str, Any], model: ModelSettings = DEFAULTS) -> tuple[Ent
 def decode_packed(maps: Any, shared: dict[str, Any] | None = None) -> tuple[Entry, list[Decoded]]:
     """Decode a packed entry with these requests and these shared fields."""
     return decode({"requests": msgpack.packb(maps)} | (shared or {}))
+
+
+# --- request by request ------------------------------------------------------------------------------------
+
+
+class Single(NamedTuple):
+    """One request of a run, with everything that is known about it."""
+
+    correlation_id: str
+    body: Body
+    content_type: str
+    reply_to: str | None
+    arrival_us: int
+    deadline_us: int | None
+    priority: int
+    lane: str
+    cost: int
+    extra: dict[str, bytes]
+    tenant: str
+    reply_columns: bool
+    ticket: str | None
+
+
+def singles(runs: Iterable[Run]) -> list[Single]:
+    """The requests of these runs, each by itself."""
+    return [
+        Single(
+            correlation_id,
+            run.bodies[at],
+            run.content_type,
+            run.reply_to,
+            run.arrival_us,
+            run.deadline_us,
+            run.priority,
+            run.lane,
+            run.cost,
+            dict(run.extra or {}),
+            run.tenant,
+            run.reply_columns,
+            None if run.tickets is None else run.tickets[at],
+        )
+        for run in runs
+        for at, correlation_id in enumerate(run.correlation_ids)
+    ]
+
+
+def one_by_one(decoded: Iterable[Decoded]) -> list[Single | Refusal | Withdrawal]:
+    """What an entry was decoded to, with an item for each request and for each refused one."""
+    return list(_one_by_one(decoded))
+
+
+def _one_by_one(decoded: Iterable[Decoded]) -> Iterator[Single | Refusal | Withdrawal]:
+    for item in decoded:
+        if isinstance(item, Run):
+            yield from singles([item])
+        elif isinstance(item, Refusal):
+            yield from (item._replace(correlation_ids=[name]) for name in item.correlation_ids)
+        else:
+            yield item

@@ -85,15 +85,20 @@ class ProcessGoneError(ConnectionError):
 # --- messages ----------------------------------------------------------------------------------------------
 
 
+def message_parts(header: Any, payload: bytes | bytearray | memoryview = b"") -> list[bytes | memoryview]:
+    """One message as pieces to be sent one after the other; a large payload is not copied."""
+    head = msgpack.packb(header, unicode_errors="replace")  # an exception's text may have lone surrogates
+    lengths = _LENGTHS.pack(len(head), len(payload))
+    if len(payload) < _ONE_WRITE_BYTES_MAX:
+        return [b"".join((lengths, head, payload))]
+    return [lengths + head, memoryview(payload)]
+
+
 def send_message(sock: socket.socket, header: Any, payload: bytes | bytearray | memoryview = b"") -> None:
     """Send one message. Raises ProcessGoneError."""
-    head = msgpack.packb(header, unicode_errors="replace")  # an exception's text may have lone surrogates
     try:
-        if len(payload) < _ONE_WRITE_BYTES_MAX:
-            sock.sendall(b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload)))
-        else:
-            sock.sendall(_LENGTHS.pack(len(head), len(payload)) + head)
-            sock.sendall(payload)
+        for part in message_parts(header, payload):
+            sock.sendall(part)
     except OSError as error:
         raise ProcessGoneError(str(error)) from error
 
@@ -106,6 +111,11 @@ class MessageReader:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._start = 0
         self._end = 0
+
+    @property
+    def has_buffered(self) -> bool:
+        """Whether a message, or a part of one, was read from the socket with the one before it."""
+        return self._start < self._end
 
     def receive(self) -> tuple[Any, bytearray]:
         """The next message's header (a NamedTuple arrives as a list) and payload.

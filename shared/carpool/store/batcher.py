@@ -8,7 +8,8 @@ batcher updates its own table of them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
@@ -18,8 +19,8 @@ from carpool.messages import (
     Dispatch,
     Entry,
     Refusal,
-    Request,
     Result,
+    Run,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
@@ -32,20 +33,22 @@ from carpool.store.results import (
     result_groups,
 )
 from carpool.wire.batches import decode_batch, encode_batch
-from carpool.wire.requests import encode_requests, tickets_of
+from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=("arguments", "ordering/tickets"))
 _DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
 _MISSING: Final = Script("missing")
 
+PUT_BACK_RUNS_MAX: Final = 8  # in one entry; `wire.requests` limits the length of a run
+PUT_BACK_ENTRIES_MAX: Final = 8
+
 
 class PutBack(NamedTuple):
-    """An entry was replaced by one with a new ID, which holds those of its requests that still wait."""
+    """An entry was replaced by others: for each its ID, and the runs that it holds and that still wait."""
 
     entry: Entry
-    new_id: str
-    waiting: list[Request]
+    parts: list[tuple[str, list[Run]]]
 
 
 class EntryChanges(NamedTuple):
@@ -102,7 +105,7 @@ class BatcherStore:
         """
         groups: list[Group] = []
         for entry in entries:
-            tickets = [request.ticket for request in entry.requests if request.ticket is not None]
+            tickets = [ticket for run in entry.runs for ticket in run.tickets or ()]
             groups.append([entry.id, *list_args(tickets)])
         return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups)))
 
@@ -121,15 +124,13 @@ class BatcherStore:
 
     def dispatch(self, dispatches: Sequence[Dispatch], result_ttl_ms: int) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back."""
-        taken: dict[Entry, int] = {}
-        for dispatch in dispatches:
-            for request in dispatch.requests:
-                taken[request.entry] = taken.get(request.entry, 0) + 1
-        indexes = {entry: index for index, entry in enumerate(taken, 1)}
-        remaining = self._remaining(dispatches, taken)
+        entries = dict.fromkeys(run.entry for dispatch in dispatches for run in dispatch.runs)
+        indexes = {entry: index for index, entry in enumerate(entries, 1)}
+        decided = frozenset(run for dispatch in dispatches for run in dispatch.runs)
+        remaining = {entry: parts for entry in entries if (parts := _parts_to_put_back(entry, decided))}
         args = list_args([entry.id for entry in indexes])
         args += group_list_args(
-            [(indexes[entry], *_put_back_args(entry, waiting)) for entry, waiting in remaining.items()]
+            [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         )
         args += group_list_args(
             [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
@@ -146,41 +147,26 @@ class BatcherStore:
         changes = EntryChanges(
             removed=[entry for entry in indexes if entry not in remaining and entry.id not in missing_ids],
             put_back=[
-                PutBack(entry, new_id.decode(), waiting)
-                for (entry, waiting), new_id in zip(remaining.items(), new_ids, strict=True)
-                if new_id
+                _put_back(entry, parts, part_ids)
+                for (entry, parts), part_ids in zip(remaining.items(), new_ids, strict=True)
+                if part_ids
             ],
             missing=[entry for entry in indexes if entry.id in missing_ids],
         )
         return DispatchOutcome(batches, changes)
 
-    @staticmethod
-    def _remaining(dispatches: Sequence[Dispatch], taken: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
-        """The requests that remain of each entry that is dispatched only partly."""
-        partly = [entry for entry, number in taken.items() if number < len(entry.requests)]
-        if not partly:
-            return {}
-        dispatched = {request for dispatch in dispatches for request in dispatch.requests}
-        return {
-            entry: [request for request in entry.requests if request not in dispatched] for entry in partly
-        }
-
     def _dispatch_args(
         self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int
     ) -> list[Argument]:
-        fields: list[Argument] = ["requests", encode_batch(dispatch)]
-        fields += ["size", len(dispatch.requests), "reason", dispatch.reason]
+        fields: list[Argument] = ["runs", encode_batch(dispatch)]
+        fields += ["size", dispatch.size, "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
-        args = list_args(dict.fromkeys(indexes[request.entry] for request in dispatch.requests))
+        args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
         args += list_args(fields)
         args += group_list_args(
-            [
-                (indexes[request.entry], request.ticket)
-                for request in dispatch.requests
-                if request.ticket is not None
-            ]
+            [(indexes[run.entry], ticket) for run in dispatch.runs for ticket in run.tickets or ()]
         )
         return args
 
@@ -195,21 +181,22 @@ class BatcherStore:
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
-        remaining: list[list[Request]] = []
+        remaining: list[list[list[Run]]] = []
         groups: list[Group] = []
         for entry, of_entry in by_entry.items():
-            refused = {refusal.request for refusal in of_entry}
-            waiting = [request for request in entry.requests if request not in refused]
-            remaining.append(waiting)
-            results = group_list_args(result_groups(self.keys, script_keys, map(_result_of, of_entry)))
-            groups.append([entry.id, *_put_back_args(entry, waiting), *results])
+            refused = frozenset(refusal.run for refusal in of_entry)
+            parts = _parts_to_put_back(entry, refused)
+            remaining.append(parts)
+            results = chain.from_iterable(map(_results_of, of_entry))
+            result_args = group_list_args(result_groups(self.keys, script_keys, results))
+            groups.append([entry.id, *_put_back_args(entry, parts), *result_args])
         args = [result_ttl_ms, *group_list_args(groups)]
         replies = self._link.run(_REFUSE, script_keys.keys, args)
 
         changes = EntryChanges([], [], [])
-        for entry, waiting, (outcome, *new_id) in zip(by_entry, remaining, replies, strict=True):
+        for entry, parts, (outcome, *part_ids) in zip(by_entry, remaining, replies, strict=True):
             if outcome == b"PUT_BACK":
-                changes.put_back.append(PutBack(entry, new_id[0].decode(), waiting))
+                changes.put_back.append(_put_back(entry, parts, part_ids))
             else:
                 (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
         return changes
@@ -225,17 +212,36 @@ class BatcherStore:
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
     if not missing_ids:
         return dispatch
-    requests = [request for request in dispatch.requests if request.entry.id not in missing_ids]
-    return dispatch._replace(requests=requests)
+    return dispatch._replace(runs=[run for run in dispatch.runs if run.entry.id not in missing_ids])
 
 
-def _put_back_args(entry: Entry, waiting: Sequence[Request]) -> tuple[bytes, int, str]:
-    """Payload, arrival (ms) and tickets of the requests to put back; an empty payload if there are none."""
-    payload = encode_requests(waiting) if waiting else b""
-    return payload, entry.arrival_us // 1000, tickets_of(waiting)
+def _parts_to_put_back(entry: Entry, decided: Container[Run | None]) -> list[list[Run]]:
+    """The runs that remain of an entry, as the entries to put them back in: usually all in one.
+
+    Many are put back in several entries. Otherwise, if batches are small, each of them would write again the
+    whole rest of a large entry, and the cost would grow with the square of its size.
+    """
+    remaining = [run for run in entry.runs if run not in decided]
+    if len(remaining) <= PUT_BACK_RUNS_MAX:
+        return [remaining] if remaining else []
+    size = -(-len(remaining) // PUT_BACK_ENTRIES_MAX)
+    return [remaining[start : start + size] for start in range(0, len(remaining), size)]
 
 
-def _result_of(refusal: Refusal) -> tuple[Address, Result]:
-    ticket = None if refusal.request is None else refusal.request.ticket
-    result = Result(refusal.correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
-    return Address(refusal.reply_to, ticket), result
+def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argument]:
+    """The arrival (ms), and the list of entries: payload and tickets of the requests to put back in each."""
+    return [
+        entry.arrival_us // 1000,
+        *group_list_args([(encode_runs(runs), tickets_of(runs)) for runs in parts]),
+    ]
+
+
+def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes]) -> PutBack:
+    return PutBack(entry, [(part_id.decode(), runs) for part_id, runs in zip(part_ids, parts, strict=True)])
+
+
+def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
+    tickets = None if refusal.run is None else refusal.run.tickets
+    for at, correlation_id in enumerate(refusal.correlation_ids):
+        result = Result(correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
+        yield Address(refusal.reply_to, None if tickets is None else tickets[at]), result

@@ -231,6 +231,17 @@ class Link:
                 raise
         return self.call("EVAL", script.source, len(keys), *keys, *args)
 
+    @property
+    def descriptor(self) -> int | None:
+        """The socket to wait on, together with others, until a reply arrives.
+
+        None if `receive` would return at once: Redis closed the connection, or TLS has read bytes already.
+        """
+        sock = self._connection._sock
+        if sock is None or (getattr(sock, "pending", None) and sock.pending()):
+            return None
+        return int(sock.fileno())
+
     def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:

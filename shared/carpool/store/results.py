@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import BatchedRequest, Request, Result
+from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunColumns
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.wire.results import encode_envelope, encode_result, encode_results
+from carpool.wire.results import encode_columns, encode_envelope, encode_result, encode_results
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
@@ -31,9 +31,20 @@ class Address(NamedTuple):
     ticket: str | None
 
     @classmethod
-    def of(cls, request: Request | BatchedRequest) -> Self:
+    def of(cls, request: BatchedRequest) -> Self:
         """Where a request's result goes."""
         return cls(request.reply_to, request.ticket)
+
+
+def addresses_of(batch: Batch) -> list[Address]:
+    """Where the result of each request of a batch goes, by position."""
+    addresses: list[Address] = []
+    for run in batch.runs:
+        if run.tickets is None:
+            addresses += [Address(run.reply_to, None)] * len(run.correlation_ids)
+        else:
+            addresses += [Address(run.reply_to, ticket) for ticket in run.tickets]
+    return addresses
 
 
 class Answer(NamedTuple):
@@ -106,13 +117,17 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
 
 
 def result_groups(
-    keys: Keys, script_keys: ScriptKeys, results: Iterable[tuple[Address, Result]]
+    keys: Keys,
+    script_keys: ScriptKeys,
+    results: Iterable[tuple[Address, Result]],
+    columns: Iterable[RunColumns] = (),
 ) -> Iterator[Group]:
     """The elements of a script's list of results: key index, kind, ticket and payload of each.
 
-    Results for one reply stream share a group. One with a ticket has a group of its own, with an envelope as
-    its payload: `order.lua` packs those that it delivers together.
+    Results for one reply stream share a group, and columns for it share another. A result with a ticket has a
+    group of its own, with an envelope as its payload: `order.lua` packs those that it delivers together.
     """
+    yield from _columns_groups(keys, script_keys, columns)
     by_stream: dict[str, list[Result]] = {}
     for (reply_to, ticket), result in results:
         if reply_to is None:
@@ -131,6 +146,15 @@ def result_groups(
         key = script_keys.index(keys.replies(reply_to))
         for chunk in _limited_chunks(of_stream):
             yield key, "stream", "", encode_results(chunk)
+
+
+def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunColumns]) -> Iterator[Group]:
+    by_stream: dict[str, list[ResultColumns]] = {}
+    for run, _, of_run in columns:
+        assert run.reply_to is not None
+        by_stream.setdefault(run.reply_to, []).append(of_run)
+    for reply_to, of_stream in by_stream.items():
+        yield script_keys.index(keys.replies(reply_to)), "columns", "", encode_columns(of_stream)
 
 
 def _limited_chunks(results: list[Result]) -> Iterable[list[Result]]:

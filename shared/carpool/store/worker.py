@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result
+from carpool.messages import Batch, DeadLetter, Result, RunColumns
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
@@ -74,16 +74,29 @@ class WorkerStore:
 
         Raises CommandError with the code NOGROUP if Redis was emptied: register again.
         """
+        self.start_fetch(consumer, block_ms)
+        return self.finish_fetch()
+
+    def start_fetch(self, consumer: str, block_ms: int | None) -> None:
+        """Ask for the next batch. Until `finish_fetch`, nothing else may be called."""
         block: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", block_ms)
         self._link.send(
             "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, *block,
             "STREAMS", self.keys.batches, ">",
         )  # fmt: skip
+
+    def finish_fetch(self) -> Batch | None:
+        """The batch that was asked for; waits until `descriptor` is readable. Raises as `fetch` does."""
         reply = self._link.receive()
         if not reply or not reply[0][1]:
             return None
         entry_id, flat = reply[0][1][0]
         return decode_batch(entry_id, flat, epoch=1)
+
+    @property
+    def descriptor(self) -> int | None:
+        """The socket to wait on for what was asked for; None if there is nothing to wait for."""
+        return self._link.descriptor
 
     def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
         """Take over a batch whose owner's lease ran out, if there is one."""
@@ -140,43 +153,31 @@ class WorkerStore:
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
         compute_us: int,
+        columns: Sequence[RunColumns] = (),
     ) -> set[int]:
-        """Commit a batch. `results` by position, each with its address; others were answered ahead.
+        """Commit a batch, all or nothing.
 
-        Returns the positions for which nothing was written because they had been answered ahead after all.
-        Raises FencedError.
+        `results` by position, each with its address, and `columns` for runs with `reply_columns`, a reply
+        stream and no tickets. All other positions were answered ahead.
+
+        Returns the positions that must be left out, too, because they had been answered ahead after all: then
+        nothing was written, and the caller commits again. Raises FencedError.
         """
-        left_out = set(range(len(batch.requests))) - results.keys()
-        answered: set[int] = set()
-        while True:
-            more_answered = self._commit(consumer, batch, results, left_out | answered, dead, compute_us)
-            if not more_answered:
-                return answered
-            answered |= more_answered
-
-    def _commit(
-        self,
-        consumer: str,
-        batch: Batch,
-        results: Mapping[int, tuple[Address, Result]],
-        left_out: set[int],
-        dead: Sequence[DeadLetter],
-        compute_us: int,
-    ) -> set[int]:
-        """Returns an empty set if the batch is settled, else the positions that must be left out, too."""
         keys = self.keys
         script_keys = ScriptKeys(
             keys.batches, keys.settled, keys.progress(batch.id), keys.dead, keys.order, keys.held
         )
-        if left_out:
-            results = {position: result for position, result in results.items() if position not in left_out}
-        settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
+        left_out: set[int] = set()
+        if len(results) + sum(len(of_run.positions) for of_run in columns) < batch.size:
+            left_out = set(range(batch.size)) - results.keys()
+            left_out = left_out.difference(*(of_run.positions for of_run in columns))
+        settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", batch.size]
         settled += ["compute_us", compute_us]
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
         args += list_args(left_out)
         args += list_args(settled)
-        args += group_list_args(result_groups(keys, script_keys, results.values()))
+        args += group_list_args(result_groups(keys, script_keys, results.values(), columns))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
         outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)
         if outcome == b"FENCED":

@@ -12,38 +12,52 @@ import msgpack
 
 from carpool.messages import (
     Batch,
-    BatchedRequest,
+    BatchedRun,
     BatchSettled,
+    Bodies,
+    Body,
     DeadLetter,
     Dispatch,
     ModelProcessesChanged,
+    Rows,
     SettledEvent,
+    StoredBody,
 )
 
 
 def encode_batch(dispatch: Dispatch) -> bytes:
-    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples.
+    """The `runs` field of a batch: a msgpack array with an array for each run.
 
-    A request without a ticket is a tuple one element shorter.
+    Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
+    deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
+    `reply_columns`, and tickets or nil.
     """
-    undated = dispatch.undated  # looked at here, because a call of `deadline_us` costs each request 0.1 µs
-    tuples: list[tuple[Any, ...]] = [
-        (
-            request.entry.id,
-            request.correlation_id,
-            request.content_type,
-            request.reply_to,
-            request.arrival_us,
-            None if undated and request in undated else request.deadline_us,
-            request.body,
-            request.extra,
+    undated = dispatch.undated
+    return bytes(
+        msgpack.packb(
+            [
+                (
+                    run.entry.id,
+                    " ".join(run.correlation_ids),
+                    run.content_type,
+                    run.reply_to,
+                    run.arrival_us,
+                    None if run in undated else run.deadline_us,
+                    *_bodies_and_rows(run.bodies),
+                    run.extra,
+                    run.reply_columns,
+                    run.tickets,
+                )
+                for run in dispatch.runs
+            ]
         )
-        for request in dispatch.requests
-    ]
-    for position, request in enumerate(dispatch.requests):
-        if request.ticket is not None:
-            tuples[position] += (request.ticket,)
-    return bytes(msgpack.packb(tuples))
+    )
+
+
+def _bodies_and_rows(bodies: Bodies) -> tuple[list[Body] | None, tuple[Any, ...] | None]:
+    if isinstance(bodies, Rows):
+        return None, (bodies.head, bodies.width, bodies.data)
+    return bodies, None
 
 
 def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
@@ -52,19 +66,32 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     Those entries were missing when the batch was dispatched: see `dispatch.lua`.
     """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    requests = [BatchedRequest(*fields) for fields in msgpack.unpackb(raw[b"requests"])]
+    runs = [_decode_run(fields) for fields in msgpack.unpackb(raw[b"runs"])]
     gone = raw.get(b"gone")
     if gone:
         entry_ids = frozenset(gone.decode().split())
-        requests = [request for request in requests if request.entry_id not in entry_ids]
+        runs = [run for run in runs if run.entry_id not in entry_ids]
     return Batch(
         entry_id.decode(),
         epoch,
-        requests,
+        runs,
         raw.get(b"reason", b"").decode(),
         int(raw.get(b"dispatched_us", b"0")),
         raw.get(b"lane", b"").decode(),
         int(raw.get(b"result_ttl_ms", 60_000)),
+    )
+
+
+def _decode_run(fields: Sequence[Any]) -> BatchedRun:
+    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, *others = fields
+    decoded: Bodies
+    if rows is not None:
+        head, width, data = rows
+        decoded = Rows(head, data, width)
+    else:
+        decoded = [body if type(body) is bytes else StoredBody(*body) for body in bodies or ()]
+    return BatchedRun(
+        entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us, *others
     )
 
 
@@ -87,9 +114,15 @@ def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
     """
     request = letter.request
     flat: list[str | bytes | int] = ["correlation_id", request.correlation_id]
-    flat += ["content_type", request.content_type, "body", request.body]
+    flat += ["content_type", request.content_type, *_body_fields(request.body)]
     if request.reply_to is not None:
         flat += ["reply_to", request.reply_to]
     for name, value in (request.extra or {}).items():
         flat += [name, value]
     return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
+
+
+def _body_fields(body: Body) -> list[str | bytes | int]:
+    if isinstance(body, StoredBody):
+        return ["body_key", body.name, "body_bytes", body.size_bytes]
+    return ["body", body]

@@ -1,15 +1,19 @@
-"""Results <-> envelopes: a JSON object or a msgpack map each; on a reply stream, a msgpack array of maps."""
+"""Results <-> envelopes: a JSON object or a msgpack map each; on a reply stream, a msgpack array of maps.
+
+A producer that asked for it (`reply_columns`) reads results that differ only in correlation ID and row as
+columns: one map for all of them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgpack
 
 from carpool.errors import OK, InvalidArgumentError
-from carpool.messages import JSON, Result
+from carpool.messages import JSON, Result, ResultColumns, Rows
 
 MAX_DETAIL_CHARS: Final = 1000
 
@@ -79,3 +83,45 @@ def decode_results(packed: bytes) -> list[Fields]:
     if type(envelopes) is not list:
         raise InvalidArgumentError("results: must be a msgpack array")
     return envelopes
+
+
+def encode_columns(columns: Iterable[ResultColumns]) -> bytes:
+    """The `columns` field of one entry on a reply stream: a msgpack array of maps."""
+    return bytes(msgpack.packb([_columns_map(results) for results in columns]))
+
+
+def _columns_map(results: ResultColumns) -> Fields:
+    correlation_ids, content_type, rows, batch_size, queue_us, compute_us = results
+    return {
+        "correlation_ids": " ".join(correlation_ids),
+        "status": OK,
+        "content_type": content_type,
+        "row_head": rows.head,
+        "rows": rows.data,
+        "final": True,
+        "batch_size": batch_size,
+        "queue_us": queue_us,
+        "compute_us": compute_us,
+    }
+
+
+def decode_columns(packed: bytes) -> list[ResultColumns]:
+    """The columns of one entry on a reply stream. Raises InvalidArgumentError unless they are well formed."""
+    maps = msgpack.unpackb(packed)
+    if type(maps) is not list:
+        raise InvalidArgumentError("columns: must be a msgpack array")
+    try:
+        return [_decode_columns(raw) for raw in maps]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(f"columns: an element is malformed ({error!r:.100})") from None
+
+
+def _decode_columns(raw: Fields) -> ResultColumns:
+    ids: Sequence[str] = raw["correlation_ids"].split(" ")
+    width, left_over = divmod(len(raw["rows"]), len(ids))
+    if left_over or not width:
+        raise InvalidArgumentError(f"rows: {len(raw['rows'])} bytes are not {len(ids)} rows of equal length")
+    rows = Rows(raw["row_head"], raw["rows"], width)
+    return ResultColumns(
+        ids, raw["content_type"], rows, raw["batch_size"], raw["queue_us"], raw["compute_us"]
+    )

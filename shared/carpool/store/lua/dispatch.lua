@@ -7,12 +7,11 @@
 --
 -- KEYS  1 requests   2 batches   3 held
 -- ARGV  list of entry IDs
---       list of entries that are dispatched only partly: index of the entry; the payload, the arrival (ms) and the
---          tickets of the requests to put back
+--       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
 --       list of batches: list of the indexes of its entries; list of its fields; list of its requests that have a
 --          ticket: index of the request's entry, ticket
 -- Returns { IDs of missing entries },
---         { for each partly dispatched entry the ID of its new entry, '' if the entry is missing },
+--         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing }
 -- O(entries), and O(bytes) for the payloads.
 local take = argument_reader(1)
@@ -27,8 +26,12 @@ end
 
 local new_ids = {}
 for p = 1, tonumber(take()) do
-  local index, payload, arrival_ms, tickets = tonumber(take()), take(), take(), take()
-  new_ids[p] = is_missing[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
+  if is_missing[tonumber(take())] then
+    skip_put_back(take)
+    new_ids[p] = {}
+  else
+    new_ids[p] = put_back(KEYS[1], KEYS[3], take)
+  end
 end
 
 local batch_ids = {}
