@@ -30,7 +30,7 @@ from carpool.messages import (
     Run,
     Withdrawal,
 )
-from carpool.store.batcher import BatcherStore
+from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, RawEntry, StreamReader, Subscription
@@ -223,7 +223,7 @@ class ModelBatcher:
     def _refuse(self, session: LeaseSession, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
         scheduler = session.scheduler
         changes = self._store.refuse(refusals, emptied, scheduler.settings.result_ttl_ms)
-        scheduler.forget(session.entries.update_from(changes))
+        self._follow(session, changes)
         missing = set(changes.missing)
         answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
@@ -237,7 +237,7 @@ class ModelBatcher:
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
         batches, changes = self._store.dispatch(dispatches, scheduler.settings.result_ttl_ms)
-        scheduler.forget(session.entries.update_from(changes))
+        self._follow(session, changes)
         dispatched: list[Dispatch] = []
         for batch in batches:
             if batch is None:
@@ -246,6 +246,12 @@ class ModelBatcher:
                 scheduler.launch(batch.batch_id, batch.dispatch, decided_us)
                 dispatched.append(batch.dispatch)
         self._meter.dispatched(dispatched, scheduler, self._clock.now_us())
+
+    def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:
+        """A script changed entries in Redis."""
+        missing, moved = session.entries.update_from(changes)
+        session.scheduler.forget(missing)
+        session.scheduler.watch_again(moved)
 
     def _expire(self, scheduler: Scheduler, expired: Sequence[Expire]) -> None:
         by_batch: dict[str, list[Answer]] = {}

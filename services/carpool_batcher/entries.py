@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from carpool.messages import Entry, Run
 from carpool.store.batcher import BatcherStore, EntryChanges
@@ -13,6 +13,13 @@ from carpool_batcher.core.scheduler import Scheduler
 
 SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be committed, and its `settled` entry still unread
 LOOKUP_ENTRIES: Final = 1000  # in one script
+
+
+class Updated(NamedTuple):
+    """Runs whose entries are missing in Redis, and runs that are in another entry than before."""
+
+    missing: list[Run]
+    moved: list[Run]
 
 
 class EntryTable(dict[str, Entry]):
@@ -38,9 +45,10 @@ class EntryTable(dict[str, Entry]):
             self._put_back_ids.popleft()
         return [entry for entry in arrived if entry[0] not in put_back]
 
-    def update_from(self, changes: EntryChanges) -> list[Run]:
-        """Follow what a script did in Redis. Returns the runs of entries missing there."""
+    def update_from(self, changes: EntryChanges) -> Updated:
+        """Follow what a script did in Redis."""
         missing: list[Run] = []
+        moved: list[Run] = []
         for entry in changes.removed:
             self._remove(entry)
         for entry in changes.missing:
@@ -53,8 +61,9 @@ class EntryTable(dict[str, Entry]):
                 divided = Entry(new_id, entry.arrival_us, runs)
                 for run in runs:
                     run.entry = divided
+                moved += runs
                 self._add_put_back(divided)
-        return missing
+        return Updated(missing, moved)
 
     def _add_put_back(self, entry: Entry) -> None:
         self[entry.id] = entry
