@@ -11,6 +11,7 @@ from carpool_batcher.core.batch_space import BatchLimits, bytes_of
 from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue
 from carpool_batcher.core.lane import Lane
 
+
 def run(names: str, tenant: str, cost: int = 1) -> Run:
     ids = names.split()
     one = Run(Entry("1-0", 0), ids, [b"x"] * len(ids), cost=cost, tenant=tenant)
