@@ -1,10 +1,10 @@
-"""Cost of idle models: CPU of the batcher and of Redis, threads, connections, memory; and a lone request's latency.
+"""Cost of idle models: CPU, threads, connections and memory of the batcher; latency of a lone request.
 
     .venv/bin/python ops/bench/many_models.py [--models 1,51,201] [--seconds 20] [--requests 1000]
 
-All models but one are registered as a worker would, and have a model process whose lease runs, and no requests.
-A worker serves the other one, `noop`. First nothing is sent for `--seconds`; then lone requests are. Each number of
-models has a Redis, a batcher and a worker of its own, all on one machine.
+All models but one are registered as a worker would, and have a model process whose lease runs, and no
+requests. A worker serves the other one, `noop`. First nothing is sent for `--seconds`; then lone requests
+are. Each number of models has a Redis, a batcher and a worker of its own, all on one machine.
 """
 
 from __future__ import annotations
