@@ -59,14 +59,19 @@ def register_idle_models(url: str, number: int) -> None:
 
 def measure_idle(redis: Any, batcher: int, server: int, seconds: float) -> Idle:
     """Watch both processes for a while."""
-    pids = (batcher, server)
-    before = [cpu_time_us(pid) for pid in pids]
+    before_us = cpu_time_us(batcher), cpu_time_us(server)
     time.sleep(seconds)
-    percent = [(cpu_time_us(pid) - was) / seconds / 1e4 for pid, was in zip(pids, before, strict=True)]
+    batcher_us, redis_us = cpu_time_us(batcher) - before_us[0], cpu_time_us(server) - before_us[1]
     status = dict(line.split(":", 1) for line in Path(f"/proc/{batcher}/status").read_text().splitlines())
     name = f"-{batcher}-"  # in the names of its connections
     connections = sum(name in client["name"] for client in redis.client_list())
-    return Idle(*percent, int(status["Threads"]), connections, int(status["VmRSS"].split()[0]) / 1024)
+    return Idle(
+        batcher_us / seconds / 1e4,
+        redis_us / seconds / 1e4,
+        int(status["Threads"]),
+        connections,
+        int(status["VmRSS"].split()[0]) / 1024,
+    )
 
 
 def cpu_time_us(pid: int) -> int:

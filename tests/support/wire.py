@@ -49,6 +49,17 @@ def decode_packed(maps: Any, shared: dict[str, Any] | None = None) -> tuple[Entr
     return decode({"requests": msgpack.packb(maps)} | (shared or {}))
 
 
+def decode_read(entries: Any) -> list[Single | Refusal | Withdrawal]:
+    """What entries that were read from a request stream are decoded to, item by item."""
+    return [
+        item
+        for entry_id, fields in entries
+        for item in one_by_one(
+            decode_entry(entry_id, [part for pair in fields.items() for part in pair], DEFAULTS)[1]
+        )
+    ]
+
+
 # --- request by request ------------------------------------------------------------------------------------
 
 
