@@ -228,7 +228,10 @@ class ModelBatcher:
         answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
             self._meter.refused(answered)
-            self._answer_log.refused(Counter(refusal.status for refusal in answered))
+            numbers: Counter[str] = Counter()
+            for refusal in answered:
+                numbers[refusal.status] += len(refusal.correlation_ids)
+            self._answer_log.refused(numbers)
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy

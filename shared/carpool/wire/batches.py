@@ -98,7 +98,8 @@ def _decode_run(fields: Sequence[Any]) -> BatchedRun:
 
 
 def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
-    """An entry of the `settled` stream. One without a batch means that a model process joined or left."""
+    """An entry of the `settled` stream. One without a batch means that a model process joined
+    or left, or that settings were overridden."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
