@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -416,6 +417,9 @@ class Bench:
         self.replica.take(execution)
         return execution
 
+    def has_fetched(self, times: int) -> bool:
+        return self.fetcher.starts == times
+
     def step_until(self, condition: Callable[[], object]) -> None:
         until_s = time.monotonic() + 10.0
         while not condition():
@@ -490,7 +494,7 @@ def test_idle_replica_fetches_and_executes_what_arrives(bench: Bench) -> None:
     assert bench.fetcher.starts == 1
     for starts in (2, 3):  # nothing within the time that Redis waits: ask again
         bench.fetcher.put()
-        bench.step_until(lambda starts=starts: bench.fetcher.starts == starts)
+        bench.step_until(partial(bench.has_fetched, starts))
     execution = bench.execution_of("a", "b")
     bench.fetcher.put(execution)
     assert bench.finish(execution) == ["A", "B"]

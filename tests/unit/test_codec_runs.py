@@ -73,7 +73,7 @@ def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[s
     groups = list(result_groups(Keys("m"), script_keys, results, execution.columns))
     envelopes: list[tuple[str, dict[str, Any]]] = []
     for key, kind, ticket, payload in groups:
-        place = f"{script_keys.keys[int(key) - 1]} {ticket}"
+        place = f"{script_keys.keys[int(key) - 1]} {ticket!r}"
         assert isinstance(payload, bytes)
         if kind == "columns":
             of_columns = [result for columns in decode_columns(payload) for result in columns.results()]
