@@ -8,8 +8,8 @@ batcher updates its own table of them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
@@ -28,6 +28,7 @@ from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
     Answer,
+    FirstTicket,
     answer_ahead,
     release,
     result_groups,
@@ -35,7 +36,7 @@ from carpool.store.results import (
 from carpool.wire.batches import decode_batch, encode_batch
 from carpool.wire.requests import encode_runs, tickets_of
 
-_ADMIT: Final = Script("ordering/admit", after=("arguments", "ordering/tickets"))
+_ADMIT: Final = Script("ordering/admit", after=("arguments", "deliver", "ordering/tickets", "ordering/order"))
 _DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
 _MISSING: Final = Script("missing")
@@ -49,6 +50,16 @@ class PutBack(NamedTuple):
 
     entry: Entry
     parts: list[tuple[str, list[Run]]]
+
+
+class Admission(NamedTuple):
+    """The number of tickets in the order: of requests that wait or are in flight, and of withheld results.
+
+    `forged`: entries that claim tickets which are not theirs. Their requests have none.
+    """
+
+    tickets: int
+    forged: list[Entry]
 
 
 class EntryChanges(NamedTuple):
@@ -97,30 +108,25 @@ class BatcherStore:
         """Which of these entries are no longer in the stream."""
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
-    def admit(self, entries: Sequence[Entry]) -> int:
-        """Put the tickets of these entries' requests into the order of results.
+    def admit(self, entries: Sequence[Entry]) -> Admission:
+        """Put the tickets of these entries' requests into the order of results, and verify those that entries
+        claim to have because they were put back."""
+        groups = [_admit_args(entry) for entry in entries]
+        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups))
+        return Admission(tickets, [entries[index - 1] for index in forged])
 
-        Returns the number of tickets in the order: of requests that wait or are in flight, and of withheld
-        results.
-        """
-        groups: list[Group] = []
-        for entry in entries:
-            tickets = [ticket for run in entry.runs for ticket in run.tickets or ()]
-            groups.append([entry.id, *list_args(tickets)])
-        return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups)))
-
-    def release(self, entries: Container[str] = (), batches: Container[str] = ()) -> None:
+    def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
 
-        `entries` and `batches` are known to be in Redis. A ticket of one of them is not looked up: that would
-        cost Redis the bytes of the whole entry or batch.
+        `is_known`: whether the request of the first ticket is known to wait or to be in flight. Then it is not
+        looked up, which would cost Redis the bytes of its entry, and of all batches in flight.
+
+        Returns the number of tickets in the order.
         """
         first = release(self._link, self.keys)
-        if first is None:
-            return
-        known = batches if first.state == "IN_FLIGHT" else entries
-        if first.id not in known:
-            release(self._link, self.keys, free_lost=True)
+        if first is not None and not is_known(first):
+            first = release(self._link, self.keys, free_lost=True)
+        return 0 if first is None else first.tickets
 
     def dispatch(self, dispatches: Sequence[Dispatch], result_ttl_ms: int) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back."""
@@ -165,9 +171,6 @@ class BatcherStore:
             fields += ["lane", dispatch.lane]
         args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
         args += list_args(fields)
-        args += group_list_args(
-            [(indexes[run.entry], ticket) for run in dispatch.runs for ticket in run.tickets or ()]
-        )
         return args
 
     def refuse(
@@ -209,6 +212,18 @@ class BatcherStore:
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
 
 
+def _admit_args(entry: Entry) -> list[Argument]:
+    """ID, the ranges that were put back in it, and for one that arrived: its size and the gaps."""
+    if entry.claimed_tickets is not None:
+        return [entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges))), 0, 0]
+    size, gaps = 0, []
+    for _, first, count in sorted(of_range for run in entry.runs if run.tickets for of_range in run.tickets.ranges):
+        if first > size:
+            gaps.append((size, first - size))
+        size = first + count
+    return [entry.id, 0, size, *group_list_args(gaps)]
+
+
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
     if not missing_ids:
         return dispatch
@@ -241,7 +256,8 @@ def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes
 
 
 def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
-    tickets = None if refusal.run is None else refusal.run.tickets
-    for at, correlation_id in enumerate(refusal.correlation_ids):
+    run = refusal.run
+    tickets = run.tickets.singles() if run is not None and run.tickets is not None else repeat(None)
+    for correlation_id, ticket in zip(refusal.correlation_ids, tickets):
         result = Result(correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
-        yield Address(refusal.reply_to, None if tickets is None else tickets[at]), result
+        yield Address(refusal.reply_to, ticket), result

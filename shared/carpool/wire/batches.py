@@ -22,6 +22,8 @@ from carpool.messages import (
     Rows,
     SettledEvent,
     StoredBody,
+    TicketRange,
+    Tickets,
 )
 
 
@@ -30,7 +32,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
     deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
-    `reply_columns`, and tickets or nil.
+    `reply_columns`, and nil or the ranges of its tickets (entry ID, first position, count).
     """
     undated = dispatch.undated
     return bytes(
@@ -46,7 +48,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
                     *_bodies_and_rows(run.bodies),
                     run.extra,
                     run.reply_columns,
-                    run.tickets,
+                    None if run.tickets is None else run.tickets.ranges,
                 )
                 for run in dispatch.runs
             ]
@@ -83,15 +85,25 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
 
 
 def _decode_run(fields: Sequence[Any]) -> BatchedRun:
-    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, *others = fields
+    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, ranges = fields
     decoded: Bodies
     if rows is not None:
         head, width, data = rows
         decoded = Rows(head, data, width)
     else:
         decoded = [body if type(body) is bytes else StoredBody(*body) for body in bodies or ()]
+    tickets = None if ranges is None else Tickets(tuple(map(TicketRange._make, ranges)))
     return BatchedRun(
-        entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us, *others
+        entry_id,
+        ids.split(" "),
+        decoded,
+        content_type,
+        reply_to,
+        arrival_us,
+        deadline_us,
+        extra,
+        columns,
+        tickets,
     )
 
 
