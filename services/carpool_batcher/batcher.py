@@ -12,7 +12,7 @@ form smaller ones. Safety does not depend on it: a request is dispatched at most
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -21,27 +21,28 @@ from carpool.clock import RedisClock
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.keys import Keys
 from carpool.messages import (
-    BatchedRequest,
+    BatchedRun,
     BatchSettled,
     Dispatch,
     Entry,
     Refusal,
-    Request,
     Result,
+    Run,
     Withdrawal,
 )
-from carpool.store.batcher import BatcherStore
+from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.requests import Decoded, decode_entry
+from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings, Policies
 from carpool_batcher.entries import EntryTable, forget_missing_batches, forget_missing_entries
 from carpool_batcher.meter import Meter
-from carpool_batcher.ordering import ResultOrder, issue_ticket
+from carpool_batcher.ordering import ResultOrder, issue_tickets
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -81,6 +82,7 @@ class ModelBatcher:
         self._session: LeaseSession | None = None
         self._last_event_us = 0
         self._log = structlog.get_logger().bind(model=keys.model)
+        self._answer_log = AnswerLog(self._log)
         self._settings = EffectiveSettings(policies, self._log)
 
     # --- the lease -----------------------------------------------------------------------------------------
@@ -103,8 +105,8 @@ class ModelBatcher:
         scheduler = Scheduler(settings, len(snapshot.model_processes))
         scheduler.custom_policy = self._settings.create_policy(settings)
         for batch in self._store.batches_in_flight():
-            requests = [_as_request(request) for request in batch.requests]
-            scheduler.adopt(batch.id, Dispatch(requests, "idle", batch.lane), batch.dispatched_us)
+            runs = [_as_run(run) for run in batch.runs]
+            scheduler.adopt(batch.id, Dispatch(runs, "idle", batch.lane), batch.dispatched_us)
         now_us = self._clock.now_us()
         self._meter.activated(now_us)
         self._log.info(
@@ -129,6 +131,7 @@ class ModelBatcher:
             return
         self._session.reader.end(self._session.subscription)
         self._session = None
+        self._answer_log.summarize()
         self._meter.deactivated()
         self.wake_at_us = None
         self.needs_snapshot = False
@@ -220,12 +223,12 @@ class ModelBatcher:
     def _refuse(self, session: LeaseSession, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
         scheduler = session.scheduler
         changes = self._store.refuse(refusals, emptied, scheduler.settings.result_ttl_ms)
-        scheduler.forget(session.entries.update_from(changes))
+        self._follow(session, changes)
         missing = set(changes.missing)
         answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
             self._meter.refused(answered)
-            self._log.info("requests refused", **Counter(refusal.status for refusal in answered))
+            self._answer_log.refused(Counter(refusal.status for refusal in answered))
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -234,7 +237,7 @@ class ModelBatcher:
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
         batches, changes = self._store.dispatch(dispatches, scheduler.settings.result_ttl_ms)
-        scheduler.forget(session.entries.update_from(changes))
+        self._follow(session, changes)
         dispatched: list[Dispatch] = []
         for batch in batches:
             if batch is None:
@@ -244,17 +247,21 @@ class ModelBatcher:
                 dispatched.append(batch.dispatch)
         self._meter.dispatched(dispatched, scheduler, self._clock.now_us())
 
+    def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:
+        """A script changed entries in Redis."""
+        missing, moved = session.entries.update_from(changes)
+        session.scheduler.forget(missing)
+        session.scheduler.watch_again(moved)
+
     def _expire(self, scheduler: Scheduler, expired: Sequence[Expire]) -> None:
         by_batch: dict[str, list[Answer]] = {}
         answered = 0
-        for batch_id, position, request in expired:
-            detail = "expired: it was dispatched, but not executed by its deadline"
-            result = Result(request.correlation_id, DEADLINE_EXCEEDED, request.content_type, detail=detail)
-            by_batch.setdefault(batch_id, []).append(Answer(position, Address.of(request), result))
+        for batch_id, first, run in expired:
+            by_batch.setdefault(batch_id, []).extend(_expired_answers(first, run))
         for batch_id, answers in by_batch.items():
             answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
         self._meter.expired_in_flight(answered)
-        self._log.info("requests expired in flight", requests=answered, batches=len(by_batch))
+        self._answer_log.expired_in_flight(answered, len(by_batch))
 
     # --- a few times a second ------------------------------------------------------------------------------
 
@@ -271,6 +278,7 @@ class ModelBatcher:
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         session.order.refresh(snapshot, entries)
         self._meter.update_gauges(scheduler, now_us)
+        self._answer_log.summarize_if_due()
 
     def _update_settings(self, scheduler: Scheduler, snapshot: ModelSnapshot) -> None:
         settings = self._settings.read(snapshot, scheduler.settings)
@@ -301,34 +309,46 @@ class ModelBatcher:
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
-    """Offer the requests of one entry to the scheduler. Returns the refusals.
+    """Offer the runs of one entry to the scheduler. Returns the refusals.
 
     With `preserve_ordering` all others get tickets. A request that is refused on arrival gets none, so that
     its result need not wait for earlier ones.
     """
     preserve_ordering = scheduler.settings.preserve_ordering
     refusals: list[Refusal] = []
-    for position, item in enumerate(decoded):
-        if type(item) is Request:
+    position = 0
+    for item in decoded:
+        if type(item) is Run:
+            size = len(item)
             refused = scheduler.offer(item, now_us)
-            if refused is not None:
-                refusals.append(refused)
-            elif preserve_ordering:
-                issue_ticket(item, position)
+            refusals += refused
+            if preserve_ordering and sum(len(refusal.correlation_ids) for refusal in refused) < size:
+                issue_tickets(item, position)
+            position += size
         elif type(item) is Refusal:
             refusals.append(item)
+            position += len(item.correlation_ids)
     return refusals
 
 
-def _as_request(batched: BatchedRequest) -> Request:
-    """A request in flight as the scheduler knows it; its body is not needed any more."""
-    return Request(
+def _expired_answers(first: int, run: Run) -> Iterator[Answer]:
+    """The answers to a run whose deadline passed in flight; its first request is at position `first`."""
+    detail = "expired: it was dispatched, but not executed by its deadline"
+    for at, correlation_id in enumerate(run.correlation_ids):
+        result = Result(correlation_id, DEADLINE_EXCEEDED, run.content_type, detail=detail)
+        ticket = None if run.tickets is None else run.tickets[at]
+        yield Answer(first + at, Address(run.reply_to, ticket), result)
+
+
+def _as_run(batched: BatchedRun) -> Run:
+    """A run in flight as the scheduler knows it; its bodies are not needed any more."""
+    return Run(
         Entry(batched.entry_id, batched.arrival_us),
-        batched.correlation_id,
-        b"",
+        batched.correlation_ids,
+        [],
         batched.content_type,
         batched.reply_to,
         batched.arrival_us,
         batched.deadline_us,
-        ticket=batched.ticket,
+        tickets=batched.tickets,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from carpool.messages import Entry, Request
+from carpool.messages import Entry, Run
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
 from carpool.wire.requests import ticket_of
@@ -65,7 +65,7 @@ class ResultOrder:
         scheduler.set_withheld(0 if self._unread_entries else withheld)
 
 
-def issue_ticket(request: Request, position: int) -> None:
-    """Give a request its ticket, unless it was put back with one. `position` is its place in its entry."""
-    if request.ticket is None:
-        request.ticket = ticket_of(request.entry.id, position)
+def issue_tickets(run: Run, position: int) -> None:
+    """Give a run its tickets, unless it was put back with them. `position`: of its first request."""
+    if run.tickets is None:
+        run.tickets = [ticket_of(run.entry.id, position + at) for at in range(len(run))]

@@ -17,8 +17,8 @@ BOUNDS_US: Final = tuple(int(100 * _BOUND_RATIO**power) for power in range(165))
 class RecentLatency:
     """Quantiles over a sliding window, from two histograms: every WINDOW_US the older one is dropped.
 
-    Arrival times are whole milliseconds, so one batch has few different ones: those that are equal are counted
-    first, which costs 0.1 µs a run. Each different one costs 0.3.
+    Arrival times are whole milliseconds, so one batch has few different ones: equal ones are counted first,
+    which costs 0.1 µs a run. Each different one costs 0.3.
     """
 
     def __init__(self, now_us: int) -> None:

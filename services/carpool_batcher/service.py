@@ -6,8 +6,8 @@
     read        wait for entries of any model, or until one is due
     turn        each model for which something arrived, or that is due: decide and act
 
-A model that is idle costs its share of the leases and the comparisons, and nothing else. Three connections are
-used: two of the reader, and one for everything else, which is never blocked.
+A model that is idle costs its share of the leases and the comparisons, and nothing else. Three connections
+are used: two of the reader, and one for everything else, which is never blocked.
 
 An error that concerns one model ends its session, and it is tried again after a pause. An error of a
 connection ends all sessions.

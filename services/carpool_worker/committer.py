@@ -15,6 +15,7 @@ import structlog
 from carpool.store.connection import CommandError
 from carpool.store.results import Answer, FencedError, addresses_of
 from carpool.store.worker import WorkerStore
+from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 
@@ -24,9 +25,12 @@ COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Re
 class Committer:
     """Each method may be repeated after it raised. FencedError: another worker has the batch."""
 
-    def __init__(self, consumer: str, store: WorkerStore, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, consumer: str, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
+    ) -> None:
         self._consumer = consumer
         self._metrics = metrics
+        self._batch_log = batch_log
         self._store = store
         self._log = structlog.get_logger()
 
@@ -39,7 +43,14 @@ class Committer:
                 execution.drop(answered)  # a batcher answered them when their deadlines passed
         output_us = (time.monotonic_ns() - started_ns) // 1000
         self._metrics.committed(execution, output_us, self._store.clock.now_us())
-        self._log_batch(execution)
+        statuses, _ = execution.counts()
+        self._batch_log.committed(
+            self._consumer,
+            execution.batch,
+            statuses,
+            execution.compute_us,
+            len(execution.dead_letters),
+        )
 
     def _commit(self, execution: Execution) -> set[int]:
         """Empty if the batch is committed; else positions that were answered elsewhere: leave them out."""
@@ -100,25 +111,6 @@ class Committer:
             model=self._store.keys.model,
             batch=execution.batch.id,
             epoch=execution.batch.epoch,
-        )
-
-    def _log_batch(self, execution: Execution) -> None:
-        """Log the batch in one line, without its payloads."""
-        batch = execution.batch
-        statuses, _ = execution.counts()
-        oldest_us = min((run.arrival_us for run in batch.runs), default=batch.dispatched_us)
-        self._log.info(
-            "batch",
-            model=self._store.keys.model,
-            batch=batch.id,
-            reason=batch.reason,
-            size=batch.size,
-            **statuses,
-            queue_ms=max(0, batch.dispatched_us - oldest_us) / 1000,
-            compute_ms=execution.compute_us / 1000,
-            epoch=batch.epoch,
-            dead=len(execution.dead_letters),
-            worker=self._consumer,
         )
 
 

@@ -35,6 +35,7 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
+from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
@@ -76,6 +77,7 @@ class Worker:
         self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
+        self.batch_log = BatchLog(keys.model, self._name)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -128,7 +130,8 @@ class Worker:
     def _start_replica(self, replica: Replica, codec: Codec) -> None:
         consumer = replica.consumer
         fetcher = Fetcher(consumer, self._new_store("fetch"), self._lease_ms, self._register, self._metrics)
-        replica.connect(codec, fetcher, Committer(consumer, self._new_store("commit"), self._metrics))
+        committer = Committer(consumer, self._new_store("commit"), self._metrics, self.batch_log)
+        replica.connect(codec, fetcher, committer)
         self._start_loop(self._replica_loops, f"replica {consumer}", replica.run_once)
         self._store.join(consumer, self._lease_ms)
 
@@ -217,6 +220,7 @@ class Worker:
             self._heartbeat.stop()
             loop.join(1.0)
         self._leave(self._replicas)
+        self.batch_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 

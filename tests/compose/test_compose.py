@@ -171,7 +171,7 @@ def test_scaling_workers_under_load_loses_and_redelivers_nothing(slow: str) -> N
         assert report.ok == report.accepted
         assert project.exit_codes("worker") == [0, 0]
         assert project.events("worker", "batch reclaimed") == []
-        assert len({event["worker"].partition("/")[0] for event in project.events("worker", "batch")}) == 2
+        assert len({event["worker"].partition("/")[0] for event in project.events("worker", "batches")}) == 2
 
 
 def test_killed_worker_is_restarted_and_nothing_is_lost(slow: str) -> None:

@@ -227,6 +227,7 @@ class Stack:
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")},
             "CARPOOL_REDIS_URL": self.url,
+            "CARPOOL_LOG_LEVEL": "debug",  # for a line about each batch
             **self.environment.get(role, {}),
         }
         if faulty_package is not None:

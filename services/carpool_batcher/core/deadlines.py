@@ -8,7 +8,7 @@ longer in the entry, and so no timer keeps its bodies in memory.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -66,15 +66,21 @@ class Deadlines:
             self._latest = timer
             self._set(timer)
 
-    def watch_again(self, settings: ModelSettings) -> None:
+    def watch_all_again(self, settings: ModelSettings) -> None:
         """Set the timers of all waiting runs anew, because from now on batches are delayed."""
         self._timers = [item for item in self._timers if type(item[2]) is BatchTimer]
         heapq.heapify(self._timers)
         self._latest = None
         for lane in self._queue.lanes.values():
-            for run in lane:
-                if run.deadline_us is not None and run not in lane.expired:
-                    self.watch(run, run.deadline_us, settings, 0)
+            self.watch_again(lane, settings)
+
+    def watch_again(self, runs: Iterable[Run], settings: ModelSettings) -> None:
+        """Set timers for those of these runs that wait; they may have others."""
+        for run in runs:
+            if run.deadline_us is None or run not in self._queue:
+                continue
+            if run not in self._queue.lanes[run.lane].expired:
+                self.watch(run, run.deadline_us, settings, 0)
 
     def watch_batch(self, batch_id: str, expiring: Mapping[int, Run]) -> None:
         """Set a timer for a batch in flight, at the earliest deadline of these runs."""

@@ -78,7 +78,7 @@ class Scheduler:
         had_delay = self._settings.max_queue_delay_ms > 0
         self._settings = settings
         if settings.max_queue_delay_ms and not had_delay:
-            self._deadlines.watch_again(settings)
+            self._deadlines.watch_all_again(settings)
 
     @property
     def model_processes(self) -> int:
@@ -111,6 +111,10 @@ class Scheduler:
         """Runs are no longer in Redis: removed by XDEL, or dispatched by another batcher. Those that do not
         wait are ignored."""
         self._queue.forget(runs)
+
+    def watch_again(self, runs: Iterable[Run]) -> None:
+        """These runs are in other entries than before: those that wait need timers for their new entries."""
+        self._deadlines.watch_again(runs, self._settings)
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """A Dispatch of the last `poll` was carried out, with these of its runs. Their bodies are released:

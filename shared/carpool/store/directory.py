@@ -14,7 +14,6 @@ from carpool.keys import Keys, models_key
 from carpool.store.connection import Argument, CommandError, Link
 from carpool.wire.requests import arrival_of
 
-
 SETTLED_ENTRIES_MAX: Final = 10_000
 
 
