@@ -7,12 +7,13 @@ Withheld results count as waiting (`max_queue_size`), because they use Redis's m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from carpool.messages import Entry, Run
+from carpool.messages import Entry, Refusal, Run, TicketRange, Tickets, Withdrawal
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
-from carpool.wire.requests import ticket_of
+from carpool.store.results import FirstTicket
+from carpool.wire.requests import Decoded
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable
 
@@ -25,22 +26,37 @@ class ResultOrder:
         self._store = store
         self._scheduler = scheduler
         self._unread_entries = unread_entries
+        self._in_flight: dict[str, list[TicketRange]] = {}  # by batch; those of settled ones are removed late
 
     def before_admission(self) -> None:
         """Count withheld results anew if the queue may be full: some may have been delivered since."""
         scheduler = self._scheduler
         counted = scheduler.waiting + scheduler.withheld
         if scheduler.withheld and 2 * counted > scheduler.settings.max_queue_size:
-            self._count_withheld(self._store.admit(()))
+            self._count_withheld(self._store.admit(()).tickets)
 
     def admit(self, entries: Sequence[Entry]) -> None:
         """These entries were read. Their requests enter the order with their tickets, if it is preserved.
 
-        A request that was put back is in the order already, and keeps its place.
+        Requests that were put back are in the order already, and keep their places. Entries that only say so
+        lose their tickets.
         """
         self._unread_entries = max(0, self._unread_entries - len(entries))
-        if self._scheduler.settings.preserve_ordering:
-            self._count_withheld(self._store.admit(entries))
+        if not self._scheduler.settings.preserve_ordering:
+            entries = [entry for entry in entries if entry.claimed_tickets is not None]
+        if not entries:
+            return
+        tickets, forged = self._store.admit(entries)
+        for entry in forged:
+            for run in entry.runs:
+                run.tickets = None
+        self._count_withheld(tickets)
+
+    def launched(self, batch_id: str, runs: Iterable[Run]) -> None:
+        """These runs are in flight in this batch."""
+        ranges = [of_range for run in runs if run.tickets is not None for of_range in run.tickets.ranges]
+        if ranges:
+            self._in_flight[batch_id] = ranges
 
     def refresh(self, snapshot: ModelSnapshot, entries: EntryTable) -> None:
         """Count withheld results, and release those that only wait for a ticket whose request was lost.
@@ -49,9 +65,17 @@ class ResultOrder:
         """
         if snapshot.waiting_entries <= len(entries):
             self._unread_entries = 0  # some of them were withdrawn before they were read
-        self._count_withheld(snapshot.tickets)
-        if snapshot.tickets:
-            self._store.release(entries, self._scheduler.in_flight())
+        in_flight = self._scheduler.in_flight()
+        self._in_flight = {name: ranges for name, ranges in self._in_flight.items() if name in in_flight}
+
+        def is_known(first: FirstTicket) -> bool:
+            return first.waiting_in in entries or any(
+                of_range.entry_id == first.entry_id and 0 <= first.position - of_range.first < of_range.size
+                for ranges in self._in_flight.values()
+                for of_range in ranges
+            )
+
+        self._count_withheld(self._store.release(is_known) if snapshot.entries_in_order else 0)
 
     def _count_withheld(self, tickets: int) -> None:
         """Tickets that belong neither to waiting requests nor to requests in flight have withheld results.
@@ -65,7 +89,19 @@ class ResultOrder:
         scheduler.set_withheld(0 if self._unread_entries else withheld)
 
 
-def issue_tickets(run: Run, position: int) -> None:
-    """Give a run its tickets, unless it was put back with them. `position`: of its first request."""
-    if run.tickets is None:
-        run.tickets = [ticket_of(run.entry.id, position + at) for at in range(len(run))]
+def issue_tickets(decoded: Iterable[Decoded]) -> None:
+    """Give the runs of an entry their tickets, unless they were put back with them."""
+    position = 0
+    for item in decoded:
+        if type(item) is Withdrawal:
+            continue
+        if type(item) is Run and item.tickets is None:
+            item.tickets = Tickets.of(item.entry.id, position, len(item))
+        position += len(item.correlation_ids)
+
+
+def withdraw_tickets(refusals: Iterable[Refusal]) -> None:
+    """Requests that are refused on arrival need no tickets; those that were put back have places already."""
+    for refusal in refusals:
+        if refusal.run is not None and refusal.entry.claimed_tickets is None:
+            refusal.run.tickets = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
 from typing import Final, Literal, NamedTuple
 
 from carpool.errors import OK
@@ -163,8 +162,8 @@ class Entry:
 
     id: str
     arrival_us: int
-    claimed_tickets: Tickets | None = None  # an entry put back says so; `BatcherStore.admit` verifies it
     runs: list[Run] = field(default_factory=list, repr=False)
+    claimed_tickets: Tickets | None = None  # those of an entry put back; `BatcherStore.admit` verifies them
 
 
 @dataclass(slots=True, eq=False)
@@ -349,6 +348,11 @@ class BatchedRequest(NamedTuple):
     ticket: TicketRange | None = None
 
 
+def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
+    """The ticket of each request of a run."""
+    return [None] * len(run.correlation_ids) if run.tickets is None else run.tickets.singles()
+
+
 @dataclass(eq=False)
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
@@ -386,7 +390,7 @@ class Batch:
             )
             for run in self.runs
             for at, (correlation_id, ticket) in enumerate(
-                zip(run.correlation_ids, run.tickets.singles() if run.tickets else repeat(None))
+                zip(run.correlation_ids, tickets_of_each(run), strict=True)
             )
         ]
 

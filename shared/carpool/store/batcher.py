@@ -9,7 +9,7 @@ batcher updates its own table of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
@@ -21,6 +21,7 @@ from carpool.messages import (
     Refusal,
     Result,
     Run,
+    tickets_of_each,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
@@ -118,7 +119,7 @@ class BatcherStore:
     def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
 
-        `is_known`: whether the request of the first ticket is known to wait or to be in flight. Then it is not
+        `is_known`: whether the first ticket's request is known to wait or to be in flight. If so, it is not
         looked up, which would cost Redis the bytes of its entry, and of all batches in flight.
 
         Returns the number of tickets in the order.
@@ -217,7 +218,8 @@ def _admit_args(entry: Entry) -> list[Argument]:
     if entry.claimed_tickets is not None:
         return [entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges))), 0, 0]
     size, gaps = 0, []
-    for _, first, count in sorted(of_range for run in entry.runs if run.tickets for of_range in run.tickets.ranges):
+    ranges = [of_range for run in entry.runs if run.tickets is not None for of_range in run.tickets.ranges]
+    for _, first, count in sorted(ranges):
         if first > size:
             gaps.append((size, first - size))
         size = first + count
@@ -257,7 +259,7 @@ def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes
 
 def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
     run = refusal.run
-    tickets = run.tickets.singles() if run is not None and run.tickets is not None else repeat(None)
-    for correlation_id, ticket in zip(refusal.correlation_ids, tickets):
+    tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
+    for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
         result = Result(correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
         yield Address(refusal.reply_to, ticket), result

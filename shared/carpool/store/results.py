@@ -10,10 +10,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, Rows, RunColumns, TicketRange
+from carpool.messages import (
+    Batch,
+    BatchedRequest,
+    Result,
+    ResultColumns,
+    RunColumns,
+    TicketRange,
+    tickets_of_each,
+)
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.wire.results import encode_columns, encode_columns_map, encode_envelope, encode_result, encode_results
+from carpool.wire.results import (
+    encode_columns,
+    encode_columns_map,
+    encode_envelope,
+    encode_result,
+    encode_results,
+)
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
 WITHHELD_BYTES: Final = 1024 * 1024  # together; one script delivers about 8 MiB of them
@@ -44,7 +58,7 @@ def addresses_of(batch: Batch) -> list[Address]:
         if run.tickets is None:
             addresses += [Address(run.reply_to, None)] * len(run.correlation_ids)
         else:
-            addresses += [Address(run.reply_to, ticket) for ticket in run.tickets.singles()]
+            addresses += [Address(run.reply_to, ticket) for ticket in tickets_of_each(run)]
     return addresses
 
 
@@ -195,8 +209,8 @@ def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunCo
 
 
 def _slice(columns: ResultColumns, start: int, stop: int) -> ResultColumns:
-    rows: Rows = columns.rows.slice(start, stop)
-    return columns._replace(correlation_ids=columns.correlation_ids[start:stop], rows=rows)
+    ids = columns.correlation_ids[start:stop]
+    return columns._replace(correlation_ids=ids, rows=columns.rows.slice(start, stop))
 
 
 def _limited_chunks(results: list[Result]) -> Iterable[list[Result]]:
