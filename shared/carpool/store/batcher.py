@@ -34,7 +34,7 @@ from carpool.store.results import (
     release,
     result_groups,
 )
-from carpool.wire.batches import decode_batch, encode_batch
+from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=("arguments", "deliver", "ordering/tickets", "ordering/order"))
@@ -168,6 +168,8 @@ class BatcherStore:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        if (tickets := encode_tickets(dispatch)) is not None:
+            fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
         args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))

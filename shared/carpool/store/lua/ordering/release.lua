@@ -21,9 +21,9 @@ local function read_batches()
       local fields = {}
       for f = 1, #batch[2], 2 do fields[batch[2][f]] = batch[2][f + 1] end
       local gone = ' ' .. (fields.gone or '') .. ' '
-      for _, run in ipairs(cmsgpack.unpack(fields.runs)) do
+      for _, run in pairs(fields.tickets and cmsgpack.unpack(fields.tickets) or {}) do
         if not string.find(gone, ' ' .. run[1] .. ' ', 1, true) then
-          for _, range in ipairs(run[11] or {}) do ranges[#ranges + 1] = range end
+          for r = 2, #run do ranges[#ranges + 1] = run[r] end
         end
       end
       start = '(' .. batch[1]
