@@ -43,7 +43,7 @@ from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings, Policies
 from carpool_batcher.entries import EntryTable, forget_missing_batches, forget_missing_entries
 from carpool_batcher.meter import Meter
-from carpool_batcher.ordering import ResultOrder, issue_tickets, withdraw_tickets
+from carpool_batcher.ordering import ResultOrder
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -198,8 +198,15 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
-        if fresh:
-            order.admit(fresh)
+        order.verify(fresh)
+        if scheduler.settings.preserve_ordering:
+            # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
+            # first: should this batcher end before it did, the next one would decide anew who gets one.
+            runs = [run for entry in fresh for run in entry.runs]
+            if refusals or emptied:
+                self._refuse(session, refusals, emptied)
+                refusals, emptied = [], []
+            order.admit(runs)
         return refusals, emptied
 
     # --- acting --------------------------------------------------------------------------------------------
@@ -312,19 +319,11 @@ class ModelBatcher:
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
-    """Offer the runs of one entry to the scheduler. Returns the refusals.
-
-    With `preserve_ordering` all others get tickets. A request that is refused on arrival gets none, so that
-    its result need not wait for earlier ones.
-    """
-    if scheduler.settings.preserve_ordering:
-        issue_tickets(decoded)
+    """Offer the runs of one entry to the scheduler. Returns the refusals."""
     refusals: list[Refusal] = []
     for item in decoded:
         if type(item) is Run:
-            refused = scheduler.offer(item, now_us)
-            withdraw_tickets(refused)
-            refusals += refused
+            refusals += scheduler.offer(item, now_us)
         elif type(item) is Refusal:
             refusals.append(item)
     return refusals

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from carpool.messages import Entry, Refusal, Run, TicketRange, Tickets, Withdrawal
+from carpool.messages import Entry, Run, TicketRange, Tickets
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
 from carpool.store.results import FirstTicket
-from carpool.wire.requests import Decoded
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable
 
@@ -35,22 +34,25 @@ class ResultOrder:
         if scheduler.withheld and 2 * counted > scheduler.settings.max_queue_size:
             self._count_withheld(self._store.admit(()).tickets)
 
-    def admit(self, entries: Sequence[Entry]) -> None:
-        """These entries were read. Their requests enter the order with their tickets, if it is preserved.
-
-        Requests that were put back are in the order already, and keep their places. Entries that only say so
-        lose their tickets.
-        """
+    def verify(self, entries: Sequence[Entry]) -> None:
+        """These entries were read. Those that were put back keep their tickets; those that only say so have
+        none. Before any request of them is refused, dispatched or put back."""
         self._unread_entries = max(0, self._unread_entries - len(entries))
-        if not self._scheduler.settings.preserve_ordering:
-            entries = [entry for entry in entries if entry.claimed_tickets is not None]
-        if not entries:
-            return
-        tickets, forged = self._store.admit(entries)
-        for entry in forged:
-            for run in entry.runs:
-                run.tickets = None
-        self._count_withheld(tickets)
+        claimed = [entry for entry in entries if entry.claimed_tickets is not None]
+        if claimed:
+            tickets, forged = self._store.admit(claimed)
+            for entry in forged:
+                for run in entry.runs:
+                    run.tickets = None
+            self._count_withheld(tickets)
+
+    def admit(self, arrived: Sequence[Run]) -> None:
+        """These runs arrived, and those of them that are refused on arrival are no longer in their entries.
+        The others enter the order, if it is preserved."""
+        if self._scheduler.settings.preserve_ordering:
+            entries = [entry for entry in dict.fromkeys(run.entry for run in arrived) if issue_tickets(entry)]
+            if entries:
+                self._count_withheld(self._store.admit(entries).tickets)
 
     def launched(self, batch_id: str, runs: Iterable[Run]) -> None:
         """These runs are in flight in this batch."""
@@ -89,19 +91,12 @@ class ResultOrder:
         scheduler.set_withheld(0 if self._unread_entries else withheld)
 
 
-def issue_tickets(decoded: Iterable[Decoded]) -> None:
-    """Give the runs of an entry their tickets, unless they were put back with them."""
-    position = 0
-    for item in decoded:
-        if type(item) is Withdrawal:
-            continue
-        if type(item) is Run and item.tickets is None:
-            item.tickets = Tickets.of(item.entry.id, position, len(item))
-        position += len(item.correlation_ids)
-
-
-def withdraw_tickets(refusals: Iterable[Refusal]) -> None:
-    """Requests that are refused on arrival need no tickets; those that were put back have places already."""
-    for refusal in refusals:
-        if refusal.run is not None and refusal.entry.claimed_tickets is None:
-            refusal.run.tickets = None
+def issue_tickets(entry: Entry) -> bool:
+    """Give the runs of an entry their tickets. Returns False if it has none, or was put back with them."""
+    if entry.claimed_tickets is not None:
+        return False
+    first = 0
+    for run in entry.runs:
+        run.tickets = Tickets.of(entry.id, first, len(run))
+        first += len(run)
+    return first > 0

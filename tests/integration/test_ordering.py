@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from redis import Redis
 
-from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
 from carpool.messages import (
     RAW,
@@ -40,7 +40,7 @@ from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool.wire.results import decode_columns
 from carpool_batcher.entries import EntryTable
-from carpool_batcher.ordering import issue_tickets, withdraw_tickets
+from carpool_batcher.ordering import issue_tickets
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.stack import Stack
 from support.waiting import wait_until
@@ -141,60 +141,60 @@ class OrderedResults(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_lost=st.booleans())
     def read(self, data: st.DataObject, is_lost: bool) -> None:
-        """The batcher reads what arrived, refuses some of it, and admits the rest; or ends before it could
-        answer what it refused."""
+        """The batcher reads what arrived, refuses some of it, and admits the rest; or ends before that."""
 
         def refused(run: Run) -> Collection[int]:
             indexes = st.sets(st.integers(0, len(run) - 1))
             return data.draw(st.just(set()) | indexes)
 
-        refusals = self.read_and_admit(refused)
+        self.read_and_admit(refused, is_lost)
         if is_lost:
             self.take_over()
-        elif refusals:
-            self.refuse_runs(refusals)
 
     def read_all(self) -> None:
         self.read_and_admit(lambda run: ())
 
-    def read_and_admit(self, refused: Any) -> list[Run]:
-        """Returns the runs that are to be refused."""
-        refusals: list[Run] = []
+    def read_and_admit(self, refused: Callable[[Run], Collection[int]], is_ended: bool = False) -> None:
+        """What the batcher does: verify what was put back, refuse some of the others, then admit the rest."""
         read: list[Entry] = []
         raw = self.redis.xrange(self.keys.requests, f"({self.read_until}", "+")
         arrived = [(entry_id, [part for pair in fields.items() for part in pair]) for entry_id, fields in raw]
         for entry_id, flat in self.entries.not_put_back(arrived) if arrived else ():
-            entry, decoded = decode_entry(entry_id, flat, ModelSettings())
-            issue_tickets(decoded)
-            for run in list(entry.runs):
-                indexes = sorted(refused(run))
-                if indexes:
-                    refusals.append(run.take(indexes) if len(indexes) < len(run) else run)
-                    withdraw_tickets([refusal_of(refusals[-1], RESOURCE_EXHAUSTED)])
+            entry, _ = decode_entry(entry_id, flat, ModelSettings())
             self.entries[entry.id] = entry
             read.append(entry)
         if raw:
             self.read_until = raw[-1][0].decode()
-        self.admit(read)
-        return refusals
+        self.verify(read)
+        refusals: list[Run] = []
+        for run in [run for entry in read for run in entry.runs]:
+            indexes = sorted(refused(run))
+            if indexes:
+                refusals.append(run.take(indexes) if len(indexes) < len(run) else run)
+        runs = [run for entry in read for run in entry.runs]
+        self.refuse_runs(refusals)
+        if not is_ended:
+            self.admit([entry for entry in dict.fromkeys(run.entry for run in runs) if issue_tickets(entry)])
 
-    def admit(self, read: list[Entry]) -> None:
-        """Admit entries; twice, as after a lost reply, which changes nothing."""
-        self.batcher.admit(read)
-        _, forged = self.batcher.admit(read)
-        for entry in read:
-            if entry.claimed_tickets is not None:
-                genuine = all(not self.requests[name].at_once for name in names_of(entry.runs))
-                assert (entry in forged) == (not genuine)
-            elif entry.id not in self.admitted and any(run.tickets for run in entry.runs):
-                self.admitted.add(entry.id)
-                names = names_of([run for run in entry.runs if run.tickets])
-                self.order += names
-                for name in names:
-                    self.requests[name].at_once = False
+    def verify(self, read: list[Entry]) -> None:
+        claimed = [entry for entry in read if entry.claimed_tickets is not None]
+        _, forged = self.batcher.admit(claimed)
+        for entry in claimed:
+            genuine = all(not self.requests[name].at_once for name in names_of(entry.runs))
+            assert (entry in forged) == (not genuine)
         for entry in forged:
             for run in entry.runs:
                 run.tickets = None
+
+    def admit(self, entries: list[Entry]) -> None:
+        """Admit entries; twice, as after a lost reply, which changes nothing."""
+        assert self.batcher.admit(entries) == self.batcher.admit(entries)
+        for entry in entries:
+            if entry.id not in self.admitted:
+                self.admitted.add(entry.id)
+                self.order += names_of(entry.runs)
+                for name in names_of(entry.runs):
+                    self.requests[name] = Expected(entry.id)
 
     @rule()
     def take_over(self) -> None:
@@ -296,11 +296,10 @@ class OrderedResults(RuleBasedStateMachine):
         self.refuse_runs(self.choose(data))
 
     def refuse_runs(self, refused: list[Run]) -> None:
-        names = {run: list(run.correlation_ids) for run in refused}
         changes = self.batcher.refuse([refusal_of(run, CANCELLED) for run in refused], [], TTL_MS)
         for run in refused:
             if run.entry not in changes.missing:
-                for name in names[run]:
+                for name in run.correlation_ids:
                     self.requests[name].done = True
         self.entries.update_from(changes)
 
@@ -444,8 +443,8 @@ def one_slow_request(
         packed = [{"correlation_id": f"r{number}", "body": b"", "reply_to": "all"} for number in range(count)]
         flat = [b"requests", msgpack.packb(packed)]
         entry_id = redis.xadd(keys.requests, {"requests": flat[1]})
-        entry, decoded = decode_entry(entry_id, flat, ModelSettings())
-        issue_tickets(decoded)
+        entry, _ = decode_entry(entry_id, flat, ModelSettings())
+        assert issue_tickets(entry)
         assert batcher.admit([entry]) == (count, [])
         first = entry.runs[0].cut(1)
         batcher.dispatch([Dispatch([first], "full", ""), Dispatch(entry.runs[1:], "full", "")], TTL_MS)

@@ -110,8 +110,9 @@ class BatcherStore:
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
     def admit(self, entries: Sequence[Entry]) -> Admission:
-        """Put the tickets of these entries' requests into the order of results, and verify those that entries
-        claim to have because they were put back."""
+        """Put all requests of these entries into the order of results. Those of an entry that was put back are
+        in it already: only verify that.
+        """
         groups = [_admit_args(entry) for entry in entries]
         tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups))
         return Admission(tickets, [entries[index - 1] for index in forged])
@@ -216,16 +217,10 @@ class BatcherStore:
 
 
 def _admit_args(entry: Entry) -> list[Argument]:
-    """ID, the ranges that were put back in it, and for one that arrived: its size and the gaps."""
+    """ID, number of tickets that are its own, and the ranges that it says were put back in it."""
     if entry.claimed_tickets is not None:
-        return [entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges))), 0, 0]
-    size, gaps = 0, []
-    ranges = [of_range for run in entry.runs if run.tickets is not None for of_range in run.tickets.ranges]
-    for _, first, count in sorted(ranges):
-        if first > size:
-            gaps.append((size, first - size))
-        size = first + count
-    return [entry.id, 0, size, *group_list_args(gaps)]
+        return [entry.id, 0, *list_args(list(map(str, entry.claimed_tickets.ranges)))]
+    return [entry.id, sum(map(len, entry.runs)), 0]
 
 
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:

@@ -11,10 +11,7 @@ local function put_back(requests, held, take)
     else
       ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms, 'slots', tickets)
       for range in string.gmatch(tickets, '%S+') do
-        local entry, first, count = parse_range(range)
-        if is_in_order(held, entry, first, count) then
-          set_field(held, entry .. ':' .. first, waiting_in(count, ids[e]))
-        end
+        mark_waiting(held, range, ids[e])
       end
     end
   end

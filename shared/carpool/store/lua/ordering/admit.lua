@@ -5,44 +5,28 @@
 -- count only if `held` has them in this entry.
 --
 -- KEYS  1 order   2 held
--- ARGV  list of entries: ID; list of the ranges that it says were put back in it; size: the number of its positions up
---         to the last request that is admitted, 0 for an entry that was put back; list of gaps: first position, count
--- Returns { the number of tickets in the order, indexes of the entries whose tickets are not theirs ... }
--- O(ranges + gaps).
+-- ARGV  list of entries: ID; number of tickets that are its own; list of the ranges that it says were put back in it
+-- Returns { the number of tickets in the order, indexes of the entries whose ranges are not theirs ... }
+-- O(entries + ranges).
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
 local take = argument_reader(1)
 local last = redis.pcall('LINDEX', KEYS[1], -1)
-local after = tonumber(string.match(type(last) == 'string' and last or '', ' (%d+)$')) or 0
-local elements, fields, forged = {}, {}, {}
-
-local function add(id, size, gaps)
-  if redis.pcall('HSETNX', KEYS[2], id, size) ~= 1 then return end
-  fields[#fields + 1] = id
-  local tickets = size
-  for first, count in pairs(gaps) do
-    local field = id .. ':' .. first
-    redis.pcall('HSETNX', KEYS[2], field, gap(count))
-    fields[#fields + 1] = field
-    tickets = tickets - count
-  end
-  elements[#elements + 1] = string.format('%s %d %.0f %.0f', id, size, after, after + tickets)
-  after = after + tickets
-end
-
+local last_size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
+before = last_size and last_size + before or 0
+local elements, ids, forged = {}, {}, {}
 for e = 1, tonumber(take()) do
-  local id, is_forged = take(), false
+  local id, size, is_forged = take(), tonumber(take()), false
   for _, range in ipairs(take_list(take)) do
     local entry, first, count = parse_range(range)
     local value = redis.pcall('HGET', KEYS[2], entry .. ':' .. first)
     is_forged = is_forged or value ~= waiting_in(count, id)
   end
   if is_forged then forged[#forged + 1] = e end
-  local size, gaps = tonumber(take()), {}
-  for _ = 1, tonumber(take()) do
-    local first, count = take(), tonumber(take())
-    gaps[first] = count
+  if size > 0 and redis.pcall('HSETNX', KEYS[2], id, size) == 1 then
+    ids[#ids + 1] = id
+    elements[#elements + 1] = string.format('%s %d %.0f', id, size, before)
+    before = before + size
   end
-  if size > 0 then add(id, size, gaps) end
 end
 
 local is_pushed = true
@@ -51,6 +35,6 @@ for start = 1, #elements, 1000 do
   is_pushed = is_pushed and type(pushed) == 'number'
 end
 if not is_pushed then -- the key `order` has another type: do without the order
-  for _, field in ipairs(fields) do redis.pcall('HDEL', KEYS[2], field) end
+  for _, id in ipairs(ids) do redis.pcall('HDEL', KEYS[2], id) end
 end
 return { count_tickets(KEYS[1], KEYS[2]), unpack(forged) }

@@ -1,7 +1,7 @@
 -- Delivering results in the order in which their requests arrived: see README.md in this directory.
 --
--- The list `order` has an element for each entry: ENTRY SIZE BEFORE AFTER, where BEFORE and AFTER count the tickets
--- that were admitted before it and with it, so that two elements tell how many tickets there are between them.
+-- The list `order` has an element for each entry: ENTRY SIZE BEFORE: the number of its tickets, and of
+-- all that were admitted before it, so that two elements tell how many tickets there are between them.
 
 -- read_order(order, held): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no ticket
 -- is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it. O(1).
@@ -9,7 +9,7 @@ local function read_order(order, held)
   local place = { order = order, held = held, popped = 0, fields = {}, position = 0 }
   function place.read()
     local element = redis.pcall('LINDEX', order, place.popped)
-    local entry, size, before = string.match(type(element) == 'string' and element or '', '^(%S+) (%d+) (%d+) %d+$')
+    local entry, size, before = string.match(type(element) == 'string' and element or '', '^(%S+) (%d+) (%d+)$')
     place.entry, place.size, place.position, place.done = entry, tonumber(size), 0, tonumber(before)
   end
   place.read()
@@ -25,11 +25,15 @@ end
 -- The name of the next ticket.
 local function next_ticket(place) return place.entry .. ':' .. place.position end
 
--- advance(place, count, tickets): the next `count` positions are done, which were as many tickets (0 for a gap).
-local function advance(place, count, tickets)
+-- advance(place, count): the next `count` tickets are done.
+local function advance(place, count)
   place.fields[#place.fields + 1] = next_ticket(place)
-  place.position, place.done = place.position + count, place.done + tickets
+  place.position, place.done = place.position + count, place.done + count
   if place.position >= place.size then
+    local put_back = place.size > 1 and redis.pcall('HGET', place.held, place.entry)
+    for first in string.gmatch(type(put_back) == 'string' and put_back or '', ' (%d+)') do
+      place.fields[#place.fields + 1] = place.entry .. ':' .. first
+    end
     place.fields[#place.fields + 1] = place.entry
     place.popped = place.popped + 1
     place.read()
@@ -40,7 +44,9 @@ end
 local function write_order(place)
   if place.popped > 0 then redis.pcall('LPOP', place.order, place.popped) end
   if place.had_cursor and (place.position == 0 or not place.entry) then place.fields[#place.fields + 1] = 'cursor' end
-  if #place.fields > 0 then redis.pcall('HDEL', place.held, unpack(place.fields)) end
+  for start = 1, #place.fields, 1000 do
+    redis.pcall('HDEL', place.held, unpack(place.fields, start, math.min(#place.fields, start + 999)))
+  end
   if place.entry and place.position > 0 and (place.popped > 0 or place.position ~= place.written) then
     local cursor = string.format('%s %d %.0f', place.entry, place.position, place.done)
     set_field(place.held, 'cursor', cursor)
@@ -50,8 +56,8 @@ end
 -- count_tickets(order, held): of requests that wait or are in flight, and of withheld results. O(1).
 local function count_tickets(order, held)
   local place, last = read_order(order, held), redis.pcall('LINDEX', order, -1)
-  local after = string.match(type(last) == 'string' and last or '', ' (%d+)$')
-  return place.entry and after and tonumber(after) - place.done or 0
+  local size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
+  return place.entry and size and before + size - place.done or 0
 end
 
 -- deliver_parts(parts): deliver results in their order. The payload of a part is what a list gets, or one or several
@@ -68,7 +74,7 @@ local function deliver_parts(parts)
   for _, part in ipairs(parts) do
     if part.kind == 'list' then
       deliver(part.key, 'list', part.payload, part.ttl_ms)
-    elseif part.kind ~= 'gap' then
+    else
       if first and (first.key ~= part.key or first.kind ~= part.kind or first.ttl_ms ~= part.ttl_ms) then flush() end
       first = first or part
       size = size + (part.kind == 'columns' and 1 or part.count)
@@ -98,14 +104,14 @@ local function release(order, held, arrived)
   local has_more = false
   while place.entry do
     local field = next_ticket(place)
-    local part = arrived[field] or parse_done(redis.pcall('HGET', held, field))
+    local part = arrived[field] or parse_withheld(redis.pcall('HGET', held, field))
     if not part then break end
     has_more = results >= results_max or size_bytes >= bytes_max
     if has_more then break end
     part.is_delivered = true
     parts[#parts + 1] = part
     results, size_bytes = results + part.count, size_bytes + #part.payload
-    advance(place, part.count, part.kind == 'gap' and 0 or part.count)
+    advance(place, part.count)
   end
   deliver_parts(parts)
   write_order(place)

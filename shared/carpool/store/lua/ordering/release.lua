@@ -45,7 +45,7 @@ while freed < 1000 do
     break
   end
   local value = redis.pcall('HGET', KEYS[2], next_ticket(place))
-  if parse_done(value) then break end
+  if parse_withheld(value) then break end
   local id = parse_waiting(value) or place.entry
   local is_lost = false
   if KEYS[4] and #redis.call('XRANGE', KEYS[3], id, id) == 0 then
@@ -56,7 +56,7 @@ while freed < 1000 do
     reply = { 'FIRST', 0, place.entry, place.position, id }
     break
   end
-  advance(place, 1, 1)
+  advance(place, 1)
   freed = freed + 1
 end
 write_order(place)

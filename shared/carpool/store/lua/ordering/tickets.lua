@@ -4,10 +4,9 @@
 -- kept for ranges of them, which have the name of their first ticket. A range is an argument ENTRY:FIRST+COUNT.
 --
 --   field         value
---   ENTRY         SIZE                            its positions before SIZE are in the order
+--   ENTRY         SIZE [FIRST ...]                the number of its tickets; where ranges of them begin that were put back
 --   ENTRY:FIRST   w COUNT ENTRY_ID                these requests were put back in this entry of the request stream
 --                 r COUNT KIND TTL_MS KEY PAYLOAD their results are withheld, in the form that `deliver` needs
---                 g COUNT                         a gap: these requests were refused on arrival
 --   cursor        ENTRY POSITION DONE             the first entry of the order is done up to this position; see order.lua
 --
 -- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in this
@@ -15,22 +14,17 @@
 
 local function waiting_in(count, entry_id) return 'w ' .. count .. ' ' .. entry_id end
 
-local function gap(count) return 'g ' .. count end
-
 local function withheld(part)
   return table.concat({ 'r', part.count, part.kind, part.ttl_ms, part.key, part.payload }, ' ')
 end
 
--- parse_done(value): a withheld result or a gap as a table; nil for everything else.
-local function parse_done(value)
+-- parse_withheld(value): a withheld result as a table; nil for everything else.
+local function parse_withheld(value)
   if type(value) ~= 'string' then return nil end
   local count, kind, ttl_ms, key, payload_start = string.match(value, '^r (%d+) (%a+) (%d+) (%S+) ()')
-  if count then
-    local payload = string.sub(value, payload_start)
-    return { count = tonumber(count), kind = kind, ttl_ms = ttl_ms, key = key, payload = payload }
-  end
-  count = string.match(value, '^g (%d+)$')
-  return count and { count = tonumber(count), kind = 'gap', payload = '' }
+  if not count then return nil end
+  local payload = string.sub(value, payload_start)
+  return { count = tonumber(count), kind = kind, ttl_ms = ttl_ms, key = key, payload = payload }
 end
 
 -- parse_waiting(value): the ID of the entry in which a range was put back; nil for everything else.
@@ -44,8 +38,9 @@ end
 
 -- is_in_order(held, entry, first, count): whether these tickets were admitted, and their entry is not done.
 local function is_in_order(held, entry, first, count)
-  local size = redis.pcall('HGET', held, entry)
-  return type(size) == 'string' and first + count <= tonumber(size)
+  local value = redis.pcall('HGET', held, entry)
+  local size = type(value) == 'string' and tonumber(string.match(value, '^%d+'))
+  return size and first + count <= size or false
 end
 
 -- set_field(held, field, value): returns whether it could be set. HDEL and HSETNX instead of HSET: under the ACL rules
@@ -53,5 +48,15 @@ end
 local function set_field(held, field, value)
   redis.pcall('HDEL', held, field)
   return redis.pcall('HSETNX', held, field, value) == 1
+end
+
+-- mark_waiting(held, range, entry_id): a range was put back in this entry. Returns nothing. O(times that requests of the
+-- entry in which they arrived were put back).
+local function mark_waiting(held, range, entry_id)
+  local entry, first, count = parse_range(range)
+  if is_in_order(held, entry, first, count) then
+    set_field(held, entry, redis.pcall('HGET', held, entry) .. ' ' .. first)
+    set_field(held, entry .. ':' .. first, waiting_in(count, entry_id))
+  end
 end
 
