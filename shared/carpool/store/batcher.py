@@ -110,8 +110,9 @@ class BatcherStore:
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
     def admit(self, entries: Sequence[Entry]) -> Admission:
-        """Put all requests of these entries into the order of results. Those of an entry that was put back are
-        in it already: only verify that.
+        """Put all requests of these entries into the order of results.
+
+        Those of an entry that was put back are in it already: only verify that.
         """
         groups = [_admit_args(entry) for entry in entries]
         tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups))
