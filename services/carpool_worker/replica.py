@@ -15,15 +15,14 @@ ahead, but one at a time.
 from __future__ import annotations
 
 import contextlib
-import select
 import threading
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import structlog
 
 from carpool.clock import RedisClock
+from carpool.readiness import wait_until_ready
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
@@ -40,7 +39,6 @@ PREFETCH_LEAD_S: Final = 0.002
 EARLY_FINISH_RATIO: Final = 0.8  # of the usual execution time: a batch may finish that early
 SMOOTHING: Final = 0.2  # the weight of the latest batch in the usual execution time
 WAIT_S: Final = 0.5  # a drain is noticed after this time
-_SELECT_DESCRIPTORS: Final = 1024  # FD_SETSIZE: select() takes only lower ones
 
 
 class Replica:
@@ -108,7 +106,7 @@ class Replica:
         readers = [of_process] if of_fetch is None else [of_process, of_fetch]
         writers = [of_process] if process.has_backlog else []
         is_due = process.has_buffered or (fetcher.waiting and of_fetch is None)
-        readable, writable = _wait_for(readers, writers, 0.0 if is_due else self._timeout_s())
+        readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
         if writable:
             self._flush()
         if process.has_buffered or of_process in readable:
@@ -260,18 +258,3 @@ class Replica:
         self._closing = True
         self.process.close(wait_s)
         self._closed.set()
-
-
-def _wait_for(
-    readers: Sequence[int], writers: Sequence[int], timeout_s: float
-) -> tuple[list[int], list[int]]:
-    """The descriptors that become readable, and those that become writable, within `timeout_s`."""
-    if max(readers) < _SELECT_DESCRIPTORS:  # exact to the microsecond; poll rounds up to milliseconds
-        readable, writable, _ = select.select(readers, writers, (), timeout_s)
-        return readable, writable
-    poll = select.poll()
-    for reader in readers:
-        poll.register(reader, select.POLLIN | (select.POLLOUT if reader in writers else 0))
-    events = poll.poll(timeout_s * 1000)
-    readable = [descriptor for descriptor, event in events if event & ~select.POLLOUT]
-    return readable, [descriptor for descriptor, event in events if event & select.POLLOUT]

@@ -371,7 +371,7 @@ def refused_in_packed() -> list[Case]:
         case("no body", refusal("body", "bad"), {"correlation_id": "bad"}),
         case("a number instead of a map", refusal("requests"), 7),
         case("an extension instead of a map", refusal("requests"), msgpack.ExtType(5, b"")),
-        *(wrong("body", value) for value in (None, 7, [7])),
+        *(wrong("body", value) for value in (None, 7, [7], {"body_key": "k", "body_bytes": 5})),
         *(wrong("correlation_id", value) for value in (7, None, "a b", "")),
         *(wrong("priority", value) for value in (10, -1, 4.0, True, None, [4])),
         *(wrong("cost", value) for value in (2**63, -1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from typing import Any, Final
@@ -10,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import uvloop
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from carpool import AsyncClient, Client
-from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX
+from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, Gathering
 from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.wire.tensors import tensor_head
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -37,7 +38,7 @@ class RedisWithSocket(EmbeddedRedis):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisWithSocket]:  # type: ignore[override]
+def server() -> Iterator[RedisWithSocket]:
     with RedisWithSocket(append_only=False) as server:
         yield server
 
@@ -78,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
 
 KINDS: Final[dict[str, Callable[[int], Any]]] = {
     "vector": lambda n: np.arange(n, n + 8, dtype=np.float32),
-    "matrix": lambda n: np.full((3, 2), n, np.int64),
+    "matrix": lambda n: np.full((2, 2), n, np.int64),  # as many bytes as a vector
     "strided": lambda n: np.arange(n, n + 16, dtype=np.int64)[::2],
     "big-endian": lambda n: np.arange(n, n + 4, dtype=">i4"),
     "scalar": lambda n: np.array(n, np.uint32),
@@ -122,6 +123,14 @@ def expected(body: Any) -> Any:
     return body
 
 
+def options_read(options: dict[str, Any]) -> frozenset[tuple[str, str]]:
+    """Options as the fields that a service reads, besides the expiration."""
+    fields = {**options, **options.get("fields", {})}
+    return frozenset(
+        (name, str(fields[name])) for name in fields.keys() - {"fields", "timeout", "expiration"}
+    )
+
+
 async def call(client: AsyncClient, kind: str, bodies: list[Any], options: dict[str, Any]) -> list[Any]:
     """The results of these requests by one of the client's methods, in order."""
     if kind == "infer_many":
@@ -163,19 +172,31 @@ async def each_gets_its_own_answer(url: str, groups: list[tuple[str, str, Any, i
 def test_each_request_gets_its_own_answer(server: RedisWithSocket, url: str, loop: str) -> None:
     seeds = count()
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # Not shrunk: an example that fails may wait for its timeouts.
+    @settings(
+        max_examples=15,
+        phases=(Phase.explicit, Phase.generate),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(request_groups, st.sampled_from((1, 8, 64, 1000)))
     def check(groups: list[tuple[str, str, Any, int, bool]], max_batch_size: int) -> None:
+        options = Counter(options_read(each) for _, _, each, size, _ in groups for _ in range(size))
         service = EchoService(server.url, MODEL, seed=next(seeds), max_batch_size=max_batch_size)
         with service, asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
             runner.run(each_gets_its_own_answer(url, groups))
+        echoes = [echo for entry in service.entries for echo in read_entry(entry)]
+        assert Counter(options_read(echo.fields) for echo in echoes) == options
 
     check()
 
 
 @pytest.mark.parametrize("fault", ["rows in another order", "one row for all"])
 def test_the_property_notices_faults(server: RedisWithSocket, fault: str) -> None:
-    groups = [("infer", "vector", {}, 150, False), ("infer_many", "matrix", {}, 150, False)]
+    groups: list[tuple[str, str, Any, int, bool]] = [
+        ("infer", "vector", {}, 150, False),
+        ("infer_many", "matrix", {}, 150, False),
+    ]
     for group in groups:
         with (
             EchoService(server.url, MODEL, fault=fault),
@@ -221,14 +242,18 @@ async def test_entries_have_at_most_max_batch_size_requests(
     assert [len(read_entry(entry)) for entry in service.entries] == [64, 36, 64, 64, 2]
 
 
-async def test_cancelled_before_it_was_sent_is_not_sent(client: AsyncClient, service: EchoService) -> None:
+async def test_cancelled_requests_are_withdrawn(client: AsyncClient, service: EchoService) -> None:
+    """Also those that are cancelled in the iteration of the event loop in which they are sent."""
+    service.paused.set()
     futures = [client.submit(MODEL, np.full(4, number)) for number in range(6)]
     futures[2].cancel()
     futures[5].cancel()
+    await wait_in_thread(lambda: len(service.withdrawn) == 2, "two are withdrawn")
+    service.paused.clear()
     results = await asyncio.gather(*futures, return_exceptions=True)
     assert [result[0] for result in results if isinstance(result, np.ndarray)] == [0, 1, 3, 4]
-    (entry,) = service.entries
-    assert len(read_entry(entry)) == 4
+    ids = [echo.correlation_id for echo in read_entry(service.entries[0])]
+    assert service.withdrawn == {ids[2], ids[5]}
 
 
 # --- infer_many --------------------------------------------------------------------------------------------
@@ -250,6 +275,21 @@ async def test_infer_many_returns_a_list_where_layouts_differ(client: AsyncClien
     bodies = [np.zeros(2), np.zeros(3), 5]
     results = await client.infer_many(MODEL, bodies)
     assert all(map(same, results, bodies))
+
+
+async def test_gathering_of_rows_and_other_values_is_a_list() -> None:
+    gathering = Gathering(asyncio.get_running_loop(), size=5, keep_errors=False)
+    assert gathering.reserve(5) == range(5)
+    served = (1, 1, 1)
+    gathering.put_rows(["b", "d"], [1, 3], np.array([[1, 1], [3, 3]]), served)
+    gathering.put("a", 0, "text", served)
+    gathering.put("c", 2, np.zeros(3), served)
+    gathering.put("e", 4, np.array([4, 4]), served)
+    await gathering.wait(0)
+    wanted = ["text", np.array([1, 1]), np.zeros(3), np.array([3, 3]), np.array([4, 4])]
+    results = gathering.results()
+    assert isinstance(results, list)
+    assert all(map(same, results, wanted))
 
 
 async def test_infer_many_limits_requests_in_flight(client: AsyncClient, service: EchoService) -> None:
@@ -337,6 +377,33 @@ def test_reconnection_loses_nothing(server: RedisWithSocket, loop: str) -> None:
 
     with EchoService(server.url, MODEL) as service, asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         runner.run(check())
+
+
+async def test_what_did_not_arrive_is_sent_again_unless_it_was_cancelled(
+    client: AsyncClient, service: EchoService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    writer = client._transport._writer
+    monkeypatch.setattr(writer, "write", written.extend)
+    futures = [client.submit(MODEL, np.full(3, number)) for number in range(5)]
+    many = asyncio.ensure_future(client.infer_many(MODEL, np.arange(200).reshape(100, 2)))
+    while len(written) < 3:
+        await asyncio.sleep(0)
+    futures[3].cancel()
+    await asyncio.sleep(0)
+    writer._transport.abort()
+    assert same(await many, np.arange(200).reshape(100, 2))
+    results = await asyncio.gather(*futures, return_exceptions=True)
+    assert [result[0] for result in results if isinstance(result, np.ndarray)] == [0, 1, 2, 4]
+    assert service.answered == 105, "the one of the fixture, 4 and 100"
+
+
+async def test_a_layout_is_not_mistaken_for_another(client: AsyncClient) -> None:
+    """Rows of equal length whose dtype or shape differ."""
+    for _ in range(20):
+        for body in (np.zeros(8, np.float32), np.ones((2, 2), np.int64), np.ones((4, 1), np.int64)):
+            results = await asyncio.gather(*[client.infer(MODEL, body) for _ in range(10)])
+            assert all(same(result, body) for result in results)
 
 
 async def test_a_result_keeps_little_more_than_itself(client: AsyncClient) -> None:

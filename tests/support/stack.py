@@ -36,6 +36,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
+from support.wire import envelopes
 
 MODELS: Final = Path(__file__).parent / "models"
 START_S: Final = 20.0  # a cold interpreter on a busy machine
@@ -304,7 +305,7 @@ class Stack:
     def replies(self, model: str, name: str) -> list[dict[str, Any]]:
         """All envelopes in a reply stream, in order."""
         entries = self.redis.xrange(Keys(model).replies(name))
-        return [reply for _, fields in entries for reply in msgpack.unpackb(fields[b"results"])]
+        return [reply for _, fields in entries for reply in envelopes(fields)]
 
     # --- the state of Redis --------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -21,6 +21,7 @@ from carpool.messages import (
 )
 from carpool.model_settings import ModelSettings
 from carpool.wire.requests import Decoded, decode_entry
+from carpool.wire.results import decode_columns, decode_results, encode_results
 
 DEFAULTS: Final = ModelSettings()
 ENTRY_ID: Final = "1700000000123-4"
@@ -56,6 +57,17 @@ def decode(fields: dict[str, Any], model: ModelSettings = DEFAULTS) -> tuple[Ent
 def decode_packed(maps: Any, shared: dict[str, Any] | None = None) -> tuple[Entry, list[Decoded]]:
     """Decode a packed entry with these requests and these shared fields."""
     return decode({"requests": msgpack.packb(maps)} | (shared or {}))
+
+
+def decode_read(entries: Any) -> list[Single | Refusal | Withdrawal]:
+    """What entries that were read from a request stream are decoded to, item by item."""
+    return [
+        item
+        for entry_id, fields in entries
+        for item in one_by_one(
+            decode_entry(entry_id, [part for pair in fields.items() for part in pair], DEFAULTS)[1]
+        )
+    ]
 
 
 # --- request by request ------------------------------------------------------------------------------------
@@ -117,3 +129,18 @@ def _one_by_one(decoded: Iterable[Decoded]) -> Iterator[Single | Refusal | Withd
             yield from (item._replace(correlation_ids=[name]) for name in item.correlation_ids)
         else:
             yield item
+
+
+def count_requests(fields: Mapping[bytes, bytes]) -> int:
+    """How many requests an entry of a request stream has, as Redis returns it."""
+    flat = [part for pair in fields.items() for part in pair]
+    _, decoded = decode_entry(ENTRY_ID.encode(), flat, DEFAULTS)
+    return len(one_by_one(decoded))
+
+
+def envelopes(fields: Mapping[bytes, bytes]) -> list[dict[str, Any]]:
+    """The results in an entry of a reply stream, as Redis returns it, each as an envelope of its own."""
+    found: list[dict[str, Any]] = decode_results(fields[b"results"]) if b"results" in fields else []
+    for columns in decode_columns(fields[b"columns"]) if b"columns" in fields else ():
+        found += [decode_results(encode_results([result]))[0] for result in columns.results()]
+    return found

@@ -16,6 +16,7 @@ from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import NO_WEIGHTS
 from carpool_batcher.core.lane import Lane
 
+
 def run(
     names: str,
     arrival_us: int = 0,
@@ -157,7 +158,11 @@ def test_fields_for_the_model_count_as_bytes_of_each_request() -> None:
 steps = st.lists(
     st.one_of(
         st.tuples(
-            st.just("add"), st.sampled_from("abc"), st.sampled_from((4, 4, 9)), st.integers(0, 3), st.integers(1, 9)
+            st.just("add"),
+            st.sampled_from("abc"),
+            st.sampled_from((4, 4, 9)),
+            st.integers(0, 3),
+            st.integers(1, 9),
         ),
         st.tuples(st.just("remove"), st.integers(0, 100)),
         st.tuples(st.just("take"), st.integers(0, 100)),
@@ -191,7 +196,9 @@ def test_runs_are_served_as_their_requests_would_be(
             assert names_in_order(lane, weights) == names_in_order(singly, weights)
             expected = names_in_order(lane, weights)[:size]
             peeked = lane.peek_batch(BatchLimits(size), weights)
-            assert [one.run.correlation_ids[one.start + at] for one in peeked for at in range(one.size)] == expected
+            assert [
+                one.run.correlation_ids[one.start + at] for one in peeked for at in range(one.size)
+            ] == expected
             assert popped(lane, size, weights).split() == popped(singly, size, weights).split() == expected
         elif present:
             chosen = present[int(str(arguments[0])) % len(present)]

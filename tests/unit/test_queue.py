@@ -59,7 +59,9 @@ def test_part_of_a_run_that_fits_is_admitted() -> None:
     mixed.bodies = [b"1234", b"1234567", b"123456", b"", b"", StoredBody("large", 1)]
     by_bytes, by_count = harness.offer_runs([mixed], at=0)
     assert (by_bytes.correlation_ids, by_bytes.reason) == (["b"], "queue_bytes")
-    assert by_bytes.detail.startswith("the queue is full (max_queue_bytes): 10 bytes wait, and this request has 7;")
+    assert by_bytes.detail.startswith(
+        "the queue is full (max_queue_bytes): 10 bytes wait, and this request has 7;"
+    )
     assert (by_count.correlation_ids, by_count.reason) == (["e", "f"], "queue_size")
     assert mixed.correlation_ids == ["a", "c", "d"]
     # What was refused stays in the entry until a script has refused it.

@@ -679,7 +679,7 @@ def test_fields_of_columns_are_not_repeated_without_limit() -> None:
     """Each second request is refused, and each other one would carry all fields if it were put back."""
     ids = " ".join(["a", "/"] * (MAX_REQUESTS_PER_ENTRY // 2))
     fields = {"correlation_ids": ids, "rows": b"7" * MAX_REQUESTS_PER_ENTRY}
-    assert only_refusal(fields | {"x": "x" * 50_000}).detail.startswith("requests: ")
+    assert only_refusal(fields | {"x": "x" * 50_000}).detail.startswith("fields: ")
     entry, _ = decode(fields | {"x": "x" * 10_000})
     assert len(entry.runs) == MAX_REQUESTS_PER_ENTRY // 2
     # Where all are valid, they are one run

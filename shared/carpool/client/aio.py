@@ -27,7 +27,7 @@ from carpool.client.entries import (
     OutgoingRun,
 )
 from carpool.client.reading import ResultReader
-from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
+from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window, rows_of
 from carpool.client.timeouts import Timeouts
 from carpool.client.transport import Transport
 from carpool.errors import (
@@ -485,10 +485,9 @@ class AsyncClient:
             if not first.awaited:
                 self._timeouts.stop(first)
             return
-        for at, (correlation_id, entry) in enumerate(zip(ids, entries, strict=True)):
+        for correlation_id, entry, row in zip(ids, entries, rows_of(array), strict=True):
             if entry is not None:
-                target = self._take_target(entry, correlation_id)
-                entry.sink.put_rows([correlation_id], [target], array[at : at + 1], served)
+                entry.sink.put(correlation_id, self._take_target(entry, correlation_id), row, served)
 
     def _on_envelope(self, envelope: dict[str, Any]) -> None:
         correlation_id = envelope["correlation_id"]

@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Take a value."""
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[Any], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
     ) -> None:
         """Take values that are the rows of an array."""
 
@@ -47,16 +47,23 @@ class Sink(Protocol):
 
 
 def rows_of(array: Array) -> list[Array]:
-    """The rows of an array: views, or copies where one row would keep too much memory alive.
+    """The rows of an array, as views that keep at most COLUMN_KEPT_BYTES_MAX alive, or one row.
 
-    A program may keep a few results of many, and a view keeps the whole array.
+    A program may keep a few results of many, and a view keeps the whole array: a larger one is divided.
     """
     if array.nbytes <= COLUMN_KEPT_BYTES_MAX or len(array) == 1:
-        return list(array) if array.ndim > 1 else [array[at, ...] for at in range(len(array))]
-    rows = [array[at, ...].copy() for at in range(len(array))]
-    for row in rows:
-        row.setflags(write=False)
+        return _views(array)
+    step = max(1, COLUMN_KEPT_BYTES_MAX * len(array) // array.nbytes)
+    rows: list[Array] = []
+    for start in range(0, len(array), step):
+        part = array[start : start + step].copy()
+        part.setflags(write=False)
+        rows += _views(part)
     return rows
+
+
+def _views(array: Array) -> list[Array]:
+    return list(array) if array.ndim > 1 else [array[at, ...] for at in range(len(array))]
 
 
 class FutureSink:
@@ -70,7 +77,7 @@ class FutureSink:
     def put_rows(
         self,
         correlation_ids: Sequence[str],
-        targets: Sequence[asyncio.Future[Any]],
+        targets: list[asyncio.Future[Any]],
         array: Array,
         served: Served,
     ) -> None:
@@ -94,7 +101,7 @@ class ThreadFutureSink:
             target.set_result(value)
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[Future[Any]], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Future[Any]], array: Array, served: Served
     ) -> None:
         """Resolve each future with its row."""
         for target, row in zip(targets, rows_of(array), strict=True):
@@ -118,7 +125,7 @@ class ReplySink(FutureSink):
     def put_rows(
         self,
         correlation_ids: Sequence[str],
-        targets: Sequence[asyncio.Future[Any]],
+        targets: list[asyncio.Future[Any]],
         array: Array,
         served: Served,
     ) -> None:
@@ -183,7 +190,7 @@ class Window(_Numbered):
             self._wake()
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[int], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
     ) -> None:
         """Keep the results until they are taken."""
         self._results.update(zip(targets, rows_of(array), strict=True))
@@ -234,13 +241,13 @@ class Gathering(_Numbered):
     def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
         """Keep a value; an array as a row."""
         if type(value) is np.ndarray:
-            self.put_rows((correlation_id,), (target,), value[np.newaxis], served)
+            self.put_rows([correlation_id], [target], value[np.newaxis], served)
         else:
             self._others[target] = value
             self._settle(1)
 
     def put_rows(
-        self, correlation_ids: Sequence[str], targets: Sequence[int], array: Array, served: Served
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
     ) -> None:
         """Copy the rows into the array."""
         if self._size is not None and self._array is None:

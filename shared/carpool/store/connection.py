@@ -1,6 +1,7 @@
 """Connections to Redis. The only module that imports redis-py.
 
-redis-py parses the URL, connects, sets up TLS, signs in, and parses replies. Its command layer is not used:
+redis-py parses the URL, connects, sets up TLS and signs in. From then on commands and replies pass directly
+through hiredis. The rest of redis-py is not used:
 
 - no response callbacks, which cost more time than Redis itself;
 - no connection pool;
@@ -11,7 +12,7 @@ redis-py parses the URL, connects, sets up TLS, signs in, and parses replies. It
 Three private attributes of redis-py's connections are used, which have no public equivalent. Because of them
 pyproject.toml limits its version.
 
-- `Connection._sock` (Link), the socket: to set kernel timeouts, and to wait for a reply with a timeout.
+- `Connection._sock` (Link), the socket: to set kernel timeouts, and to send and receive.
 - `asyncio.Connection._writer` (AsyncLink), its stream: to take over the transport.
 - `asyncio.Connection._reader` (AsyncLink): set to None with `_writer` at the end, since redis-py does not see
   that the connection was closed, and would warn.
@@ -23,7 +24,6 @@ import asyncio
 import contextlib
 import hashlib
 import re
-import select
 import socket
 import ssl
 import struct
@@ -40,15 +40,15 @@ from redis.retry import Retry
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
+from carpool.readiness import wait_until_ready
+from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
+from carpool.store.redis_socket import RedisSocket, pack
 
-Argument = str | bytes | int | float
 Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
-_READ_BYTES: Final = 256 * 1024
 _TIMEVAL: Final = struct.Struct("@ll")
 _INCOMPLETE: Final = object()
-_SELECT_DESCRIPTORS: Final = 1024  # FD_SETSIZE: select() takes only lower ones
 
 
 class LinkError(UnavailableError):
@@ -63,20 +63,12 @@ class CommandError(Exception):
         self.code = code
 
 
-# redis-py removes the code from the messages of errors that have a class of their own.
-_CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (redis.exceptions.NoScriptError, "NOSCRIPT"),
-    (redis.exceptions.OutOfMemoryError, "OOM"),
-    (redis.exceptions.NoPermissionError, "NOPERM"),
-    (redis.exceptions.ReadOnlyError, "READONLY"),
-)
+# Errors of the connection and not of the command: Redis loads its data, or the user's password was changed.
+_LINK_ERROR_CODES: Final = frozenset(("LOADING", "NOAUTH", "WRONGPASS"))
 
 
-def _command_error(error: Exception) -> CommandError:
-    for kind, code in _CODES:
-        if isinstance(error, kind):
-            return CommandError(code, str(error))
-    return CommandError(str(error).split(" ", 1)[0], str(error))
+def _command_error(text: str) -> CommandError:
+    return CommandError(text.split(" ", 1)[0], text)
 
 
 # Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
@@ -106,7 +98,8 @@ _REMEDIES: Final = (
 
 def _link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkError:
     """`connecting`: the connection was not established yet, so the settings may be wrong: add a remedy."""
-    reason = "no answer in time" if isinstance(error.__context__, BlockingIOError) else str(error)
+    is_late = isinstance(error, BlockingIOError) or (isinstance(error, TimeoutError) and not connecting)
+    reason = "no answer in time" if is_late else str(error)
     for scheme, pattern, remedy in _REMEDIES if connecting else ():
         if url.startswith(scheme) and re.search(pattern, reason):
             reason = f"{reason.rstrip('.')}; {remedy}"
@@ -165,11 +158,11 @@ class Link:
                 driver_info=None,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                socket_read_size=_READ_BYTES,
                 retry=Retry(NoBackoff(), 0),
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()
+        self._socket: RedisSocket | None = None
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply. Raises LinkError or CommandError."""
@@ -178,42 +171,52 @@ class Link:
 
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
-        self._send_packed(_pack(command))
+        self._send_parts(pack(command))
 
-    def _send_packed(self, packed: bytes) -> None:
+    def _send_parts(self, parts: Sequence[bytes]) -> None:
+        redis_socket = self._socket or self._connect()
         try:
-            if self._connection._sock is None:
-                self._connect()
-            self._connection.send_packed_command((packed,), check_health=False)
-        except (redis.RedisError, OSError) as error:
-            connecting = self._connection._sock is None
+            redis_socket.send(parts)
+        except OSError as error:
             self.close()
-            raise _link_error(self._url, error, connecting=connecting) from error
+            raise _link_error(self._url, error) from error
 
-    def _connect(self) -> None:
+    def _connect(self) -> RedisSocket:
         """Connect, and set timeouts in the kernel: Python's cost a system call for each read and write."""
-        self._connection.connect()
+        try:
+            self._connection.connect()
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise _link_error(self._url, error, connecting=True) from error
         sock = self._connection._sock
         if not isinstance(sock, ssl.SSLSocket):
             sock.settimeout(None)
             timeout = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._socket = RedisSocket(sock, _command_error)
+        return self._socket
 
     def receive(self) -> Any:
         """The next reply, of which the first bytes must arrive within the link's timeout."""
         try:
-            return self._connection.read_response()
-        except redis.ResponseError as error:
-            raise _command_error(error) from error
-        except (redis.RedisError, OSError) as error:
+            if self._socket is None:
+                raise ConnectionError("connection closed")
+            reply = self._socket.receive()
+        except (hiredis.ProtocolError, OSError) as error:
             self.close()
             raise _link_error(self._url, error) from error
+        if type(reply) is not CommandError:
+            return reply
+        if reply.code in _LINK_ERROR_CODES:
+            self.close()
+            raise _link_error(self._url, reply)
+        raise reply
 
     def call_many(self, *commands: Command) -> list[Any]:
         """Send several commands in one write, then receive all replies. A CommandError is returned in its
         place."""
-        self._send_packed(b"".join([_pack(tuple(command)) for command in commands]))
+        self._send_parts([part for command in commands for part in pack(tuple(command))])
         return [self._receive_or_error() for _ in commands]
 
     def _receive_or_error(self) -> Any:
@@ -237,10 +240,9 @@ class Link:
 
         None if `receive` would return at once: Redis closed the connection, or TLS has read bytes already.
         """
-        sock = self._connection._sock
-        if sock is None or (getattr(sock, "pending", None) and sock.pending()):
+        if self._socket is None or self._socket.is_buffered:
             return None
-        return int(sock.fileno())
+        return self._socket.fileno()
 
     def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
@@ -262,18 +264,9 @@ class Link:
         """Whether a reply begins to arrive within `timeout_s`. Also True when Redis closed the connection."""
         return bool(readable_links((self,), timeout_s))
 
-    @property
-    def _is_buffered(self) -> bool:
-        """Whether a read would not wait: TLS has read bytes already, or there is no connection."""
-        sock = self._connection._sock
-        return sock is None or bool(getattr(sock, "pending", None) and sock.pending())
-
-    def _descriptor(self) -> int:
-        descriptor: int = self._connection._sock.fileno()
-        return descriptor
-
     def close(self) -> None:
         """Close the connection. The next call connects again."""
+        self._socket = None
         self._connection.disconnect()
 
 
@@ -282,19 +275,11 @@ def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
 
     Also those whose connection was closed.
     """
-    if buffered := [link for link in links if link._is_buffered]:
-        return buffered
-    by_descriptor = {link._descriptor(): link for link in links}
-    if (
-        max(by_descriptor, default=0) < _SELECT_DESCRIPTORS
-    ):  # exact to the microsecond; poll rounds up to 1 ms
-        ready = select.select(list(by_descriptor), (), (), max(0.0, timeout_s))[0]
-    else:
-        poller = select.poll()
-        for descriptor in by_descriptor:
-            poller.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poller.poll(max(0.0, timeout_s) * 1000)]
-    return [by_descriptor[descriptor] for descriptor in ready]
+    by_descriptor = {link.descriptor: link for link in links}
+    if None in by_descriptor:
+        return [link for link in links if link.descriptor is None]
+    readable, _ = wait_until_ready([descriptor for descriptor in by_descriptor if descriptor], (), timeout_s)
+    return [by_descriptor[descriptor] for descriptor in readable]
 
 
 class AsyncLink(asyncio.Protocol):

@@ -90,7 +90,8 @@ class Directory:
         commands.append(
             ("XADD", keys.settled, "MAXLEN", "~", SETTLED_ENTRIES_MAX, "*", "config", changed, "size", 0)
         )
-        no_errors(self._link.call_many(*commands, ("EXEC",)))
+        *_, executed = no_errors(self._link.call_many(*commands, ("EXEC",)))
+        no_errors(executed)
 
     def oldest_arrival_us(self, model: str) -> int | None:
         """When the oldest waiting request of a model arrived."""

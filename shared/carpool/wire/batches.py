@@ -105,7 +105,9 @@ def _decode_run(fields: Sequence[Any]) -> BatchedRun:
         head, width, data = rows
         decoded = Rows(head, data, width)
     else:
-        decoded = [body if type(body) is bytes else StoredBody(*body) for body in bodies or ()]
+        decoded = bodies or []
+        if list in map(type, decoded):  # the usual case costs no step of Python for each
+            decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us, *others
     )

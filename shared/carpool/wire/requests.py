@@ -397,7 +397,11 @@ def _check_attributes_put_back(decoded: Sequence[Decoded]) -> None:
     """If put back, each run carries the fields that all of them shared: limit their bytes in all."""
     extra = next((item.extra for item in decoded if type(item) is Run), None)
     if extra and len(decoded) > 1:
-        _check_size(len(decoded) * sum(len(name) + len(extra[name]) for name in extra), MAX_PACKED_BYTES)
+        size_bytes = len(decoded) * sum(len(name) + len(extra[name]) for name in extra)
+        if size_bytes > MAX_PACKED_BYTES:
+            raise InvalidArgumentError(
+                f"fields: {size_bytes} bytes if each request has them; at most {MAX_PACKED_BYTES} are allowed"
+            )
 
 
 def _read_ids(raw: Fields) -> list[str]:

@@ -7,7 +7,7 @@ columns: one map for all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgpack
@@ -112,21 +112,39 @@ def _columns_map(results: ResultColumns) -> Fields:
 
 def decode_columns(packed: bytes) -> list[ResultColumns]:
     """The columns of one entry on a reply stream. Raises InvalidArgumentError unless they are well formed."""
-    maps = msgpack.unpackb(packed)
+    try:
+        maps = msgpack.unpackb(packed)
+    except ValueError as error:
+        raise InvalidArgumentError(f"columns: not msgpack ({str(error) or 'unexpected end'})") from None
     if type(maps) is not list:
         raise InvalidArgumentError("columns: must be a msgpack array")
-    try:
-        return [_decode_columns(raw) for raw in maps]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(f"columns: an element is malformed ({error!r:.100})") from None
+    return [_decode_columns(raw) for raw in maps]
 
 
-def _decode_columns(raw: Fields) -> ResultColumns:
-    ids: Sequence[str] = raw["correlation_ids"].split(" ")
-    width, left_over = divmod(len(raw["rows"]), len(ids))
+_COLUMN_TYPES: Final = {
+    "correlation_ids": str, "content_type": str, "row_head": bytes, "rows": bytes,
+    "batch_size": int, "queue_us": int, "compute_us": int,
+}  # fmt: skip
+
+
+def _decode_columns(raw: Any) -> ResultColumns:
+    if type(raw) is not dict:
+        raise InvalidArgumentError("columns: an element is not a map")
+    for name, kind in _COLUMN_TYPES.items():
+        if type(raw.get(name)) is not kind:
+            raise InvalidArgumentError(f"columns: {name} must be {kind.__name__}")
+    correlation_ids = raw["correlation_ids"].split(" ")
+    data = raw["rows"]
+    width, left_over = divmod(len(data), len(correlation_ids))
     if left_over or not width:
-        raise InvalidArgumentError(f"rows: {len(raw['rows'])} bytes are not {len(ids)} rows of equal length")
-    rows = Rows(raw["row_head"], raw["rows"], width)
+        raise InvalidArgumentError(
+            f"columns: {len(data)} bytes are not {len(correlation_ids)} rows of equal length"
+        )
     return ResultColumns(
-        ids, raw["content_type"], rows, raw["batch_size"], raw["queue_us"], raw["compute_us"]
+        correlation_ids,
+        raw["content_type"],
+        Rows(raw["row_head"], data, width),
+        raw["batch_size"],
+        raw["queue_us"],
+        raw["compute_us"],
     )

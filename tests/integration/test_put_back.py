@@ -1,0 +1,166 @@
+"""Entries of which only some requests are dispatched or refused: the others are put back, in a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgpack
+import pytest
+
+from carpool.errors import CANCELLED
+from carpool.keys import Keys
+from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
+from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
+from carpool.store.connection import Link
+from carpool.wire.batches import decode_batch
+from carpool.wire.requests import decode_entry, ticket_of
+from carpool_cli.local.embedded import EmbeddedRedis
+from support.wire import DEFAULTS, Single, flat_of, singles
+
+TTL_MS: Final = 60_000
+
+
+class Waiting:
+    """A model's streams, as the batcher's store sees them."""
+
+    def __init__(self, url: str) -> None:
+        self.keys = Keys("m")
+        self.link = Link(url, name="test")
+        self.store = BatcherStore(self.link, self.keys)
+        self.link.call("FLUSHALL")
+
+    def add(self, fields: dict[str, Any], *, with_tickets: bool = False) -> Entry:
+        """Add an entry and read it."""
+        entry_id = self.link.call("XADD", self.keys.requests, "*", *flat_of(fields))
+        (entry,) = self.read()
+        assert entry.id == entry_id.decode()
+        if with_tickets:
+            position = 0
+            for run in entry.runs:
+                run.tickets = [ticket_of(entry.id, position + at) for at in range(len(run))]
+                position += len(run)
+            self.store.admit([entry])
+        return entry
+
+    def read(self) -> list[Entry]:
+        """What a batcher reads that starts at this moment."""
+        return [
+            decode_entry(entry_id, flat, DEFAULTS)[0]
+            for entry_id, flat in self.link.call("XRANGE", self.keys.requests, "-", "+")
+        ]
+
+    def waiting(self) -> list[Single]:
+        return [request for entry in self.read() for request in singles(entry.runs)]
+
+    def batches(self) -> list[list[str]]:
+        """The correlation IDs of each batch."""
+        entries = self.link.call("XRANGE", self.keys.batches, "-", "+")
+        batches = [decode_batch(entry_id, flat, 1) for entry_id, flat in entries]
+        return [[request.correlation_id for request in batch.requests] for batch in batches]
+
+    def tickets(self) -> dict[str, str]:
+        """Where the request of each ticket is."""
+        flat = [part.decode() for part in self.link.call("HGETALL", self.keys.held)]
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(append_only=False) as server:
+        yield server
+
+
+@pytest.fixture
+def waiting(server: EmbeddedRedis) -> Iterator[Waiting]:
+    waiting = Waiting(server.url)
+    yield waiting
+    waiting.link.close()
+
+
+FORMS: Final[dict[str, dict[str, Any]]] = {
+    "rows": {"correlation_ids": "a b c d e", "row_head": "[", "rows": "1]2]3]4]5]", "tenant": "blue"},
+    "maps": {
+        "requests": msgpack.packb([{"correlation_id": name, "body": name.encode()} for name in "abcde"]),
+        "priority": 7,
+    },
+    "own fields named as columns": {
+        "requests": msgpack.packb([{"correlation_id": name, "body": b"7"} for name in "abcde"]),
+        "rows": "x",
+        "body_key": "y",
+    },
+}
+
+
+@pytest.mark.parametrize("with_tickets", [False, True])
+@pytest.mark.parametrize("fields", FORMS.values(), ids=list(FORMS))
+def test_rest_of_a_run_is_put_back(waiting: Waiting, fields: dict[str, Any], with_tickets: bool) -> None:
+    entry = waiting.add(fields, with_tickets=with_tickets)
+    (run,) = entry.runs
+    part = run.cut(2)
+    rest = singles([run])
+    # When: the first two are dispatched
+    outcome = waiting.store.dispatch([Dispatch([part], "full", "")], TTL_MS)
+    # Expect: the others wait as before, in an entry of their own
+    assert waiting.batches() == [["a", "b"]]
+    assert waiting.waiting() == rest
+    (again,) = waiting.read()
+    assert_put_back(outcome.entries, entry, {again.id: [run]})
+    if with_tickets:
+        (dispatched,) = outcome.batches
+        assert dispatched is not None
+        places = [f"b{dispatched.batch_id}"] * 2 + [f"w{again.id}"] * 3
+        tickets = [ticket_of(entry.id, position) for position in range(5)]
+        assert waiting.tickets() == dict(zip(tickets, places, strict=True))
+
+
+def assert_put_back(changes: EntryChanges, entry: Entry, parts: dict[str, list[Run]]) -> None:
+    (put_back,) = changes.put_back
+    assert put_back.entry is entry
+    assert dict(put_back.parts) == parts
+    assert changes.removed == changes.missing == []
+
+
+def test_refused_requests_are_answered_and_the_others_put_back(waiting: Waiting) -> None:
+    entry = waiting.add(FORMS["rows"])
+    (run,) = entry.runs
+    first = run.cut(1)
+    part = run.take([0, 2])
+    refusal = Refusal(entry, part.correlation_ids, None, JSON, CANCELLED, "withdrawn", "withdrawn: why", part)
+    changes = waiting.store.refuse([refusal], [], TTL_MS)
+    # Expect: what is still to be dispatched waits too
+    (again,) = waiting.read()
+    assert_put_back(changes, entry, {again.id: [first, run]})
+    assert [request.correlation_id for request in waiting.waiting()] == ["a", "c", "e"]
+    for name in "bd":
+        assert b"CANCELLED" in waiting.link.call("LPOP", waiting.keys.result(name))
+
+
+def test_large_rest_is_put_back_in_a_few_entries_and_in_order(waiting: Waiting) -> None:
+    maps = [{"correlation_id": f"n{number}", "body": b"7", "lane": str(number)} for number in range(100)]
+    entry = waiting.add({"requests": msgpack.packb(maps)}, with_tickets=True)
+    rest = singles(entry.runs[1:])
+    outcome = waiting.store.dispatch([Dispatch(entry.runs[:1], "full", "")], TTL_MS)
+    (put_back,) = outcome.entries.put_back
+    assert len(put_back.parts) == len(waiting.read()) == PUT_BACK_ENTRIES_MAX
+    assert waiting.waiting() == rest
+    places = waiting.tickets()
+    assert all(
+        places[ticket] == f"w{part_id}"
+        for part_id, runs in put_back.parts
+        for run in runs
+        for ticket in run.tickets or ()
+    )
+
+
+def test_requests_of_a_missing_entry_are_neither_dispatched_nor_put_back(waiting: Waiting) -> None:
+    entry = waiting.add(FORMS["rows"])
+    part = entry.runs[0].cut(2)
+    waiting.link.call("XDEL", waiting.keys.requests, entry.id)
+    outcome = waiting.store.dispatch([Dispatch([part], "full", "")], TTL_MS)
+    assert outcome.batches == [None]
+    assert outcome.entries.missing == [entry]
+    assert not outcome.entries.put_back
+    assert not outcome.entries.removed
+    assert not waiting.batches()
+    assert not waiting.waiting()
