@@ -77,6 +77,7 @@ class OrderedResults(RuleBasedStateMachine):
         self.worker = WorkerStore(Link(self.url, name="worker"), self.keys)
         self.worker.register({"max_batch_size": "4"})
         self.requests: dict[str, Expected] = {}  # by correlation ID
+        self.reply_to: dict[str, str | None] = {}
         self.order: list[str] = []  # those that have tickets
         self.admitted: set[str] = set()  # entries
         self.entries = EntryTable()  # what the batcher has read
@@ -126,6 +127,7 @@ class OrderedResults(RuleBasedStateMachine):
         entry, _ = decode_entry(entry_id.encode(), flat, ModelSettings())
         for run in entry.runs:
             self.requests |= {name: Expected(entry_id, at_once=True) for name in run.correlation_ids}
+            self.reply_to |= dict.fromkeys(run.correlation_ids, run.reply_to)
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
@@ -352,6 +354,7 @@ class OrderedResults(RuleBasedStateMachine):
             of_stream = ids_on_stream(self.redis, self.keys.replies(stream))
             in_order = [name for name in of_stream if not self.requests[name].at_once]
             assert in_order == sorted(in_order, key=places.__getitem__), stream
+            assert all(self.reply_to[name] == stream for name in of_stream)
             found += of_stream
         for key in self.redis.keys(self.keys.result("*")):
             found += [json.loads(result)["correlation_id"] for result in self.redis.lrange(key, 0, -1)]

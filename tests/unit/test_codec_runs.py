@@ -159,7 +159,7 @@ def random_runs(draw: st.DrawFn) -> list[BatchedRun]:
                 draw(st.sampled_from(("one", "two"))) if to_stream else None,
                 draw(st.booleans()),
                 draw(st.sampled_from((None, NOW_US - 1, NOW_US + 1))),
-                [f"ticket{at}.{index}" for index in range(len(of_run))] if draw(st.booleans()) else None,
+                Tickets.of("1-0", 100 * at, len(of_run)) if draw(st.booleans()) else None,
             )
         )
     return runs
