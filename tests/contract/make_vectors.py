@@ -893,7 +893,8 @@ def batches() -> list[Case]:
         ]
 
     def case(name: str, expected: list[list[Any]], *others: str) -> Case:
-        flat = ("runs", pack([first, second, third]), "tickets", tickets, "size", "5", "reason", "full", *others)
+        runs = pack([first, second, third])
+        flat = ("runs", runs, "tickets", tickets, "size", "5", "reason", "full", *others)
         return {
             "name": name,
             "fields": fields_of((*flat, "dispatched_us", "5000")),

@@ -465,6 +465,30 @@ def test_results_withheld_behind_one_are_delivered_by_several_scripts(server: Pa
         assert not redis.exists(keys.order, keys.held)
 
 
+def test_ranges_that_were_put_back_apart_and_dispatched_together_leave_nothing(server: Path) -> None:
+    """Their results share one payload, which begins where only the first of them was put back."""
+    with one_slow_request(server, 130) as (redis, keys, batcher, worker, (early, late)):
+        redis.xdel(keys.batches, early.id, late.id)
+        batcher.release()
+        maps = [{"correlation_id": f"n{at}", "body": b"", "reply_to": "all"} for at in range(20)]
+        flat = [b"requests", msgpack.packb(maps)]
+        entry_id = redis.xadd(keys.requests, {"requests": flat[1]})
+        entry, _ = decode_entry(entry_id, flat, ModelSettings())
+        assert issue_tickets(entry)
+        batcher.admit([entry])
+        runs = [*(entry.runs[-1].cut(1) for _ in range(19)), entry.runs[-1]]
+        entries = EntryTable()
+        for dispatched in (runs[:1], runs[1:]):
+            outcome = batcher.dispatch([Dispatch(dispatched, "full", "")], TTL_MS)
+            entries.update_from(outcome.entries)
+        for _ in range(2):
+            batch = worker.fetch("w", None)
+            assert batch is not None
+            commit_all(worker, batch, body=b"")
+        assert ids_on_stream(redis, keys.replies("all")) == [f"n{at}" for at in range(20)]
+        assert not redis.exists(keys.order, keys.held)
+
+
 def test_one_script_delivers_a_few_megabytes_at_most(server: Path) -> None:
     """Redis serves nothing else meanwhile; the next script delivers the rest."""
     with one_slow_request(server, 25) as (redis, keys, batcher, worker, (early, late)):
