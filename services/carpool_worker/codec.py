@@ -285,20 +285,22 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[Ba
 
 
 def _takes_columns(run: BatchedRun) -> bool:
-    """Whether results of this run may be columns: not on lists, and a withheld result is an envelope."""
-    return run.reply_columns and run.reply_to is not None and run.tickets is None
+    """Whether results of this run may be columns: not on lists."""
+    return run.reply_columns and run.reply_to is not None
 
 
 def _take_columns(
     execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], rows: Rows
 ) -> None:
-    ids = run.correlation_ids
+    ids, tickets = run.correlation_ids, run.tickets
     if len(positions) < len(ids):
-        ids = [ids[position - start] for position in positions]
+        indexes = [position - start for position in positions]
+        ids = [ids[at] for at in indexes]
+        tickets = None if tickets is None else tickets.select(indexes)
     columns = ResultColumns(
         ids, run.content_type, rows, execution.batch.size, execution.queue_us(run), execution.compute_us
     )
-    execution.columns.append(RunColumns(run, positions, columns))
+    execution.columns.append(RunColumns(run, positions, columns, tickets))
 
 
 def _take_bodies(

@@ -9,7 +9,16 @@ import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Body, Entry, Refusal, Run, Withdrawal
+from carpool.messages import (
+    CONTENT_TYPES,
+    Body,
+    Entry,
+    Refusal,
+    Run,
+    TicketRange,
+    Withdrawal,
+    tickets_of_each,
+)
 from carpool.model_settings import ModelSettings
 from carpool.wire.requests import Decoded, decode_entry
 from carpool.wire.results import decode_columns, decode_results, encode_results
@@ -79,7 +88,7 @@ class Single(NamedTuple):
     extra: dict[str, bytes]
     tenant: str
     reply_columns: bool
-    ticket: str | None
+    ticket: TicketRange | None
 
 
 def singles(runs: Iterable[Run]) -> list[Single]:
@@ -98,10 +107,12 @@ def singles(runs: Iterable[Run]) -> list[Single]:
             dict(run.extra or {}),
             run.tenant,
             run.reply_columns,
-            None if run.tickets is None else run.tickets[at],
+            ticket,
         )
         for run in runs
-        for at, correlation_id in enumerate(run.correlation_ids)
+        for at, (correlation_id, ticket) in enumerate(
+            zip(run.correlation_ids, tickets_of_each(run), strict=True)
+        )
     ]
 
 
