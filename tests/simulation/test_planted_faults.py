@@ -51,7 +51,7 @@ def dispatch_a_cut_run_whole(patch: Patch) -> None:
 
 
 def keep_a_part_out_of_its_entry(patch: Patch) -> None:
-    def insert_part(run: Run, ids: list[str], bodies: Bodies, tickets: list[str] | None) -> Run:
+    def insert_part(run: Run, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
         part = original(run, ids, bodies, tickets)
         run.entry.runs.remove(part)
         return part
