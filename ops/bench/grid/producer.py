@@ -24,8 +24,8 @@ from grid import load, processes
 from grid.models import MODELS, Array
 from grid.setup import Setup
 
-START_S_MAX: Final = 20.0
-CALL_S_MAX: Final = 20.0
+START_S_MAX: Final = 30.0
+CALL_S_MAX: Final = 3.0  # a request that was sent before the service listened may be lost
 
 
 class Producer:

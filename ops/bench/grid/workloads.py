@@ -29,7 +29,7 @@ _SECONDS: Final = 1.0  # of a measurement; wrk measures whole seconds
 _RATE_SECONDS: Final = 2.0
 _SQUARES: Final = 880
 _BURST: Final = 100_000
-_BURST_LIMIT_S: Final = 20.0
+_BURST_LIMIT_S: Final = 10.0
 
 WORKLOADS: Final = {
     workload.name: workload

@@ -37,19 +37,26 @@ def predict(requests: Sequence[Any]) -> None:
 
 
 class CeleryClient:
-    """Blocks."""
+    """Blocks. Each thread has a connection for its results, so there are at most `threads_max`."""
+
+    threads_max = 64
 
     def call(self, body: Array) -> Array:
         """Send a task and wait for its result."""
         return _decode(predict.delay(_encode(body)).get(timeout=TIMEOUT_S))
 
-    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
-        """Send all tasks, then wait for all results."""
-        return await asyncio.to_thread(self._burst, bodies)
+    def body_of(self, body: Array, rows: int) -> list[Array]:
+        """Several requests with this body."""
+        return [body] * rows
 
-    def _burst(self, bodies: Sequence[Array]) -> list[Array]:
+    def call_rows(self, bodies: Sequence[Array]) -> list[Array]:
+        """Send all tasks, then wait for all results."""
         sent = ResultSet([predict.delay(_encode(body)) for body in bodies])
         return [_decode(text) for text in sent.join_native(timeout=TIMEOUT_S)]
+
+    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
+        """The same, from the event loop."""
+        return await asyncio.to_thread(self.call_rows, bodies)
 
     async def close(self) -> None:
         """Disconnect."""

@@ -21,13 +21,14 @@ from faststream.redis import RedisBroker, StreamSub
 from grid.models import MODELS, Array
 from grid.setup import Setup
 
+CONNECTIONS_MAX = 2048  # a publication that is under way has a connection of its own
 SETUP = Setup.from_environment()
 MODEL = MODELS[SETUP.model]
 
 
 def service() -> FastStream:
     """The service."""
-    broker = RedisBroker(SETUP.redis_url, logger=None)
+    broker = RedisBroker(SETUP.redis_url, logger=None, max_connections=CONNECTIONS_MAX)
     requests = StreamSub(
         "requests", group="workers", consumer="worker", batch=True, max_records=SETUP.batch_size
     )
@@ -49,7 +50,7 @@ class FastStreamClient:
     """Publishes each request to the stream; a subscriber to its channel resolves the futures."""
 
     def __init__(self) -> None:
-        self._broker = RedisBroker(SETUP.redis_url, logger=None)
+        self._broker = RedisBroker(SETUP.redis_url, logger=None, max_connections=CONNECTIONS_MAX)
         self._channel = f"results-{os.getpid()}"
         self._numbers = count()
         self._awaited: dict[int, asyncio.Future[Array]] = {}

@@ -19,7 +19,9 @@ TIMEOUT_S = 60
 
 
 class StreamerClient:
-    """Blocks."""
+    """Blocks. More than `threads_max` threads made it slower."""
+
+    threads_max = 64
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
@@ -29,11 +31,16 @@ class StreamerClient:
         result: Array = self._streamer.predict([body])[0]
         return result
 
-    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
-        """All requests, then all results."""
-        return await asyncio.to_thread(self._burst, bodies)
+    def body_of(self, body: Array, rows: int) -> list[Array]:
+        """Several requests with this body."""
+        return [body] * rows
 
-    def _burst(self, bodies: Sequence[Array]) -> list[Array]:
+    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
+        """The same, from the event loop."""
+        return await asyncio.to_thread(self.call_rows, bodies)
+
+    def call_rows(self, bodies: Sequence[Array]) -> list[Array]:
+        """All requests, then all results."""
         sent = [self._streamer.submit([body]) for body in bodies]
         return [future.result(TIMEOUT_S)[0] for future in sent]
 
