@@ -19,7 +19,8 @@ _Item = TypeVar("_Item")
 
 
 def chosen(kind: str, patterns: str, items: Mapping[str, _Item]) -> list[_Item]:
-    """The items whose keys match one of the patterns, such as 'carpool*,mosec'. Exits if a pattern matches none."""
+    """The items whose keys match one of the patterns, such as 'carpool*,mosec'. Exits if a pattern matches
+    none."""
     words = [word.strip() for word in patterns.split(",") if word.strip()]
     for word in words:
         if not any(fnmatch(key, word) for key in items):
@@ -44,7 +45,9 @@ def main() -> None:
         help="the interpreter that runs all systems (default: the one of .venv)",
     )
     parser.add_argument(
-        "--write", action="store_true", help="write docs/benchmarks.md and its plots; needs all systems and workloads"
+        "--write",
+        action="store_true",
+        help="write docs/benchmarks.md and its plots; needs all systems and workloads",
     )
     options = parser.parse_args()
     of_systems = chosen("system", options.systems, systems)

@@ -1,4 +1,5 @@
-"""The systems: what is installed for each, how it is started, and which cells are left out for a reason known before.
+"""The systems: what is installed for each, how it is started, and which cells are left out for a reason known
+before.
 
 How each is used, and what its documents say, is at the top of its file in `systems/`.
 """
@@ -12,7 +13,9 @@ from typing import Final
 from grid.setup import HOST, Setup
 from grid.workloads import Workload
 
-Commands = Mapping[str, list[str]]  # of the services, by role; the first word runs in the system's environment
+Commands = Mapping[
+    str, list[str]
+]  # of the services, by role; the first word runs in the system's environment
 
 WAIT_MS: Final = 2.0  # how long a batch that is not full waits
 ARTICLE_WAIT_MS: Final = 100.0  # the articles' timeout
@@ -100,7 +103,11 @@ _PACKED: Final = replace(
 _FAST: Final = replace(_CARPOOL, unix_socket=True, uvloop=True, only=("overhead",))
 _MOSEC: Final = System(
     "mosec",
-    "mosec, aiohttp", "mosec", "mosec", _mosec, child_roles={"server": {"mosec": "server", "": "model"}}
+    "mosec, aiohttp",
+    "mosec",
+    "mosec",
+    _mosec,
+    child_roles={"server": {"mosec": "server", "": "model"}},
 )
 _WRK_LEFT_OUT: Final = {"accelerator": _NO_RATES, "squares": _NO_BURST, "burst": _NO_BURST}
 _ARTICLES: Final = System(

@@ -56,7 +56,8 @@ class Environments:
 
 
 def wrk() -> Path:
-    """A directory with usr/bin/wrk: the one on PATH, or Debian's, which needs no root. Raises UnavailableError."""
+    """A directory with usr/bin/wrk: the one on PATH, or Debian's, which needs no root. Raises
+    UnavailableError."""
     home = BUILD / "wrk"
     program = home / "usr/bin/wrk"
     if program.exists():

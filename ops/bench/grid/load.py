@@ -1,8 +1,9 @@
 """The load generators: every system is driven by these loops, in the producer process.
 
-A client has one method, `call`: a body in, a result out. It is a coroutine function, or it blocks; a client that blocks
-is called from as many threads as requests are in flight. Optional are `call_rows`, which sends several requests in one
-call, `burst`, which sends a list of them, and `closed_loop`, the own loop of a client that is written in C.
+A client has one method, `call`: a body in, a result out. It is a coroutine function, or it blocks; a client
+that blocks is called from as many threads as requests are in flight. Optional are `call_rows`, which sends
+several requests in one call, `burst`, which sends a list of them, and `closed_loop`, the own loop of a client
+that is written in C.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from grid.models import Array
 
@@ -36,6 +37,17 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class ClientOfRows(Client, Protocol):
+    """A client that can also send several requests in one call."""
+
+    def rows_per_call(self, in_flight: int) -> int: ...
+
+    def body_of(self, body: Array, rows: int) -> Any: ...
+
+    def call_rows(self, bodies: Any) -> Any: ...
+
+
 class Sent(NamedTuple):
     """What a load generator saw."""
 
@@ -52,8 +64,9 @@ async def closed_loop(client: Client, body: Array, in_flight: int, seconds: floa
         return sent
     if not inspect.iscoroutinefunction(client.call):
         return await asyncio.to_thread(_closed_loop_of_threads, client, body, in_flight, seconds)
-    call, rows = client.call, 1
-    if hasattr(client, "call_rows"):  # a call carries several requests
+    call: Callable[[Any], Any] = client.call
+    rows = 1
+    if isinstance(client, ClientOfRows):
         rows = client.rows_per_call(in_flight)
         call, body = client.call_rows, client.body_of(body, rows)
     latencies_ms: list[float] = []
@@ -82,11 +95,12 @@ async def closed_loop(client: Client, body: Array, in_flight: int, seconds: floa
 
 def _closed_loop_of_threads(client: Client, body: Array, in_flight: int, seconds: float) -> Sent:
     """The same for a client that blocks. Every thread calls at least once, and is kept for the next loop."""
-    call, rows = client.call, 1
+    call: Callable[[Any], Any] = client.call
+    rows = 1
     threads = min(in_flight, getattr(client, "threads_max", in_flight))
-    if threads < in_flight:  # a call carries several requests
-        rows = in_flight // threads
-        call, body = client.call_rows, client.body_of(body, rows)  # type: ignore[attr-defined]
+    if isinstance(client, ClientOfRows) and threads < in_flight:
+        rows = client.rows_per_call(in_flight)
+        call, body = client.call_rows, client.body_of(body, rows)
     counts, latencies_ms = [0] * threads, []
     barrier = threading.Barrier(threads + 1)
     end_s = 0.0
@@ -115,9 +129,9 @@ def _closed_loop_of_threads(client: Client, body: Array, in_flight: int, seconds
 async def poisson(client: Client, body: Array, per_second: float, seconds: float, seed: int) -> Sent:
     """Requests that arrive at random, whether or not earlier ones have been answered.
 
-    An event loop wakes up to a millisecond late, and then sends all that are due. A latency is counted from the time
-    at which the request was due, so that a client that falls behind does not look fast. A request that has no result
-    GRACE_S after the last was sent counts with the latency that it has then.
+    An event loop wakes up to a millisecond late, and then sends all that are due. A latency is counted from
+    the time at which the request was due, so that a client that falls behind does not look fast. A request
+    that has no result GRACE_S after the last was sent counts with the latency that it has then.
     """
     arrivals = random.Random(seed)  # noqa: S311
     latencies_ms: list[float] = []
@@ -149,9 +163,13 @@ async def poisson(client: Client, body: Array, per_second: float, seconds: float
 
 
 async def burst(
-    client: Client, bodies: Sequence[Array], limit_s: float, check: Callable[[Array, Array], None] | None = None
+    client: Client,
+    bodies: Sequence[Array],
+    limit_s: float,
+    check: Callable[[Array, Array], None] | None = None,
 ) -> Sent:
-    """All requests at once; until all are answered, or for `limit_s`. `check` gets each body and its result."""
+    """All requests at once; until all are answered, or for `limit_s`. `check` gets each body and its
+    result."""
     own = getattr(client, "burst", None)
     started_s = time.perf_counter()
     if own is not None:

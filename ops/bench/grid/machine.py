@@ -16,7 +16,7 @@ from grid.redis_server import RedisServer
 
 _PINGS: Final = 1000
 
-# Runs in the interpreter that the services use. Debian and Ubuntu build theirs with PGO by other means than the flag.
+# Runs in the interpreter that the services use. Debian and Ubuntu use PGO, but not the flag.
 _PROBE: Final = """
 import json, platform, sys, sysconfig, time
 flags = sysconfig.get_config_var("CONFIG_ARGS") or ""
@@ -62,8 +62,8 @@ def sentences(machine: dict[str, Any]) -> list[str]:
     else:
         build = "built without profile-guided optimisation (PGO), which costs about a fifth"
     return [
-        f"{machine['cores']} cores ({machine['processor']}), {machine['system']}; load {machine['load']:.1f} before "
-        "the start.",
+        f"{machine['cores']} cores ({machine['processor']}), {machine['system']}; load before the start: "
+        f"{machine['load']:.1f}.",
         f"Python {machine['python']}, {build}; a fixed loop takes {machine['loop_ms']:.1f} ms.",
         f"Redis {machine['redis']}; a PING takes {machine['ping_us']:.0f} us over TCP and "
         f"{machine['ping_unix_us']:.0f} us over a Unix socket.",

@@ -1,4 +1,5 @@
-"""The models, the same for every system: functions from a list of arrays to a list of arrays. They need only numpy."""
+"""The models, the same for every system: functions from a list of arrays to a list of arrays. They need only
+numpy."""
 
 from __future__ import annotations
 

@@ -10,7 +10,18 @@ from typing import Final
 WIDTH: Final = 860
 LABELS: Final = 220  # the space for the names of bars
 ROW: Final = 20
-COLORS: Final = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5500", "#555555", "#999933")
+TICKS_MAX: Final = 8
+COLORS: Final = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#ccbb44",
+    "#66ccee",
+    "#aa3377",
+    "#bb5500",
+    "#555555",
+    "#999933",
+)
 FOCUS: Final = "#4477aa"  # Carpool
 OTHERS: Final = "#b8c4d0"
 
@@ -54,26 +65,32 @@ def stacked_bars(title: str, systems: Mapping[str, Mapping[str, float]]) -> str:
     return _svg(y + 24, parts)
 
 
-def lines(x_title: str, y_title: str, systems: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """One line for each name; the vertical axis is logarithmic."""
-    colors = dict(zip(systems, COLORS, strict=False))
+def lines(
+    x_title: str,
+    y_title: str,
+    systems: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    logarithmic: bool = True,
+) -> str:
+    """One line for each name. The vertical axis is logarithmic, or begins at 0."""
+    colors = dict(zip(systems, COLORS * 2, strict=False))
     points = [point for of_system in systems.values() for point in of_system]
-    left, right, top, bottom = 70.0, WIDTH - 230.0, 20.0, 330.0
+    left, right, top, bottom = 70.0, WIDTH - 230.0, 30.0, 330.0
     x_max = max(x for x, _ in points)
-    low, high = (math.log10(pick(y for _, y in points)) for pick in (min, max))
-    low, high = math.floor(low * 4) / 4, math.ceil(high * 4) / 4
+    height = _Logarithmic(points) if logarithmic else _Linear(points)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + (right - left) * x / x_max, bottom - (bottom - top) * (math.log10(y) - low) / (high - low)
+        return left + (right - left) * x / x_max, bottom - (bottom - top) * height.share(y)
 
     parts = [f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#888"/>']
-    for x in sorted({x for x, _ in points}):
-        parts.append(_text(at(x, 10**low)[0], bottom + 18, f"{x:,.0f}", anchor="middle"))
-    for y in _ticks(low, high):
+    xs = sorted({x for x, _ in points})
+    for x in xs if len(xs) <= TICKS_MAX else _steps(x_max):
+        parts.append(_text(at(x, 0)[0], bottom + 18, f"{x:,g}", anchor="middle"))
+    for y in height.ticks():
         parts.append(f'<path d="M{left} {at(0, y)[1]:.1f}H{right}" stroke="#ddd"/>')
         parts.append(_text(left - 8, at(0, y)[1] + 4, f"{y:,g}", anchor="end"))
     parts.append(_text((left + right) / 2, bottom + 38, x_title, anchor="middle"))
-    parts.append(_text(left, top - 6, y_title))
+    parts.append(_text(left, top - 12, y_title))
     for number, (name, of_system) in enumerate(systems.items()):
         path = "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in of_system)
         width = 3 if name.startswith("Carpool") else 1.5
@@ -83,11 +100,42 @@ def lines(x_title: str, y_title: str, systems: Mapping[str, Sequence[tuple[float
     return _svg(bottom + 50, parts)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every power of ten between 10**low and 10**high."""
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    return [value for value in values if low <= math.log10(value) <= high]
+class _Linear:
+    """A vertical axis from 0."""
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        self._max = max(y for _, y in points) * 1.05
+
+    def share(self, y: float) -> float:
+        return y / self._max
+
+    def ticks(self) -> list[float]:
+        return _steps(self._max)
+
+
+class _Logarithmic:
+    """A vertical axis from a little below the least value."""
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        low, high = (math.log10(pick(y for _, y in points)) for pick in (min, max))
+        self._low, self._high = math.floor(low * 4) / 4, math.ceil(high * 4) / 4
+
+    def share(self, y: float) -> float:
+        return (math.log10(y) - self._low) / (self._high - self._low) if y > 0 else 0.0
+
+    def ticks(self) -> list[float]:
+        """1, 2 and 5 of every power of ten."""
+        powers = range(math.floor(self._low), math.ceil(self._high) + 1)
+        values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        return [value for value in values if self._low <= math.log10(value) <= self._high]
+
+
+def _steps(largest: float) -> list[float]:
+    """About five round numbers from 0 to `largest`."""
+    rough = largest / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough)
+    return [step * number for number in range(int(largest / step) + 1)]
 
 
 def _shown_max(totals: Iterable[float]) -> float:
@@ -108,7 +156,9 @@ def _bar(x: float, y: float, width: float, color: str) -> str:
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+    )
 
 
 def _svg(height: float, parts: Iterable[str]) -> str:

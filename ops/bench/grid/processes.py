@@ -36,6 +36,12 @@ def cpu_us(pid: int) -> int:
     return sum(int(field) for field in fields[11:15]) * _TICK_US
 
 
+def user_and_system_us(pid: int) -> tuple[int, int]:
+    """The CPU time of a process in its own code, and in the kernel."""
+    fields = (_PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US
+
+
 def memory_kib(pid: int, figure: str = "VmRSS") -> int:
     """Resident memory of a process; with `figure` VmHWM its peak. 0 if it has ended."""
     try:
@@ -56,15 +62,17 @@ def name_of(pid: int) -> str:
 def by_role(roots: Mapping[str, int], child_roles: Mapping[str, Mapping[str, str]]) -> dict[str, list[int]]:
     """All processes of the trees below `roots`, grouped by role.
 
-    A descendant has the role of its root, unless `child_roles[root's role]` has a role for the beginning of its
-    name; '' matches every name.
+    A descendant has the role of its root, unless `child_roles[root's role]` has a role for the beginning of
+    its name; '' matches every name.
     """
     roles: dict[str, list[int]] = {role: [] for role in roots}
     for role, root in roots.items():
         names = child_roles.get(role, {})
         for pid in tree(root):
             name = name_of(pid)
-            of_child = next((to for prefix, to in names.items() if pid != root and name.startswith(prefix)), role)
+            of_child = next(
+                (to for prefix, to in names.items() if pid != root and name.startswith(prefix)), role
+            )
             roles.setdefault(of_child, []).append(pid)
     return roles
 

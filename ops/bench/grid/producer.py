@@ -2,8 +2,9 @@
 
     python -m grid.producer MODULE     # such as grid.systems.mosec; the setup is in the environment
 
-An order is a JSON object with `load` (a function below) and its arguments; the answer is a JSON object on one line of
-standard output. CPU time is read here, immediately before and after a measurement, without its warm-up.
+An order is a JSON object with `load` (a function below) and its arguments; the answer is a JSON object on one
+line of standard output. CPU time is read here, immediately before and after a measurement, without its
+warm-up.
 """
 
 from __future__ import annotations

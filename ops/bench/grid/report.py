@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,16 @@ from grid.workloads import Workload
 DOCUMENT: Final = ROOT / "docs/benchmarks.md"
 PLOTS: Final = ROOT / "docs/benchmarks"
 NONE: Final = "–"
+LINE_MAX: Final = 115
+
+_EXPLANATION: Final = (
+    "Producer, services and Redis share the cores. The producer is one process. CPU time is user and system "
+    "time of each process and its children.",
+    f"Where a system has a setting for how long a batch waits until it is full, it is {WAIT_MS:g} ms.",
+    "How each system is used, and what its documents say about it, is at the top of its file in "
+    "[ops/bench/grid/systems](../ops/bench/grid/systems). The Redis floor is a program in C that replays "
+    "the commands of Carpool over one connection, and does nothing else.",
+)
 
 Row = list[str]
 Value = Callable[[Figures], float]
@@ -47,6 +59,18 @@ class Table:
         for first, *others in lines:
             figures = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
             yield "  ".join([first.ljust(widths[0]), *figures])
+
+
+def wrapped(text: str, first: str = "") -> list[str]:
+    """Lines of Markdown, the first with a prefix such as '- '."""
+    return textwrap.wrap(
+        text,
+        LINE_MAX,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def spread(rounds: Sequence[Figures], value: Value, form: str) -> str:
@@ -131,19 +155,16 @@ class Report:
     def _document(self) -> Iterator[str]:
         yield "# Benchmarks"
         yield ""
-        yield "Written by `make bench`, which runs everything below on one machine, one system after another, in"
-        yield f"{self._rounds} rounds, with the order reversed from round to round. Figures are medians; the range of the"
-        yield "rounds is in brackets. Trust the ratios more than the values."
+        yield from wrapped(
+            "Written by `make bench`, which runs everything below on one machine, one system after another, "
+            f"in {self._rounds} rounds, with the order reversed from round to round. Figures are medians; "
+            "the range of the rounds is in brackets. Trust the ratios more than the values."
+        )
         yield ""
-        yield from (f"- {sentence}" for sentence in machine.sentences(self._description))
-        yield "- Producer, services and Redis share the cores. The producer is one process. CPU time is user and system"
-        yield "  time of each process and its children."
-        yield f"- Where a system has a setting for how long a batch waits until it is full, it is {WAIT_MS:g} ms."
-        yield "- How each system is used, and what its documents say about it, is at the top of its file in"
-        yield "  [ops/bench/grid/systems](../ops/bench/grid/systems). The Redis floor is a program in C that replays the"
-        yield "  commands of one of Carpool's batches, and does nothing else."
+        for sentence in (*machine.sentences(self._description), *_EXPLANATION):
+            yield from wrapped(sentence, "- ")
         for workload in self._workloads:
-            yield from ("", f"## {workload.title}", "", workload.description)
+            yield from ("", f"## {workload.title}", "", *wrapped(workload.description))
             for table in self._tables(workload):
                 yield from ("", *table.markdown())
             if workload.name in ("overhead", "accelerator"):
@@ -190,7 +211,7 @@ class Report:
             throughput.rows.append([system.name, *(spread(cell, per_second, ",.0f") for cell in cells)])
             if lone := cells[0]:
                 ratio = median(lone, lambda figures: figures["p99_ms"] / figures["p50_ms"])
-                latencies = [spread(lone, lambda figures, key=key: figures[key], ".2f") for key in ("p50_ms", "p99_ms")]  # type: ignore[misc]
+                latencies = [spread(lone, itemgetter(key), ".2f") for key in ("p50_ms", "p99_ms")]
                 latency.rows.append([system.name, *latencies, f"{ratio:.1f}"])
         return [throughput, *(self._cpu(workload, cell) for cell in list(workload.orders)[1:]), latency]
 
@@ -206,14 +227,17 @@ class Report:
         def cell_text(rounds: Sequence[Figures]) -> str:
             if not rounds:
                 return NONE
-            p50, p99 = (median(rounds, lambda figures, key=key: figures[key]) for key in ("p50_ms", "p99_ms"))  # type: ignore[misc]
+            p50, p99 = (median(rounds, itemgetter(key)) for key in ("p50_ms", "p99_ms"))
             return f"{p50:.1f} / {p99:.1f} ms, {median(rounds, lambda figures: figures['within']):.1%}"
 
         head = ["p50 / p99, within 50 ms", *(f"{thousands(rate)}/s" for rate in workload.orders)]
         rows = [
             [
                 system.name,
-                *(cell_text(self._results.cell(workload.name, system.name, cell)) for cell in workload.orders),
+                *(
+                    cell_text(self._results.cell(workload.name, system.name, cell))
+                    for cell in workload.orders
+                ),
             ]
             for system in self._rows_of(workload)
         ]
@@ -270,11 +294,12 @@ class Report:
                 continue
             theirs, ours = (median(of, lambda figures: figures[name]) for of in (rounds, own))
             if sign * theirs > sign * ours:
-                yield f"{workload.title}, {thousands(cell)}: {system.name} ({name} {theirs:,.4g}; Carpool {ours:,.4g})"
+                where = f"{workload.title}, {thousands(cell)}"
+                yield f"{where}: {system.name} ({name} {theirs:,.4g}; Carpool {ours:,.4g})"
 
     def _left_out(self) -> Iterator[str]:
-        for (workload, system), reason in self._results.left_out.items():
-            yield f"{system}, {workload}: {reason}"
+        for (workload, name), reason in self._results.left_out.items():
+            yield f"{name}, {workload}: {reason}"
         for system in self._systems:
             for cell, reason in system.cells_left_out.items():
                 yield f"{system.name}, {cell} in flight: {reason}"

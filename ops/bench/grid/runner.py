@@ -35,7 +35,8 @@ class FailedError(Exception):
 
 @dataclass
 class Results:
-    """What was measured: for each (workload, system, cell) the figures of each round; and what was left out."""
+    """What was measured: for each (workload, system, cell) the figures of each round; and what was left
+    out."""
 
     rounds: dict[tuple[str, str, str], list[Figures]] = field(default_factory=dict)
     left_out: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -115,9 +116,19 @@ def _progress(results: Results, workload: Workload, system: System) -> str:
 class Running:
     """A system that serves, and its producer process."""
 
-    def __init__(self, system: System, producer: subprocess.Popen[str], pids: Mapping[str, int]) -> None:
-        self.pids = pids
+    def __init__(
+        self,
+        system: System,
+        producer: subprocess.Popen[str],
+        pids: Mapping[str, int],
+        redis: RedisServer | None,
+    ) -> None:
+        self.pids, self.redis = pids, redis
         self._system, self._producer = system, producer
+
+    @property
+    def producer_pid(self) -> int:
+        return self._producer.pid
 
     def order(self, order: Mapping[str, Any]) -> Figures:
         """Have an order carried out. Raises FailedError."""
@@ -169,14 +180,16 @@ def started(
         )
         environment = _environment(programs, setup)
         services = {
-            role: stack.enter_context(_process(command, programs, environment, log, stdin=subprocess.DEVNULL))
+            role: stack.enter_context(process(command, programs, environment, log, stdin=subprocess.DEVNULL))
             for role, command in system.services(setup).items()
         }
         producer = stack.enter_context(
-            _process(["python", "-m", "grid.producer", f"grid.systems.{system.module}"], programs, environment, log)
+            process(
+                ["python", "-m", "grid.producer", f"grid.systems.{system.module}"], programs, environment, log
+            )
         )
-        pids = {role: process.pid for role, process in services.items()}
-        running = Running(system, producer, {**({"redis": redis.pid} if redis else {}), **pids})
+        pids = {role: service.pid for role, service in services.items()}
+        running = Running(system, producer, {**({"redis": redis.pid} if redis else {}), **pids}, redis)
         try:
             running.answer()
         except FailedError as error:
@@ -191,7 +204,7 @@ def _environment(programs: Path, setup: Setup) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _process(
+def process(
     command: Sequence[str],
     programs: Path,
     environment: Mapping[str, str],
@@ -199,7 +212,7 @@ def _process(
     stdin: int = subprocess.PIPE,
 ) -> Iterator[subprocess.Popen[str]]:
     """A process in a group of its own; the whole group is ended after the block."""
-    process = subprocess.Popen(
+    child = subprocess.Popen(
         command_that_dies_with_parent([str(programs / command[0]), *command[1:]]),
         env=environment,
         stdin=stdin,
@@ -209,19 +222,19 @@ def _process(
         start_new_session=True,
     )
     try:
-        yield process
+        yield child
     finally:
-        if process.stdin is not None:
-            process.stdin.close()  # a producer then disconnects
+        if child.stdin is not None:
+            child.stdin.close()  # a producer then disconnects
         else:
-            process.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S_MAX)
+            child.wait(STOP_S_MAX)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it left behind
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+            os.killpg(child.pid, signal.SIGKILL)  # what it left behind
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
 
 
 def progress_to_stderr(line: str) -> None:

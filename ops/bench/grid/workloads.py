@@ -37,8 +37,8 @@ WORKLOADS: Final = {
         Workload(
             "overhead",
             "Overhead",
-            "A model that does nothing, on float32[128], in batches of up to 64: all that is measured is the cost of "
-            "the system. A number of requests is in flight at all times.",
+            "A model that does nothing, on float32[128], in batches of up to 64: all that is measured is "
+            "the cost of the system. A number of requests is in flight at all times.",
             "noop",
             64,
             {
@@ -49,13 +49,12 @@ WORKLOADS: Final = {
         Workload(
             "accelerator",
             "Like an accelerator",
-            "A model that sleeps 5 ms + 0.05 ms for each request of a batch of up to 256, and uses no CPU. Requests "
-            "arrive at random (Poisson). A latency is counted from the time at which the request was due.",
+            "A model that sleeps 5 ms + 0.05 ms for each request of a batch of up to 256, and uses no CPU. "
+            "Requests arrive at random (Poisson). A latency is counted from the time at which the request "
+            "was due.",
             "sleeper",
             LINEAR_BATCH_SIZE,
-            {
-                str(rate): {"load": "poisson", "per_second": rate, "seconds": _RATE_SECONDS} for rate in RATES
-            },
+            {str(rate): {"load": "poisson", "per_second": rate, "seconds": _RATE_SECONDS} for rate in RATES},
         ),
         Workload(
             "images",
@@ -68,8 +67,9 @@ WORKLOADS: Final = {
         Workload(
             "squares",
             "The articles' 880 squares",
-            "880 numbers to square, sent at once to a model that sleeps 1 ms * log(n + 1) for a batch of n, in batches "
-            "of up to 200. Time until the last result, the median of five in each round; every result is checked.",
+            "880 numbers to square, sent at once to a model that sleeps 1 ms * log(n + 1) for a batch of n, "
+            "in batches of up to 200. Time until the last result, the median of five in each round; every "
+            "result is checked.",
             "square",
             ARTICLE_BATCH_SIZE,
             {
@@ -85,8 +85,9 @@ WORKLOADS: Final = {
         Workload(
             "burst",
             "100,000 requests at once",
-            "100,000 requests of the first workload, sent at once: time until the last result, and the peak of each "
-            f"process's resident memory. After {_BURST_LIMIT_S:g} s the number of answers is counted.",
+            "100,000 requests of the first workload, sent at once: time until the last result, and the peak "
+            f"of each process's resident memory. After {_BURST_LIMIT_S:g} s the number of answers is "
+            "counted.",
             "noop",
             64,
             {"100000": {"load": "burst", "requests": _BURST, "distinct": 100, "limit_s": _BURST_LIMIT_S}},

@@ -1,8 +1,9 @@
 """The design of the articles "Service Batching from Scratch", with only the standard library.
 
-A batcher in the process of the requests collects them in a buffer until it is full or a timeout is over. Batches go
-through a queue to a worker process and come back in order through another. Names and waiting times are the articles':
-their loops poll the queues every 1.5 and 1.8 ms, and a batch of up to 200 waits for up to 0.1 s.
+A batcher in the process of the requests collects them in a buffer until it is full or a timeout is over.
+Batches go through a queue to a worker process and come back in order through another. Names and waiting times
+are the articles': their loops poll the queues every 1.5 and 1.8 ms, and a batch of up to 200 waits for up to
+0.1 s.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class BatchedService:
         self._p_worker = mp.Process(target=run_worker, args=(model, *queues), daemon=True)
         self._p_worker.start()
         self._q_from_worker.get()
-        self._tasks = [asyncio.create_task(self._run_preprocess()), asyncio.create_task(self._run_postprocess())]
+        self._tasks = [
+            asyncio.create_task(self._run_preprocess()),
+            asyncio.create_task(self._run_postprocess()),
+        ]
 
     async def do_one(self, x: Array) -> Array:
         """A request: its result."""

@@ -1,7 +1,7 @@
 """Carpool: the models for its worker, and clients.
 
-Batcher and worker are started as in docs/operating.md. The producer is one `AsyncClient`, which is what README shows.
-The client `packed` sends the rows of an array with `infer_many`.
+Batcher and worker are started as in docs/operating.md. The producer is one `AsyncClient`, which is what
+README shows. The client `packed` sends the rows of an array with `infer_many`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grid.models import MODELS, Array
 from grid.setup import Setup
 
 _DATATYPES: Final = {"float32": "FP32", "uint8": "UINT8", "int64": "INT64"}
-_ROWS_PER_CALL: Final = 256
+_ROWS_PER_IN_FLIGHT: Final = 32
 
 
 class _Served:
@@ -88,11 +88,13 @@ class PackedClient(CarpoolClient):
 
     def __init__(self, client: AsyncClient, model: str) -> None:
         super().__init__(client, model)
+        self._in_flight = 1
         self._infer_many = partial(client.infer_many, model)
 
     def rows_per_call(self, in_flight: int) -> int:
-        """All of few, or calls of 256 of many, so that the next is sent while others are served."""
-        return min(in_flight, _ROWS_PER_CALL)
+        """Many more than may be in flight, which `infer_many` keeps to."""
+        self._in_flight = in_flight
+        return in_flight * _ROWS_PER_IN_FLIGHT
 
     def body_of(self, body: Array, rows: int) -> Array:
         """An array of `rows` requests with this body."""
@@ -100,7 +102,7 @@ class PackedClient(CarpoolClient):
 
     async def call_rows(self, rows: Array) -> Any:
         """Send each row as a request."""
-        return await self._infer_many(rows)
+        return await self._infer_many(rows, in_flight=self._in_flight)
 
 
 async def connect(setup: Setup) -> CarpoolClient:

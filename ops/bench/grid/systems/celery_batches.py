@@ -1,9 +1,10 @@
 """celery-batches on Celery with Redis as broker and result backend.
 
-As its documents advise (https://celery-batches.readthedocs.io): a task with `base=Batches, flush_every, flush_interval`,
-`worker_prefetch_multiplier = 0` so that a batch can fill, and results returned with `app.backend.mark_as_done`. Messages
-are JSON, Celery's default, and bodies text in base64. The client calls `delay(...).get()` from threads, since Celery has
-no client for asyncio; many requests at once are a list of `delay` and a list of `get`.
+As its documents advise (https://celery-batches.readthedocs.io): a task with `base=Batches, flush_every,
+flush_interval`, `worker_prefetch_multiplier = 0` so that a batch can fill, and results returned with
+`app.backend.mark_as_done`. Messages are JSON, Celery's default, and bodies text in base64. The client calls
+`delay(...).get()` from threads, since Celery has no client for asyncio; many requests at once are a list of
+`delay` and a list of `get`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class CeleryClient:
     def call(self, body: Array) -> Array:
         """Send a task and wait for its result."""
         return _decode(predict.delay(_encode(body)).get(timeout=TIMEOUT_S))
+
+    def rows_per_call(self, in_flight: int) -> int:
+        """What each of the threads sends."""
+        return max(1, in_flight // self.threads_max)
 
     def body_of(self, body: Array, rows: int) -> list[Array]:
         """Several requests with this body."""

@@ -27,9 +27,9 @@ wrk.headers["Content-Type"] = "{content_type}"
 function done(summary, latency, requests)
   local errors = summary.errors
   io.stderr:write(string.format(
-    '{{"requests": %d, "us": %d, "p50_us": %f, "p99_us": %f, "errors": %d}}\\n', summary.requests, summary.duration,
-    latency:percentile(50), latency:percentile(99),
-    errors.connect + errors.read + errors.write + errors.status + errors.timeout))
+    '{{"requests": %d, "us": %d, "p50_us": %f, "p99_us": %f, "errors": %d}}\\n', summary.requests,
+    summary.duration, latency:percentile(50), latency:percentile(99), errors.connect + errors.read +
+    errors.write + errors.status + errors.timeout))
 end
 """
 
@@ -77,8 +77,9 @@ class WrkClient:
         """Not for wrk."""
         raise NotImplementedError
 
-    async def closed_loop(self, _: Array, in_flight: int, seconds: float) -> Sent:
-        """Run wrk. Its durations are whole seconds."""
+    async def closed_loop(self, body: Array, in_flight: int, seconds: float) -> Sent:
+        """Run wrk, which has the body already. Its durations are whole seconds."""
+        del body
         libraries = self._wrk.parents[1] / "lib" / f"{os.uname().machine}-linux-gnu"
         process = await asyncio.create_subprocess_exec(
             self._wrk,
@@ -92,7 +93,9 @@ class WrkClient:
         summary = json.loads(output.splitlines()[-1])
         if summary["errors"]:
             raise RuntimeError(f"wrk counted {summary['errors']} errors")
-        latencies_ms = [summary["p50_us"] / 1e3] * 98 + [summary["p99_us"] / 1e3] * 2  # with these percentiles
+        latencies_ms = [summary["p50_us"] / 1e3] * 98 + [
+            summary["p99_us"] / 1e3
+        ] * 2  # with these percentiles
         return Sent(summary["requests"], summary["us"] / 1e6, latencies_ms if in_flight == 1 else ())
 
     async def close(self) -> None:
@@ -125,7 +128,9 @@ async def http_client(
     model = MODELS[setup.model]
     await _until_served(client, model)
     await client.close()
-    return WrkClient(Path(setup.tools) / "usr/bin/wrk", setup.http_url + path, encode(model.body(0)), content_type)
+    return WrkClient(
+        Path(setup.tools) / "usr/bin/wrk", setup.http_url + path, encode(model.body(0)), content_type
+    )
 
 
 async def _until_served(client: AiohttpClient, model: Model) -> None:

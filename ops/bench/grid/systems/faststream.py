@@ -1,9 +1,9 @@
 """FastStream on Redis Streams: a broker library, with which batching is written by hand.
 
 As its documents advise (https://faststream.ag2.ai/latest/redis/streams/batch/): a subscriber with
-`StreamSub(batch=True, max_records=...)` in a consumer group takes what is in the stream, up to a full batch. It has no
-requests and replies for batches, so the service publishes the results of a batch as one message for each producer, on
-a channel that the requests name. Messages are JSON, and bodies text in base64.
+`StreamSub(batch=True, max_records=...)` in a consumer group takes what is in the stream, up to a full batch.
+It has no requests and replies for batches, so the service publishes the results of a batch as one message for
+each producer, on a channel that the requests name. Messages are JSON, and bodies text in base64.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def service() -> FastStream:
 
     @broker.subscriber(stream=requests)
     async def serve(messages: list[dict[str, Any]]) -> None:
-        results = MODEL.predict([MODEL.decode_body(base64.b64decode(message["body"])) for message in messages])
+        results = MODEL.predict(
+            [MODEL.decode_body(base64.b64decode(message["body"])) for message in messages]
+        )
         replies: dict[str, list[tuple[int, str]]] = defaultdict(list)
         for message, result in zip(messages, results, strict=True):
             body = base64.b64encode(result.tobytes()).decode()
@@ -69,7 +71,8 @@ class FastStreamClient:
     async def call(self, body: Array) -> Array:
         """Publish a request and wait for its result."""
         number = next(self._numbers)
-        future = self._awaited[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+        self._awaited[number] = future
         text = base64.b64encode(body.tobytes()).decode()
         await self._broker.publish({"id": number, "reply_to": self._channel, "body": text}, stream="requests")
         return await future

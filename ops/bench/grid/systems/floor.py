@@ -1,8 +1,9 @@
 """The Redis floor: the commands of Carpool, without Carpool.
 
-A proxy between Carpool's processes and Redis records the commands and replies of one burst of requests: as many as
-will be in flight. Then these processes are killed, and `floor.c` replays the commands over one connection, over and
-over. What it reaches is what Redis and one client, which does nothing else, can do with these commands.
+A proxy between Carpool's processes and Redis records the commands and replies of one burst of requests: as
+many as will be in flight. Then these processes are killed, and `floor.c` replays the commands over one
+connection, over and over. What it reaches is what Redis and one client, which does nothing else, can do with
+these commands.
 """
 
 from __future__ import annotations
@@ -39,7 +40,19 @@ _SETTLE_S: Final = 0.05  # until the batcher has read what was settled
 _OPTIONS_MAX: Final = 8  # arguments before the streams of a read
 _ENTRY_ID: Final = re.compile(rb"(?<!\d)\d{13}-\d+")
 _NAMES: Final = frozenset(
-    {b"XADD", b"XREAD", b"XREADGROUP", b"EVALSHA", b"SET", b"MGET", b"GET", b"UNLINK", b"DEL", b"XDEL", b"XACK"}
+    {
+        b"XADD",
+        b"XREAD",
+        b"XREADGROUP",
+        b"EVALSHA",
+        b"SET",
+        b"MGET",
+        b"GET",
+        b"UNLINK",
+        b"DEL",
+        b"XDEL",
+        b"XACK",
+    }
 )
 _LITERAL, _ID_OF_REPLY, _LAST_OF_STREAM = range(3)  # as in floor.c
 
@@ -110,7 +123,10 @@ class Proxy:
                 recorded.reply, recorded.replied = reply, next(self._numbers)
                 self.recorded.append(recorded)
 
-        for source, target, on_data in ((reader, redis_writer, on_commands), (redis_reader, writer, on_replies)):
+        for source, target, on_data in (
+            (reader, redis_writer, on_commands),
+            (redis_reader, writer, on_replies),
+        ):
             task = asyncio.create_task(_pass_on(source, target, on_data))
             self._tasks.add(task)
 
@@ -166,13 +182,15 @@ class _Splitter:
 def in_order(recorded: Sequence[Recorded]) -> list[Recorded]:
     """The commands of the requests, in an order in which each finds what it found.
 
-    The reply to a read may be seen before that to the command which added what it found, on another connection. So a
-    read comes after all other commands that were sent before its reply.
+    The reply to a read may be seen before that to the command which added what it found, on another
+    connection. So a read comes after all other commands that were sent before its reply.
     """
     commands = [
         command
         for command in recorded
-        if command.name in _NAMES and command.reply[:3] not in (b"*-1", b"$-1") and not command.reply.startswith(b"-")
+        if command.name in _NAMES
+        and command.reply[:3] not in (b"*-1", b"$-1")
+        and not command.reply.startswith(b"-")
     ]
     others = [command for command in commands if not command.reads]
 
@@ -225,7 +243,10 @@ def _argument(argument: bytes, found: dict[bytes, tuple[int, int]]) -> bytes:
     pieces, end = [], 0
     for match in _ENTRY_ID.finditer(argument):
         if match[0] in found:
-            pieces += [_literal(argument[end : match.start()]), struct.pack("<III", _ID_OF_REPLY, *found[match[0]])]
+            pieces += [
+                _literal(argument[end : match.start()]),
+                struct.pack("<III", _ID_OF_REPLY, *found[match[0]]),
+            ]
             end = match.end()
     pieces.append(_literal(argument[end:]))
     return struct.pack("<I", len(pieces)) + b"".join(pieces)
@@ -283,7 +304,9 @@ class FloorClient:
             raise RuntimeError(errors.decode().strip())
         self._check_nothing_is_left()
         figures = json.loads(output)
-        latencies_ms = [figures["p50_us"] / 1e3] * 98 + [figures["p99_us"] / 1e3] * 2  # with these percentiles
+        latencies_ms = [figures["p50_us"] / 1e3] * 98 + [
+            figures["p99_us"] / 1e3
+        ] * 2  # with these percentiles
         return Sent(figures["cycles"] * in_flight, figures["seconds"], latencies_ms if in_flight == 1 else ())
 
     def _check_nothing_is_left(self) -> None:

@@ -1,10 +1,10 @@
 """LitServe: FastAPI in one process, the model in another, which collects the batches.
 
 As its documents advise: `max_batch_size` and `batch_timeout` for batching
-(https://lightning.ai/docs/litserve/features/batching), and `fast_queue=True` (ZeroMQ) for throughput. Requests are JSON,
-its default; a body is text in base64, as its documents send images, because a list of numbers would cost more.
-`batch` and `unbatch` keep the batch as a list. Its own default of one API server for one worker is kept: on two cores,
-more of them were not faster.
+(https://lightning.ai/docs/litserve/features/batching), and `fast_queue=True` (ZeroMQ) for throughput.
+Requests are JSON, its default; a body is text in base64, as its documents send images, because a list of
+numbers would cost more. `batch` and `unbatch` keep the batch as a list. Its own default of one API server for
+one worker is kept: on two cores, more of them were not faster.
 """
 
 from __future__ import annotations

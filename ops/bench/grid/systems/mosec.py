@@ -1,9 +1,9 @@
 """mosec: HTTP server in Rust, which batches for a worker process in Python.
 
 As its documents advise: `append_worker(max_batch_size, max_wait_time)` enables dynamic batching
-(https://mosecorg.github.io/mosec/reference/interface.html), and a worker overrides `deserialize` and `serialize` for
-binary bodies, which saves the JSON of the default. The queue (`--capacity`) holds all requests that the bench sends.
-Clients: aiohttp, and wrk, which is written in C.
+(https://mosecorg.github.io/mosec/reference/interface.html), and a worker overrides `deserialize` and
+`serialize` for binary bodies, which saves the JSON of the default. The queue (`--capacity`) holds all
+requests that the bench sends. Clients: aiohttp, and wrk, which is written in C.
 """
 
 from __future__ import annotations

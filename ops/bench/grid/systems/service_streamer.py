@@ -1,8 +1,9 @@
 """service-streamer: a queue between the threads of a program and worker processes that it starts.
 
-As its documents advise (https://github.com/ShannonAI/service-streamer): `Streamer(predict, batch_size, max_latency,
-worker_num)`, called as `streamer.predict([body])` from the threads of a web server; many requests at once are a list of
-`submit` and a list of `result`. Client, batcher and worker are one process tree on one machine.
+As its documents advise (https://github.com/ShannonAI/service-streamer): `Streamer(predict, batch_size,
+max_latency, worker_num)`, called as `streamer.predict([body])` from the threads of a web server; many
+requests at once are a list of `submit` and a list of `result`. Client, batcher and worker are one process
+tree on one machine.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class StreamerClient:
         """One request."""
         result: Array = self._streamer.predict([body])[0]
         return result
+
+    def rows_per_call(self, in_flight: int) -> int:
+        """What each of the threads sends."""
+        return max(1, in_flight // self.threads_max)
 
     def body_of(self, body: Array, rows: int) -> list[Array]:
         """Several requests with this body."""
