@@ -3,8 +3,8 @@
 As its documents advise: `max_batch_size` and `batch_timeout` for batching
 (https://lightning.ai/docs/litserve/features/batching), and `fast_queue=True` (ZeroMQ) for throughput.
 Requests are JSON, its default; a body is text in base64, as its documents send images, because a list of
-numbers would cost more. `batch` and `unbatch` keep the batch as a list. Its own default of one API server for
-one worker is kept: on two cores, more of them were not faster.
+numbers would cost more. `batch` and `unbatch` keep the batch as a list. There is one API
+server for the one worker, which is its default.
 """
 
 from __future__ import annotations

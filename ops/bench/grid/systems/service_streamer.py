@@ -20,7 +20,7 @@ TIMEOUT_S = 60
 
 
 class StreamerClient:
-    """Blocks. More than `threads_max` threads made it slower."""
+    """Blocks. With more requests in flight, each of at most `threads_max` threads sends several."""
 
     threads_max = 64
 
