@@ -113,6 +113,7 @@ def test_documents_and_plots_are_written(
 ) -> None:
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "benchmarks")
+    monkeypatch.setattr(report, "QUOTING", ())
     results.add("accelerator", "Carpool", "500", {"p50_ms": 9.0, "p99_ms": 20.0, "within": 1.0, "cpu_us": {}})
     workloads = [WORKLOADS["overhead"], WORKLOADS["accelerator"]]
     written = report.Report(MACHINE, [CARPOOL, MOSEC], workloads, results, 3).write()
@@ -123,6 +124,39 @@ def test_documents_and_plots_are_written(
     for path in written[1:]:
         assert f"benchmarks/{path.name}" in document
         assert ET.parse(path).getroot().tag.endswith("svg")  # noqa: S314 (our own file)
+
+
+def test_documents_that_quote_figures_get_those_of_this_run(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "before\n| a lone request, p50 | x |\n| 64 in flight | x |\n| 1,024 in flight | x |\n| y | x |\n"
+    )
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "benchmarks.md")
+    monkeypatch.setattr(report, "PLOTS", tmp_path / "benchmarks")
+    monkeypatch.setattr(report, "QUOTING", (readme,))
+    results.add("accelerator", "Carpool", "500", {"p50_ms": 9.0, "p99_ms": 20.0, "within": 1.0, "cpu_us": {}})
+    workloads = [WORKLOADS["overhead"], WORKLOADS["accelerator"]]
+    written = report.Report(MACHINE, [CARPOOL], workloads, results, 3)
+    written.write()
+    row = "20,000 [10,000 .. 30,000] requests/s, 15 µs of CPU each |"
+    assert readme.read_text().splitlines() == [
+        "before",
+        "| a lone request, p50 | 1.00 [1.00 .. 1.00] ms (a bare `PING`: 0.02 ms) |",
+        f"| 64 in flight | {row}",
+        f"| 1,024 in flight | {row}",
+        "| y | x |",
+    ]
+    readme.write_text("| 64 in flight | x |")
+    with pytest.raises(ValueError, match="a lone request"):
+        written.write()
+
+
+@pytest.mark.parametrize("document", report.QUOTING, ids=lambda path: path.name)
+def test_the_quoting_documents_have_every_quoted_row(document: Path) -> None:
+    for name in ("a lone request, p50", *(name for name, _, _ in report.QUOTED)):
+        assert document.read_text().count(f"\n| {name} |") == 1
 
 
 def test_bars_are_as_long_as_their_figures() -> None:

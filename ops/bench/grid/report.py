@@ -6,6 +6,7 @@ Every figure is the median of the rounds; the range is in brackets.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from grid.runner import Figures, Results
 from grid.workloads import Workload
 
 DOCUMENT: Final = ROOT / "docs/benchmarks.md"
+QUOTING: Final = (ROOT / "README.md", ROOT / "docs/costs.md")  # documents that quote some of the figures
 PLOTS: Final = ROOT / "docs/benchmarks"
 NONE: Final = "–"
 LINE_MAX: Final = 115
@@ -150,7 +152,29 @@ class Report:
             path.write_text(drawing)
             written.append(path)
         DOCUMENT.write_text("\n".join(self._document()))
-        return [DOCUMENT, *written]
+        for path in QUOTING:
+            path.write_text(self._requoted(path.read_text()))
+        return [DOCUMENT, *QUOTING, *written]
+
+    def _requoted(self, text: str) -> str:
+        """A document with the rows of its table replaced that begin as those of `_quoted_rows`."""
+        for name, figures in self._quoted_rows():
+            text, count = re.subn(
+                rf"^\| {re.escape(name)} \|.*$", f"| {name} | {figures} |", text, flags=re.MULTILINE
+            )
+            if count != 1:
+                raise ValueError(f"{count} rows begin with {name!r}, but one should")
+        return text
+
+    def _quoted_rows(self) -> Iterator[tuple[str, str]]:
+        if lone := self._results.cell("overhead", "Carpool", "1"):
+            ping_ms = self._description["ping_us"] / 1000
+            p50_ms = spread(lone, itemgetter("p50_ms"), ".2f")
+            yield "a lone request, p50", f"{p50_ms} ms (a bare `PING`: {ping_ms:.2f} ms)"
+        for name, system, cell in QUOTED:
+            if rounds := self._results.cell("overhead", system, cell):
+                rate, cost_us = spread(rounds, per_second, ",.0f"), median(rounds, cpu_us)
+                yield name, f"{rate} requests/s, {cost_us:.0f} µs of CPU each"
 
     def _document(self) -> Iterator[str]:
         yield "# Benchmarks"
@@ -356,6 +380,14 @@ def thousands(number: str) -> str:
     """A number of a cell's name, with separators."""
     return f"{int(number):,}"
 
+
+# Rows of the table in the documents that quote figures: system and cell.
+QUOTED: Final = (
+    ("64 in flight", "Carpool", "64"),
+    ("1,024 in flight", "Carpool", "1024"),
+    ("1,024 in flight, batches of 256", "Carpool, batches of 256", "1024"),
+    ("1,024 in flight, `infer_many`", "Carpool, packed", "1024"),
+)
 
 # For each kind of load the figures in which Carpool is compared: 1 if more is better, -1 if less is.
 _COMPARED: Final[Mapping[str, Mapping[str, int]]] = {
