@@ -65,7 +65,8 @@ def run_grid(
             if workload.once and number > 0:
                 continue
             for system in systems if number % 2 == 0 else reversed(systems):
-                if not system.runs(workload) and workload.name not in system.left_out:
+                is_part = system.runs(workload) or workload.name in system.left_out
+                if not is_part or (workload.name, system.name) in results.left_out:
                     continue
                 _measure(system, workload, environments, number, results)
                 where = f"{time.monotonic() - started_s:4.0f} s  round {number + 1} of {rounds}  "
@@ -157,9 +158,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(
-    system: System, workload: Workload, environments: Environments, batch_size: int | None = None
-) -> Iterator[Running]:
+def started(system: System, workload: Workload, environments: Environments) -> Iterator[Running]:
     """The system, ready to serve; stopped after the block. Raises FailedError or UnavailableError."""
     programs = environments.get(system.environment)
     tools = str(wrk()) if system.client == "wrk" else ""
@@ -170,7 +169,7 @@ def started(
         redis = stack.enter_context(RedisServer()) if system.uses_redis else None
         setup = Setup(
             model=workload.model,
-            batch_size=batch_size or system.batch_size or workload.batch_size,
+            batch_size=system.batch_size or workload.batch_size,
             wait_ms=system.wait_ms,
             redis_url="" if redis is None else redis.unix_url if system.unix_socket else redis.url,
             port=free_port(),

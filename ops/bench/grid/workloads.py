@@ -68,8 +68,8 @@ WORKLOADS: Final = {
             "squares",
             "The articles' 880 squares",
             "880 numbers to square, sent at once to a model that sleeps 1 ms * log(n + 1) for a batch of n, "
-            "in batches of up to 200. Time until the last result, the median of five in each round; every "
-            "result is checked.",
+            "in batches of up to 200. Time until the last result, the median of up to five in each round; "
+            "every result is checked.",
             "square",
             ARTICLE_BATCH_SIZE,
             {

@@ -25,6 +25,7 @@ class _Served:
     """A model of `models.py` for Carpool, which passes a batch as one array."""
 
     name: ClassVar[str]
+    max_queue_size = 200_000  # more than any workload sends at once
 
     def __init__(self) -> None:
         model = MODELS[self.name]
