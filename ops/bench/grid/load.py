@@ -179,8 +179,15 @@ async def burst(
             if check:
                 check(body, result)
         return Sent(len(bodies), seconds, ())
-    call = awaitable_call(client, THREADS_MAX)
-    tasks = [asyncio.ensure_future(call(body)) for body in bodies]
+    call, limit = awaitable_call(client, THREADS_MAX), getattr(client, "in_flight_max", len(bodies))
+    turns = asyncio.Semaphore(limit)
+
+    async def in_turn(body: Array) -> Any:
+        async with turns:
+            return await call(body)
+
+    start = call if limit >= len(bodies) else in_turn
+    tasks = [asyncio.ensure_future(start(body)) for body in bodies]
     done, unanswered = await asyncio.wait(tasks, timeout=limit_s)
     seconds = time.perf_counter() - started_s
     for task in unanswered:

@@ -83,7 +83,8 @@ class Producer:
         repeat = order.get("repeat", 0)
         if repeat:
             await load.burst(self._client, bodies, order["limit_s"], check)
-        cpu, bursts = _CpuMeter(order), []
+        bursts: list[load.Sent] = []
+        cpu = _CpuMeter(order)
         end_s = time.monotonic() + REPEAT_S_MAX
         while not bursts or (len(bursts) < repeat and time.monotonic() < end_s):
             bursts.append(await load.burst(self._client, bodies, order["limit_s"], check))

@@ -95,11 +95,9 @@ def cpu_us(figures: Figures) -> float:
 
 
 def by_process(rounds: Sequence[Figures], name: str, form: str) -> str:
-    """A figure of each process, such as CPU us a request: the medians."""
-    return ", ".join(
-        f"{role} {statistics.median(figures[name].get(role, 0.0) for figures in rounds):{form}}"
-        for role in rounds[0][name]
-    )
+    """A figure of each process, such as CPU us a request: the medians, without those that are 0."""
+    medians = {role: statistics.median(figures[name][role] for figures in rounds) for role in rounds[0][name]}
+    return ", ".join(f"{role} {value:{form}}" for role, value in medians.items() if value)
 
 
 class Report:

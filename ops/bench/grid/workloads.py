@@ -87,7 +87,7 @@ WORKLOADS: Final = {
             "100,000 requests at once",
             "100,000 requests of the first workload, sent at once: time until the last result, and the peak "
             f"of each process's resident memory. After {_BURST_LIMIT_S:g} s the number of answers is "
-            "counted.",
+            "counted. HTTP clients and FastStream send at most 1,024 at a time.",
             "noop",
             64,
             {"100000": {"load": "burst", "requests": _BURST, "distinct": 100, "limit_s": _BURST_LIMIT_S}},

@@ -16,8 +16,6 @@ from grid.load import Sent
 from grid.models import MODELS, Array, Model
 from grid.setup import Setup
 
-CONNECTIONS_MAX: Final = 1024
-
 # wrk calls `done` at its end. Durations are in us.
 _WRK_SCRIPT: Final = """
 wrk.method = "POST"
@@ -35,7 +33,9 @@ end
 
 
 class AiohttpClient:
-    """One session, with as many connections as there are requests in flight, up to CONNECTIONS_MAX."""
+    """One session, with as many connections as there are requests in flight, up to `in_flight_max`."""
+
+    in_flight_max = 1024
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ async def http_client(
 ) -> AiohttpClient | WrkClient:
     """The client that the setup names, once the server serves."""
     timeout = aiohttp.ClientTimeout(total=60)
-    connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX)
+    connector = aiohttp.TCPConnector(limit=AiohttpClient.in_flight_max)
     session = aiohttp.ClientSession(setup.http_url, connector=connector, timeout=timeout)
     client = AiohttpClient(session, path, encode, decode, content_type)
     if setup.client != "wrk":

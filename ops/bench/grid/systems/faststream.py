@@ -51,6 +51,8 @@ def service() -> FastStream:
 class FastStreamClient:
     """Publishes each request to the stream; a subscriber to its channel resolves the futures."""
 
+    in_flight_max = 1024
+
     def __init__(self) -> None:
         self._broker = RedisBroker(SETUP.redis_url, logger=None, max_connections=CONNECTIONS_MAX)
         self._channel = f"results-{os.getpid()}"
