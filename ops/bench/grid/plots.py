@@ -9,6 +9,7 @@ from typing import Final
 
 WIDTH: Final = 860
 LABELS: Final = 220  # the space for the names of bars
+FIGURES: Final = 130  # the space for figures behind bars
 ROW: Final = 20
 TICKS_MAX: Final = 8
 COLORS: Final = (
@@ -31,7 +32,7 @@ def bars(title: str, panels: Mapping[str, Mapping[str, float]]) -> str:
     parts: list[str] = []
     y = 10.0
     for panel, values in panels.items():
-        scale = (WIDTH - LABELS - 90) / max(values.values(), default=1.0)
+        scale = (WIDTH - LABELS - FIGURES) / max(values.values(), default=1.0)
         y += 22
         parts.append(_text(LABELS, y, f"{title}, {panel}", weight="bold"))
         for name, value in values.items():
@@ -50,17 +51,17 @@ def stacked_bars(title: str, systems: Mapping[str, Mapping[str, float]]) -> str:
     colors = dict(zip(roles, COLORS * 2, strict=False))
     totals = {name: sum(values.values()) for name, values in systems.items()}
     shown_max = _shown_max(totals.values())
-    scale = (WIDTH - LABELS - 90) / shown_max
+    scale = (WIDTH - LABELS - FIGURES) / shown_max
     parts, y = [_text(LABELS, 26, title, weight="bold"), *_legend(LABELS, 44, colors)], 52.0
     for name, values in systems.items():
         y += ROW
         parts.append(_text(LABELS - 8, y, name, anchor="end"))
-        x, left = float(LABELS), shown_max
+        x, shortened = float(LABELS), min(1.0, shown_max / totals[name])
         for role, value in values.items():
-            shown = min(value, left)
-            parts.append(_bar(x, y, shown * scale, colors[role]))
-            x, left = x + shown * scale, left - shown
-        cut = " (cut off)" if totals[name] > shown_max else ""
+            width = value * shortened * scale
+            parts.append(_bar(x, y, width, colors[role]))
+            x += width
+        cut = " (shortened)" if totals[name] > shown_max else ""
         parts.append(_text(x + 6, y, f"{totals[name]:,.0f}{cut}"))
     return _svg(y + 24, parts)
 
@@ -95,6 +96,8 @@ def lines(
         path = "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in of_system)
         width = 3 if name.startswith("Carpool") else 1.5
         parts.append(f'<path d="M{path}" fill="none" stroke="{colors[name]}" stroke-width="{width}"/>')
+        for x, y in (at(*point) for point in of_system if len(of_system) <= TICKS_MAX):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colors[name]}"/>')
         parts.append(_bar(right + 20, top + 18 + number * ROW, 12, colors[name]))
         parts.append(_text(right + 40, top + 18 + number * ROW, name))
     return _svg(bottom + 50, parts)
