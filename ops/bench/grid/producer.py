@@ -125,7 +125,7 @@ class _CpuMeter:
         return {role: (us - self._before_us[role]) / requests for role, us in after_us.items()}
 
 
-async def serve(module: str, setup: Setup) -> None:
+async def serve(module: str, setup: Setup, answer: Callable[[Mapping[str, Any]], None]) -> None:
     """Connect, and carry out orders until standard input ends."""
     connect: Callable[[Setup], Any] = importlib.import_module(module).connect
     client = await connect(setup)
@@ -134,28 +134,30 @@ async def serve(module: str, setup: Setup) -> None:
     try:
         if not hasattr(client, "closed_loop"):
             await producer.until_served()
-        _answer({"ready": True})
+        answer({"ready": True})
         while line := await asyncio.to_thread(sys.stdin.readline):
             order = json.loads(line)
-            _answer(await loads[order["load"]](order))
+            answer(await loads[order["load"]](order))
     finally:
         await client.close()
 
 
-def _answer(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 def main() -> None:
     """Run on the event loop that the setup names; an error is an answer too."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints goes to the log
+
+    def answer(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     setup = Setup.from_environment()
     factory = importlib.import_module("uvloop").new_event_loop if setup.uvloop else None
     try:
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(serve(sys.argv[1], setup))
+            runner.run(serve(sys.argv[1], setup, answer))
     except Exception as error:
         traceback.print_exc()
-        _answer({"error": f"{type(error).__name__}: {error}"})
+        answer({"error": f"{type(error).__name__}: {error}"})
         os._exit(1)  # threads may still wait for a service that has failed
 
 

@@ -143,18 +143,15 @@ class Running:
     def answer(self) -> Figures:
         """The producer's next answer. Raises FailedError."""
         assert self._producer.stdout is not None
-        end_s = time.monotonic() + ANSWER_S_MAX
-        while select.select([self._producer.stdout], [], [], max(0.0, end_s - time.monotonic()))[0]:
-            line = self._producer.stdout.readline()
-            if not line:
-                raise FailedError("its producer process ended without an answer")
-            if not line.startswith("{"):  # a library prints something
-                continue
-            answer: Figures = json.loads(line)
-            if "error" in answer:
-                raise FailedError(answer["error"])
-            return answer
-        raise FailedError(f"no answer within {ANSWER_S_MAX:.0f} s")
+        if not select.select([self._producer.stdout], [], [], ANSWER_S_MAX)[0]:
+            raise FailedError(f"no answer within {ANSWER_S_MAX:.0f} s")
+        line = self._producer.stdout.readline()
+        if not line:
+            raise FailedError("its producer process ended without an answer")
+        answer: Figures = json.loads(line)
+        if "error" in answer:
+            raise FailedError(answer["error"])
+        return answer
 
 
 @contextlib.contextmanager
