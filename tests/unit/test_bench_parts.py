@@ -22,6 +22,8 @@ from grid.systems.floor import _Splitter as Splitter
         ("Loop._run (carpool/lifecycle.py:200)", "carpool/lifecycle: Loop._run"),
         ("run (services/carpool_worker/model_process/main.py:3)", "carpool_worker/model_process/main: run"),
         ("_run_once (asyncio/base_events.py:1900)", "asyncio: _run_once"),
+        ("read_response (redis/_parsers/hiredis.py:9)", "redis: read_response"),
+        ("f (/x/lib/python3.11/site-packages/msgpack/fallback.py:9)", "msgpack: f"),
         ("select (/usr/lib/python3.11/selectors.py:468)", "selectors: select"),
     ],
 )

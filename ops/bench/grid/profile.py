@@ -51,6 +51,7 @@ _EXPLANATION: Final = (
     "Redis reports the time in each command. XADD is called by producers and by scripts; a third is counted "
     "for producers, because the bodies are added three times: as requests, as a batch, as results.",
 )
+_LIBRARY: Final = re.compile(r".*/(site-packages|python3\.\d+)/")
 
 Costs = Mapping[str, float]  # us a request, by function
 
@@ -63,13 +64,8 @@ def group(frame: str) -> str:
     path, function = match["file"], match["function"]
     if ours := _OURS.match(path):
         return f"{ours['path']}: {function}"
-    parts = Path(path).with_suffix("").parts
-    package = (
-        parts[-2]
-        if len(parts) > 1 and not re.fullmatch(r"python\d.*|site-packages|lib", parts[-2])
-        else parts[-1]
-    )
-    return f"{package}: {function}"
+    parts = _LIBRARY.sub("", path).strip("/").removesuffix(".py").split("/")
+    return f"{parts[0] if not path.startswith('/') or _LIBRARY.search(path) else parts[-1]}: {function}"
 
 
 def shares(stacks: str) -> dict[str, float]:

@@ -150,6 +150,7 @@ def _memory_mib(redis: RedisServer, pids: Mapping[str, int]) -> dict[str, float]
     roles = processes.by_role(
         pids, {role: {"": f"{role} model"} for role in pids if role.startswith("worker")}
     )
+    roles["producer"] = [os.getpid()]  # without its children: they are the services
     used_mib = int(redis.info("memory")["used_memory"]) / (1 << 20)
     return {**processes.memory_mib_by_role(roles), "data": used_mib}
 
@@ -218,8 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     with RedisServer() as redis, services(redis) as pids:
-        roots = {"redis": redis.pid, **pids, "producer": os.getpid()}
-        samples = asyncio.run(soak(redis.url, redis, roots, options.minutes))
+        samples = asyncio.run(soak(redis.url, redis, {"redis": redis.pid, **pids}, options.minutes))
     if len(samples) < SAMPLES_MIN:
         raise SystemExit(f"too short: {len(samples)} samples, {SAMPLES_MIN} are needed")
     for path in write(samples):
