@@ -34,7 +34,7 @@ from grid.runner import process
 from grid.setup import Setup
 
 INTERVAL_S: Final = 5.0
-WARM_UP_SHARE: Final = 0.2
+WARM_UP_SHARE: Final = 1 / 3
 GROWTH_MIB_MIN: Final = 4.0
 GROWTH_SHARE_MIN: Final = 0.05
 SAMPLES_MIN: Final = 4
