@@ -179,26 +179,29 @@ async def burst(
             if check:
                 check(body, result)
         return Sent(len(bodies), seconds, ())
-    call, limit = awaitable_call(client, THREADS_MAX), getattr(client, "in_flight_max", len(bodies))
-    turns = asyncio.Semaphore(limit)
+    call, numbers = awaitable_call(client, THREADS_MAX), iter(range(len(bodies)))
+    answers: dict[int, Any] = {}
 
-    async def in_turn(body: Array) -> Any:
-        async with turns:
-            return await call(body)
+    async def one_after_another() -> None:
+        for number in numbers:
+            answers[number] = await call(bodies[number])
 
-    start = call if limit >= len(bodies) else in_turn
-    tasks = [asyncio.ensure_future(start(body)) for body in bodies]
-    done, unanswered = await asyncio.wait(tasks, timeout=limit_s)
+    async def one(number: int) -> None:
+        answers[number] = await call(bodies[number])
+
+    limit = getattr(client, "in_flight_max", None)
+    sending = map(one, numbers) if limit is None else (one_after_another() for _ in range(limit))
+    done, unfinished = await asyncio.wait([asyncio.ensure_future(each) for each in sending], timeout=limit_s)
     seconds = time.perf_counter() - started_s
-    for task in unanswered:
+    for task in unfinished:
         task.cancel()
-    await asyncio.gather(*unanswered, return_exceptions=True)
-    for body, task in zip(bodies, tasks, strict=True):
-        if task in done:
-            result = task.result()
-            if check:
-                check(body, result)
-    return Sent(len(done), seconds, ())
+    await asyncio.gather(*unfinished, return_exceptions=True)
+    for task in done:
+        task.result()  # raises what a request raised
+    for number, result in answers.items():
+        if check:
+            check(bodies[number], result)
+    return Sent(len(answers), seconds, ())
 
 
 def awaitable_call(client: Client, threads_max: int) -> Callable[[Array], Awaitable[Any]]:
