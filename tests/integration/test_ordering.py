@@ -558,6 +558,18 @@ def test_results_of_a_batch_whose_order_differs_are_delivered_in_the_order_of_ar
     assert stores.no_ticket_is_left()
 
 
+def test_only_those_results_of_a_batch_are_withheld_that_an_unfinished_one_precedes(stores: Stores) -> None:
+    """They share a payload with others, which are delivered."""
+    entry = stores.admit(numbered(4))
+    first, slow, last = entry.runs[-1].cut(1), entry.runs[-1].cut(1), entry.runs[-1]
+    late, early = stores.dispatch([slow], [first, last])
+    commit_all(stores.worker, early)
+    assert stores.replied() == ["r0"]
+    commit_all(stores.worker, late)
+    assert stores.replied() == ["r0", "r1", "r2", "r3"]
+    assert stores.no_ticket_is_left()
+
+
 def test_result_of_a_run_whose_first_tickets_were_freed_is_not_withheld(stores: Stores) -> None:
     """Its batch was deleted by hand, and one script frees a thousand tickets at most."""
     entry = stores.admit(numbered(1500), reply_columns=1, content_type=RAW)
