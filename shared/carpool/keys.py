@@ -89,7 +89,7 @@ class Keys:
 
     @property
     def order(self) -> str:
-        """List: the entries whose requests have tickets (`preserve_ordering`), until all of these are done."""
+        """List: entries whose requests have tickets (`preserve_ordering`), until all of these are done."""
         return self._of("order")
 
     @property
