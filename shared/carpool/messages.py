@@ -141,6 +141,8 @@ class Tickets(NamedTuple):
 
     def singles(self) -> list[TicketRange]:
         """A range of one for each request."""
+        if self.ranges[0].size == 1 and len(self.ranges) == 1:
+            return [self.ranges[0]]
         return [
             TicketRange(entry_id, position, 1)
             for entry_id, first, size in self.ranges

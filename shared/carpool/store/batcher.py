@@ -114,9 +114,18 @@ class BatcherStore:
 
         Those of an entry that was put back are in it already: only verify that.
         """
-        groups = [_admit_args(entry) for entry in entries]
-        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups))
-        return Admission(tickets, [entries[index - 1] for index in forged])
+        own: list[str] = []
+        claims: list[Group] = []
+        claimants: list[Entry] = []
+        for entry in entries:
+            if entry.claimed_tickets is None:
+                own.append(f"{entry.id} {sum(map(len, entry.runs))}")
+            else:
+                claims.append([entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges)))])
+                claimants.append(entry)
+        args = [" ".join(own), *group_list_args(claims)]
+        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], args)
+        return Admission(tickets, [claimants[index - 1] for index in forged])
 
     def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
@@ -215,13 +224,6 @@ class BatcherStore:
         Returns how many were answered: none if the batch has been settled meanwhile.
         """
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
-
-
-def _admit_args(entry: Entry) -> list[Argument]:
-    """ID, number of tickets that are its own, and the ranges that it says were put back in it."""
-    if entry.claimed_tickets is not None:
-        return [entry.id, 0, *list_args(list(map(str, entry.claimed_tickets.ranges)))]
-    return [entry.id, sum(map(len, entry.runs)), 0]
 
 
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:

@@ -8,7 +8,7 @@
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 maximum length of `settled`, 6 of `dead`
 --       7.. list of positions left out
 --           list of fields for the entry in `settled`
---           list of results: index in KEYS, kind, range of tickets or '', payload
+--           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
 -- Returns { 'SETTLED' }
 --       | { 'SETTLED_MORE' }  settled, and more withheld results can be delivered: run `release`
@@ -36,8 +36,8 @@ redis.call('DEL', KEYS[3])
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(take_list(take)))
 local arrived = {}
 for _ = 1, tonumber(take()) do
-  local key, kind, range, payload = KEYS[tonumber(take())], take(), take(), take()
-  take_result(arrived, range, key, kind, payload, ARGV[4])
+  local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
+  take_result(arrived, ranges, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
   redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(take_list(take)))
