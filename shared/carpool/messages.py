@@ -75,6 +75,11 @@ class Rows:
 Bodies = Rows | list[Body]
 
 
+def stored_names(bodies: Bodies) -> list[str]:
+    """The names of those of these bodies that are stored under keys of their own."""
+    return [] if isinstance(bodies, Rows) else [body.name for body in bodies if type(body) is StoredBody]
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One entry of the request stream, and the requests in it that still wait, in the order of the entry.
@@ -287,6 +292,7 @@ class Batch:
     dispatched_us: int
     lane: str
     result_ttl_ms: int = 60_000
+    body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
 
     @cached_property
     def size(self) -> int:
@@ -366,6 +372,7 @@ class Refusal(NamedTuple):
     reason: str
     detail: str
     run: Run | None = None  # what is refused; None if it could not be decoded
+    body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
 
 
 class DeadLetter(NamedTuple):

@@ -8,7 +8,7 @@ batcher updates its own table of them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -21,6 +21,7 @@ from carpool.messages import (
     Refusal,
     Result,
     Run,
+    stored_names,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
@@ -189,7 +190,8 @@ class BatcherStore:
             remaining.append(parts)
             results = chain.from_iterable(map(_results_of, of_entry))
             result_args = group_list_args(result_groups(self.keys, script_keys, results))
-            groups.append([entry.id, *_put_back_args(entry, parts), *result_args])
+            bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
+            groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, *group_list_args(groups)]
         replies = self._link.run(_REFUSE, script_keys.keys, args)
 
@@ -238,6 +240,14 @@ def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argumen
 
 def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes]) -> PutBack:
     return PutBack(entry, [(part_id.decode(), runs) for part_id, runs in zip(part_ids, parts, strict=True)])
+
+
+def _body_names(refusals: Iterable[Refusal]) -> list[str]:
+    """The names of all stored bodies of these requests."""
+    names: list[str] = []
+    for refusal in refusals:
+        names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
+    return names
 
 
 def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
