@@ -21,6 +21,10 @@ CONTENT_TYPES: Final = (JSON, MSGPACK, RAW)
 PRIORITY_DEFAULT: Final = 4
 PRIORITY_LEVELS: Final = 10
 
+# How long a stored body is kept after the deadline of its request, which may be served late (see
+# `expiration_action`); and without a deadline. Batchers renew it while the request waits.
+BODY_TTL_MS: Final = 24 * 3600 * 1000
+
 
 class StoredBody(NamedTuple):
     """A large body that its producer stored under a key of its own, `Keys.body(name)`.

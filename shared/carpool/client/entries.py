@@ -17,14 +17,13 @@ import msgpack
 
 from carpool.client.sinks import Sink
 from carpool.keys import Keys
+from carpool.messages import BODY_TTL_MS
 from carpool.store.connection import Command
 
 MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
 LARGE_BODY_BYTES: Final = 16 * 1024
 STORED_BYTES_RATIO: Final = 16  # a stored body takes this much less of MAX_ENTRY_BYTES
-# A stored body outlives the deadline of its request, which may be served late: see `expiration_action`.
-BODY_TTL_MS: Final = 24 * 3600 * 1000
 NO_FIELDS: Final[Mapping[str, Any]] = {}
 
 

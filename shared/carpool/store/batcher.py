@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.messages import (
+    BODY_TTL_MS,
     Batch,
     Dispatch,
     Entry,
@@ -43,6 +44,7 @@ _MISSING: Final = Script("missing")
 
 PUT_BACK_RUNS_MAX: Final = 8  # in one entry; `wire.requests` limits the length of a run
 PUT_BACK_ENTRIES_MAX: Final = 8
+RENEWALS_MAX: Final = 1000  # in one round trip
 
 
 class PutBack(NamedTuple):
@@ -202,6 +204,15 @@ class BatcherStore:
             else:
                 (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
         return changes
+
+    def renew_bodies(self, names: Sequence[str]) -> None:
+        """Let these stored bodies expire BODY_TTL_MS from now.
+
+        An ACL file older than stored bodies forbids it. Then they expire as their producers said.
+        """
+        for start in range(0, len(names), RENEWALS_MAX):
+            keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
+            self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
     def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
         """Answer requests of a batch in flight whose deadline passed.
