@@ -62,7 +62,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
         Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
         Grant("send a request together with its large body", "multi exec"),
-        Grant("store a large body, and delete that of a request it removed", "set unlink", "body"),
+        Grant("store a large body", "set", "body"),
         Grant("read a result from its list", "blpop blmove", "result"),
         Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
     ),

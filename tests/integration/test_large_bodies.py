@@ -293,12 +293,12 @@ async def test_lost_connection_sends_the_body_again(stack: Stack) -> None:
         await client.infer("Ragged", images[0])
         task = asyncio.ensure_future(client.infer_many("Ragged", images, in_flight=60))
         for _ in range(3):
-            await asyncio.sleep(0)  # it is being written
-            await asyncio.sleep(0)
-            link = client._transport._writer._transport
-            if link is not None:
-                link.abort()
-            await asyncio.sleep(0.03)
+            await asyncio.to_thread(
+                wait_until, lambda: client._transport._connected, description="it is connected"
+            )
+            await asyncio.sleep(0)  # it writes
+            client._transport._writer._transport.abort()
+            await asyncio.sleep(0)  # it notices
         np.testing.assert_array_equal(await task, images)
     wait_until_deleted(stack, "Ragged")
 
