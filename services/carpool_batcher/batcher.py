@@ -29,6 +29,7 @@ from carpool.messages import (
     Result,
     Run,
     Withdrawal,
+    tickets_of_each,
 )
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
@@ -47,7 +48,7 @@ from carpool_batcher.entries import (
     forget_missing_entries,
 )
 from carpool_batcher.meter import Meter
-from carpool_batcher.ordering import ResultOrder, issue_tickets
+from carpool_batcher.ordering import ResultOrder
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -113,9 +114,11 @@ class ModelBatcher:
         settled_after = self._store.last_settled_id()
         scheduler = Scheduler(settings, len(snapshot.model_processes))
         scheduler.custom_policy = self._settings.create_policy(settings)
+        order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         for batch in self._store.batches_in_flight():
             runs = [_as_run(run) for run in batch.runs]
             scheduler.adopt(batch.id, Dispatch(runs, "idle", batch.lane), batch.dispatched_us)
+            order.launched(batch.id, runs)
         now_us = self._clock.now_us()
         self._renew_bodies_at_us = now_us + BODIES_FIRST_RENEWED_US
         self._meter.activated(now_us)
@@ -126,7 +129,6 @@ class ModelBatcher:
             entries=snapshot.waiting_entries,
         )
         subscription = reader.subscribe(self.keys, settled_after)
-        order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         self._session = LeaseSession(scheduler, reader, subscription, EntryTable(), order)
         self._last_event_us = self.wake_at_us = now_us
         self.needs_snapshot = True
@@ -206,8 +208,15 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
-        if fresh:
-            order.admit(fresh)
+        order.verify(fresh)
+        if scheduler.settings.preserve_ordering:
+            # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
+            # first: should this batcher end before it did, the next one would decide anew who gets one.
+            runs = [run for entry in fresh for run in entry.runs]
+            if refusals or emptied:
+                self._refuse(session, refusals, emptied)
+                refusals, emptied = [], []
+            order.admit(runs)
         return refusals, emptied
 
     # --- acting --------------------------------------------------------------------------------------------
@@ -238,7 +247,10 @@ class ModelBatcher:
         answered = [refusal for refusal in refusals if refusal.entry not in missing]
         if answered:
             self._meter.refused(answered)
-            self._answer_log.refused(Counter(refusal.status for refusal in answered))
+            numbers: Counter[str] = Counter()
+            for refusal in answered:
+                numbers[refusal.status] += len(refusal.correlation_ids)
+            self._answer_log.refused(numbers)
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -254,6 +266,7 @@ class ModelBatcher:
                 scheduler.cancel()
             else:
                 scheduler.launch(batch.batch_id, batch.dispatch, decided_us)
+                session.order.launched(batch.batch_id, batch.dispatch.runs)
                 dispatched.append(batch.dispatch)
         self._meter.dispatched(dispatched, scheduler, self._clock.now_us())
 
@@ -326,35 +339,23 @@ class ModelBatcher:
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
-    """Offer the runs of one entry to the scheduler. Returns the refusals.
-
-    With `preserve_ordering` all others get tickets. A request that is refused on arrival gets none, so that
-    its result need not wait for earlier ones.
-    """
-    preserve_ordering = scheduler.settings.preserve_ordering
+    """Offer the runs of one entry to the scheduler. Returns the refusals."""
     refusals: list[Refusal] = []
-    position = 0
     for item in decoded:
         if type(item) is Run:
-            size = len(item)
-            refused = scheduler.offer(item, now_us)
-            refusals += refused
-            if preserve_ordering and sum(len(refusal.correlation_ids) for refusal in refused) < size:
-                issue_tickets(item, position)
-            position += size
+            refusals += scheduler.offer(item, now_us)
         elif type(item) is Refusal:
             refusals.append(item)
-            position += len(item.correlation_ids)
     return refusals
 
 
 def _expired_answers(first: int, run: Run) -> Iterator[Answer]:
     """The answers to a run whose deadline passed in flight; its first request is at position `first`."""
     detail = "expired: it was dispatched, but not executed by its deadline"
-    for at, correlation_id in enumerate(run.correlation_ids):
+    of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
+    for position, (correlation_id, ticket) in enumerate(of_each, first):
         result = Result(correlation_id, DEADLINE_EXCEEDED, run.content_type, detail=detail)
-        ticket = None if run.tickets is None else run.tickets[at]
-        yield Answer(first + at, Address(run.reply_to, ticket), result)
+        yield Answer(position, Address(run.reply_to, ticket), result)
 
 
 def _as_run(batched: BatchedRun) -> Run:

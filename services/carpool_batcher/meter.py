@@ -110,11 +110,14 @@ class Meter:
         for status, reason in _ANSWERS:
             self._counter_of(status, reason)
         self._batches = {reason: metrics.batches.labels(model, reason) for reason in _DISPATCH_REASONS}
+        self._totals_known: _Totals | None = None  # None: something was counted since
+        self._exported: Gauges | None = None
         self.activated(0)
         self.deactivated()
 
     def dispatched(self, batches: Sequence[Dispatch], scheduler: Scheduler, now_us: int) -> None:
         """These batches are in flight now."""
+        self._totals_known = None
         for batch in batches:
             self._batches[batch.reason].inc()
         self._size.observe([batch.size for batch in batches])
@@ -124,11 +127,13 @@ class Meter:
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
         """These requests were answered without being dispatched."""
+        self._totals_known = None
         for refusal in refusals:
             self._counter_of(refusal.status, refusal.reason).inc(len(refusal.correlation_ids))
 
     def expired_in_flight(self, requests: int) -> None:
         """`requests` requests were answered at their deadline while their batch was in flight."""
+        self._totals_known = None
         self._counter_of(DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
 
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
@@ -140,8 +145,12 @@ class Meter:
         self._lateness.observe([max(0, late_us)])
 
     def update_gauges(self, scheduler: Scheduler, now_us: int) -> None:
-        """Update the gauges; called a few times a second while this batcher is active."""
-        for gauge, value in zip(self._metrics.gauges, gauges(scheduler, now_us), strict=True):
+        """Update the gauges; called regularly while this batcher is active."""
+        values = gauges(scheduler, now_us)
+        if values == self._exported:  # those of an idle model do not change, and exporting them takes 30 µs
+            return
+        self._exported = values
+        for gauge, value in zip(self._metrics.gauges, values, strict=True):
             gauge.labels(self._model).set(value)
         self._metrics.active.labels(self._model).set(1)
 
@@ -180,6 +189,7 @@ class Meter:
 
     def deactivated(self) -> None:
         """This batcher is on standby; the gauges are exported by the active one."""
+        self._exported = None
         self._metrics.active.labels(self._model).set(0)
         for gauge in self._metrics.gauges:
             gauge.remove(self._model)
@@ -193,12 +203,16 @@ class Meter:
         return counter
 
     def _totals(self) -> _Totals:
-        return _Totals(
-            {reason: _value(counter) for reason, counter in self._batches.items()},
-            self._size.sum,
-            self._fill.sum,
-            {f"{status}/{reason}": _value(counter) for (status, reason), counter in self._answered.items()},
-        )
+        """Reading them takes 200 µs, so those of an idle model are remembered."""
+        if self._totals_known is None:
+            answered = self._answered.items()
+            self._totals_known = _Totals(
+                {reason: _value(counter) for reason, counter in self._batches.items()},
+                self._size.sum,
+                self._fill.sum,
+                {f"{status}/{reason}": _value(counter) for (status, reason), counter in answered},
+            )
+        return self._totals_known
 
 
 def gauges(scheduler: Scheduler, now_us: int) -> Gauges:

@@ -7,12 +7,12 @@ Withheld results count as waiting (`max_queue_size`), because they use Redis's m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from carpool.messages import Entry, Run
+from carpool.messages import Entry, Run, TicketRange, Tickets
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
-from carpool.wire.requests import ticket_of
+from carpool.store.results import FirstTicket
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable
 
@@ -25,22 +25,40 @@ class ResultOrder:
         self._store = store
         self._scheduler = scheduler
         self._unread_entries = unread_entries
+        self._in_flight: dict[str, list[TicketRange]] = {}  # by batch; those of settled ones are removed late
 
     def before_admission(self) -> None:
         """Count withheld results anew if the queue may be full: some may have been delivered since."""
         scheduler = self._scheduler
         counted = scheduler.waiting + scheduler.withheld
         if scheduler.withheld and 2 * counted > scheduler.settings.max_queue_size:
-            self._count_withheld(self._store.admit(()))
+            self._count_withheld(self._store.admit(()).tickets)
 
-    def admit(self, entries: Sequence[Entry]) -> None:
-        """These entries were read. Their requests enter the order with their tickets, if it is preserved.
-
-        A request that was put back is in the order already, and keeps its place.
-        """
+    def verify(self, entries: Sequence[Entry]) -> None:
+        """These entries were read. Those that were put back keep their tickets; those that only say so have
+        none. Before any request of them is refused, dispatched or put back."""
         self._unread_entries = max(0, self._unread_entries - len(entries))
+        claimed = [entry for entry in entries if entry.claimed_tickets is not None]
+        if claimed:
+            tickets, forged = self._store.admit(claimed)
+            for entry in forged:
+                for run in entry.runs:
+                    run.tickets = None
+            self._count_withheld(tickets)
+
+    def admit(self, arrived: Sequence[Run]) -> None:
+        """These runs arrived, and those of them that are refused on arrival are no longer in their entries.
+        The others enter the order, if it is preserved."""
         if self._scheduler.settings.preserve_ordering:
-            self._count_withheld(self._store.admit(entries))
+            entries = [entry for entry in dict.fromkeys(run.entry for run in arrived) if issue_tickets(entry)]
+            if entries:
+                self._count_withheld(self._store.admit(entries).tickets)
+
+    def launched(self, batch_id: str, runs: Iterable[Run]) -> None:
+        """These runs are in flight in this batch."""
+        ranges = [of_range for run in runs if run.tickets is not None for of_range in run.tickets.ranges]
+        if ranges:
+            self._in_flight[batch_id] = ranges
 
     def refresh(self, snapshot: ModelSnapshot, entries: EntryTable) -> None:
         """Count withheld results, and release those that only wait for a ticket whose request was lost.
@@ -49,9 +67,17 @@ class ResultOrder:
         """
         if snapshot.waiting_entries <= len(entries):
             self._unread_entries = 0  # some of them were withdrawn before they were read
-        self._count_withheld(snapshot.tickets)
-        if snapshot.tickets:
-            self._store.release(entries, self._scheduler.in_flight())
+        in_flight = self._scheduler.in_flight()
+        self._in_flight = {name: ranges for name, ranges in self._in_flight.items() if name in in_flight}
+
+        def is_known(first: FirstTicket) -> bool:
+            return first.waiting_in in entries or any(
+                of_range.entry_id == first.entry_id and 0 <= first.position - of_range.first < of_range.size
+                for ranges in self._in_flight.values()
+                for of_range in ranges
+            )
+
+        self._count_withheld(self._store.release(is_known) if snapshot.entries_in_order else 0)
 
     def _count_withheld(self, tickets: int) -> None:
         """Tickets that belong neither to waiting requests nor to requests in flight have withheld results.
@@ -65,7 +91,12 @@ class ResultOrder:
         scheduler.set_withheld(0 if self._unread_entries else withheld)
 
 
-def issue_tickets(run: Run, position: int) -> None:
-    """Give a run its tickets, unless it was put back with them. `position`: of its first request."""
-    if run.tickets is None:
-        run.tickets = [ticket_of(run.entry.id, position + at) for at in range(len(run))]
+def issue_tickets(entry: Entry) -> bool:
+    """Give the runs of an entry their tickets. Returns False if it has none, or was put back with them."""
+    if entry.claimed_tickets is not None:
+        return False
+    first = 0
+    for run in entry.runs:
+        run.tickets = Tickets.of(entry.id, first, len(run))
+        first += len(run)
+    return first > 0

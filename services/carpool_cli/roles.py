@@ -133,6 +133,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
         Grant("remove its remaining results", "del", "order held result replies body"),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
+        Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
         Grant("list clients, and disconnect them", "client|list client|kill"),
         Grant(

@@ -16,6 +16,7 @@ import numpy as np
 
 from carpool.errors import (
     DEADLINE_EXCEEDED,
+    INTERNAL,
     INVALID_ARGUMENT,
     OK,
     CarpoolError,
@@ -68,7 +69,7 @@ class Codec:
             if _expired(run, now_us):
                 for position in positions:
                     execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
-            elif (stacked := self._stacked_rows(run)) is not None:
+            elif type(run.bodies) is Rows and (stacked := self._stacked_rows(run, run.bodies)) is not None:
                 parts, data = stacked
                 _add(groups, parts, positions, data)
             else:
@@ -96,13 +97,12 @@ class Codec:
                     built.append(self._frame(execution, decoded[0], [position], [decoded[1]]))
         return built
 
-    def _stacked_rows(self, run: BatchedRun) -> _Decoded | None:
+    def _stacked_rows(self, run: BatchedRun, rows: Rows) -> _Decoded | None:
         """The rows of a run as they are, if each is a tensor's data; None: decode each body.
 
         In msgpack they are if the head of the run is that of the tensor, in octet-stream if it has none.
         """
-        rows = run.bodies
-        if len(self.inputs) != 1 or not isinstance(rows, Rows) or len(rows) < 2:
+        if len(self.inputs) != 1 or len(rows) < 2:
             return None
         spec = self.inputs[0]
         if run.content_type == RAW:
@@ -237,20 +237,19 @@ class Codec:
         view = memoryview(payload)
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
-            of_run_positions = positions[of_run.start : of_run.stop]
             head = heads.get(run.content_type)
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
-                encoded = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
-                _take_bodies(execution, run, start, of_run_positions, encoded)
+                bodies = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
+            elif len(of_run) > 1 and _takes_columns(run) and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
+                _take_columns(execution, run, start, positions[of_run.start : of_run.stop], rows)
                 continue
-            rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-            if _takes_columns(run) and len(of_run) > 1 and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
-                _take_columns(execution, run, start, of_run_positions, rows)
             else:
-                _take_bodies(
-                    execution, run, start, of_run_positions, [rows[index] for index in range(len(of_run))]
-                )
+                bodies = [
+                    b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
+                ]
+            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies)
 
 
 def _expired(run: BatchedRun, now_us: int) -> bool:
@@ -270,30 +269,38 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[Ba
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
     starts, runs = execution.starts, execution.batch.runs
-    index = 0
-    while index < len(positions):
-        number = bisect_right(starts, positions[index]) - 1
+    index = number = 0
+    count = len(positions)
+    if count == execution.batch.size:  # the usual case: all of them
+        for run, start in zip(runs, starts, strict=True):
+            yield run, start, range(start, start + len(run.correlation_ids))
+        return
+    while index < count:
+        number = bisect_right(starts, positions[index], number) - 1
         run, start = runs[number], starts[number]
-        stop = bisect_left(positions, start + len(run.correlation_ids), index)
+        size = len(run.correlation_ids)
+        stop = index + 1 if size == 1 else bisect_left(positions, start + size, index)
         yield run, start, range(index, stop)
         index = stop
 
 
 def _takes_columns(run: BatchedRun) -> bool:
-    """Whether results of this run may be columns: not on lists, and a withheld result is an envelope."""
-    return run.reply_columns and run.reply_to is not None and run.tickets is None
+    """Whether results of this run may be columns: not on lists."""
+    return run.reply_columns and run.reply_to is not None
 
 
 def _take_columns(
     execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], rows: Rows
 ) -> None:
-    ids = run.correlation_ids
+    ids, tickets = run.correlation_ids, run.tickets
     if len(positions) < len(ids):
-        ids = [ids[position - start] for position in positions]
+        indexes = [position - start for position in positions]
+        ids = [ids[at] for at in indexes]
+        tickets = None if tickets is None else tickets.select(indexes)
     columns = ResultColumns(
         ids, run.content_type, rows, execution.batch.size, execution.queue_us(run), execution.compute_us
     )
-    execution.columns.append(RunColumns(run, positions, columns))
+    execution.columns.append(RunColumns(run, positions, columns, tickets))
 
 
 def _take_bodies(
@@ -306,12 +313,13 @@ def _take_bodies(
     """Single results of requests of one run. An error in place of a body fails its request."""
     ids, content_type, results = run.correlation_ids, run.content_type, execution.results
     served = (execution.batch.size, execution.queue_us(run), execution.compute_us)
-    for position, encoded in zip(positions, bodies, strict=True):
-        body = encoded
-        if isinstance(body, bytes) and len(body) > RESULT_BYTES_MAX:
-            body = InternalError(f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}")
-        if isinstance(body, CarpoolError):
+    for position, body in zip(positions, bodies, strict=True):
+        if type(body) is not bytes:
+            assert isinstance(body, CarpoolError)
             execution.fail(position, body.status, body.detail)
+        elif len(body) > RESULT_BYTES_MAX:
+            detail = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
+            execution.fail(position, INTERNAL, detail)
         else:
             results[position] = Result(ids[position - start], OK, content_type, body, None, *served)
 

@@ -151,7 +151,9 @@ class Execution:
 
     def counts(self) -> tuple[Counter[str], list[tuple[BatchedRun, int]]]:
         """How many results there are: of each status, and for each run that has any."""
-        statuses = Counter(result.status for result in self.results.values())
+        statuses = Counter([result.status for result in self.results.values()])
+        if len(self.results) == self.batch.size:
+            return statuses, [(run, len(run.correlation_ids)) for run in self.batch.runs]
         of_runs = [(columns.run, len(columns.positions)) for columns in self.columns]
         in_columns = sum(number for _, number in of_runs)
         if in_columns:

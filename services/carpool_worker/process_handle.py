@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
@@ -116,7 +115,7 @@ class ProcessHandle:
         """Whether an outcome can be received without waiting on the socket first."""
         return self._reader is not None and self._reader.has_buffered
 
-    def send(self, header: FrameHeader, payload: Sequence[Buffer]) -> None:
+    def send(self, header: FrameHeader, *payload: Buffer) -> None:
         """Send a frame, or put what does not fit into the pipe into the backlog. Raises ProcessGoneError."""
         if self._sock is None:
             raise ProcessGoneError("not started")

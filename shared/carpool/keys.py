@@ -54,7 +54,7 @@ class Keys:
     @property
     def settled(self) -> str:
         """Stream, trimmed: an entry for each settled batch, and one of size 0 when a model process joins or
-        leaves."""
+        leaves, or when settings are overridden."""
         return self._of("settled")
 
     @property

@@ -6,7 +6,7 @@ the millisecond at which Redis accepted it, and no other host's clock decides an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
@@ -84,6 +84,79 @@ def stored_names(bodies: Bodies) -> list[str]:
     return [] if isinstance(bodies, Rows) else [body.name for body in bodies if type(body) is StoredBody]
 
 
+class TicketRange(NamedTuple):
+    """Consecutive places in the order of results, as an argument of scripts: `ENTRY:FIRST+COUNT`.
+
+    They belong to the requests from position `first` on of the entry in which these arrived.
+    """
+
+    entry_id: str
+    first: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.entry_id}:{self.first}+{self.size}"
+
+
+class Tickets(NamedTuple):
+    """The places of a run's requests in the order of results, in the order of the requests.
+
+    Usually one range; several after requests were taken out of the middle. No two ranges that follow each
+    other could be one.
+    """
+
+    ranges: tuple[TicketRange, ...]
+
+    @classmethod
+    def of(cls, entry_id: str, first: int, size: int) -> Tickets:
+        """Those of the `size` requests from position `first` on of the entry."""
+        return cls((TicketRange(entry_id, first, size),))
+
+    @classmethod
+    def join(cls, ranges: Iterable[TicketRange]) -> Tickets:
+        """These ranges, one after the other."""
+        joined: list[TicketRange] = []
+        for entry_id, first, size in ranges:
+            if joined:
+                last = joined[-1]
+                if last.entry_id == entry_id and last.first + last.size == first:
+                    joined[-1] = TicketRange(entry_id, last.first, last.size + size)
+                    continue
+            joined.append(TicketRange(entry_id, first, size))
+        return cls(tuple(joined))
+
+    @property
+    def size(self) -> int:
+        """The number of tickets."""
+        return sum(of_range.size for of_range in self.ranges)
+
+    def slice(self, start: int, stop: int) -> Tickets:
+        """Those of the requests from index `start` to before `stop`."""
+        if len(self.ranges) == 1:
+            entry_id, first, _ = self.ranges[0]
+            return Tickets((TicketRange(entry_id, first + start, stop - start),))
+        found: list[TicketRange] = []
+        for entry_id, first, size in self.ranges:
+            if start < size and stop > 0:
+                skipped = max(0, start)
+                found.append(TicketRange(entry_id, first + skipped, min(size, stop) - skipped))
+            start, stop = start - size, stop - size
+        return Tickets(tuple(found))
+
+    def select(self, indexes: Iterable[int]) -> Tickets:
+        """Those of the requests at these ascending indexes."""
+        singles = self.singles()
+        return Tickets.join([singles[at] for at in indexes])
+
+    def singles(self) -> list[TicketRange]:
+        """A range of one for each request."""
+        return [
+            TicketRange(entry_id, position, 1)
+            for entry_id, first, size in self.ranges
+            for position in range(first, first + size)
+        ]
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One entry of the request stream, and the requests in it that still wait, in the order of the entry.
@@ -99,6 +172,7 @@ class Entry:
     id: str
     arrival_us: int
     runs: list[Run] = field(default_factory=list, repr=False)
+    claimed_tickets: Tickets | None = None  # those of an entry put back; `BatcherStore.admit` verifies them
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +199,7 @@ class Run:
     extra: Mapping[str, bytes] | None = None
     tenant: str = ""
     reply_columns: bool = False  # the producer reads results as columns
-    tickets: list[str] | None = None  # the places in the order of results, if that is preserved
+    tickets: Tickets | None = None  # the places in the order of results, if that is preserved
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
@@ -139,9 +213,10 @@ class Run:
         else:
             front, self.bodies = bodies[:count], bodies[count:]
         self.correlation_ids = ids[count:]
-        if tickets is not None:
-            self.tickets = tickets[count:]
-        return self._insert_part(ids[:count], front, None if tickets is None else tickets[:count])
+        if tickets is None:
+            return self._insert_part(ids[:count], front, None)
+        self.tickets = tickets.slice(count, len(ids))
+        return self._insert_part(ids[:count], front, tickets.slice(0, count))
 
     def take(self, indexes: Sequence[int]) -> Run:
         """Remove the requests at these ascending indexes, at least one and not all, as a run."""
@@ -155,12 +230,12 @@ class Run:
             part, self.bodies = [bodies[at] for at in indexes], [bodies[at] for at in kept]
         self.correlation_ids = [ids[at] for at in kept]
         if tickets is not None:
-            self.tickets = [tickets[at] for at in kept]
+            self.tickets = tickets.select(kept)
         return self._insert_part(
-            [ids[at] for at in indexes], part, None if tickets is None else [tickets[at] for at in indexes]
+            [ids[at] for at in indexes], part, None if tickets is None else tickets.select(indexes)
         )
 
-    def _insert_part(self, ids: list[str], bodies: Bodies, tickets: list[str] | None) -> Run:
+    def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
         """A run with the attributes of this one, put before it in their entry."""
         part = Run(
             self.entry,
@@ -265,7 +340,7 @@ class BatchedRun(NamedTuple):
     deadline_us: int | None
     extra: Mapping[str, bytes] | None
     reply_columns: bool = False
-    tickets: list[str] | None = None
+    tickets: Tickets | None = None
 
 
 class BatchedRequest(NamedTuple):
@@ -279,7 +354,12 @@ class BatchedRequest(NamedTuple):
     deadline_us: int | None
     body: Body
     extra: Mapping[str, bytes] | None
-    ticket: str | None = None
+    ticket: TicketRange | None = None
+
+
+def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
+    """The ticket of each request of a run."""
+    return [None] * len(run.correlation_ids) if run.tickets is None else run.tickets.singles()
 
 
 @dataclass(eq=False)
@@ -316,10 +396,12 @@ class Batch:
                 run.deadline_us,
                 run.bodies[at],
                 run.extra,
-                None if run.tickets is None else run.tickets[at],
+                ticket,
             )
             for run in self.runs
-            for at, correlation_id in enumerate(run.correlation_ids)
+            for at, (correlation_id, ticket) in enumerate(
+                zip(run.correlation_ids, tickets_of_each(run), strict=True)
+            )
         ]
 
 
@@ -355,11 +437,15 @@ class ResultColumns(NamedTuple):
 
 
 class RunColumns(NamedTuple):
-    """Results of requests of one run of a batch, as columns. `positions` are the requests', ascending."""
+    """Results of requests of one run of a batch, as columns.
+
+    `positions` are the requests', ascending; `tickets` theirs, if the run has any.
+    """
 
     run: BatchedRun
     positions: Sequence[int]
     columns: ResultColumns
+    tickets: Tickets | None = None
 
 
 class Refusal(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import quote
 
-import msgpack
 import pytest
 from redis import Redis
 
@@ -20,6 +19,7 @@ from support.checker import Checker, Report
 from support.load import Load, decoded
 from support.stack import MODELS, Stack, envelope
 from support.waiting import wait_until
+from support.wire import envelopes
 
 pytestmark = pytest.mark.compose
 
@@ -232,7 +232,7 @@ class Producer(Stack):
     def replies(self, model: str, name: str) -> list[dict[str, Any]]:
         streams = self._producer.xread({Keys(model).replies(name): 0})
         fields = (entry for _, entries in streams for _, entry in entries)
-        return [reply for entry in fields for reply in msgpack.unpackb(entry[b"results"])]
+        return [reply for entry in fields for reply in envelopes(entry)]
 
     def final_report(self, checker: Checker) -> Report:
         """The report on a `Load` with the default name, once the model is idle."""

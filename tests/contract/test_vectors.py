@@ -22,6 +22,7 @@ from carpool.messages import (
     Rows,
     Run,
     StoredBody,
+    TicketRange,
     Withdrawal,
 )
 from carpool.model_settings import ModelSettings
@@ -163,7 +164,8 @@ def batched(written: Case) -> BatchedRequest:
     own = {name: value for name, value in written.items() if name != "fields"}
     body = StoredBody(*written["stored_body"]) if "stored_body" in written else as_bytes(written["body"])
     own.pop("stored_body", None)
-    return BatchedRequest(**(own | {"body": body, "extra": extra}))
+    ticket = own["ticket"] and TicketRange(*own["ticket"])
+    return BatchedRequest(**(own | {"body": body, "extra": extra, "ticket": ticket}))
 
 
 @cases("batches", "batches.json")

@@ -14,7 +14,8 @@ from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
 from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_batch
-from carpool.wire.requests import decode_entry, ticket_of
+from carpool.wire.requests import decode_entry
+from carpool_batcher.ordering import issue_tickets
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.wire import DEFAULTS, Single, flat_of, singles
 
@@ -36,10 +37,7 @@ class Waiting:
         (entry,) = self.read()
         assert entry.id == entry_id.decode()
         if with_tickets:
-            position = 0
-            for run in entry.runs:
-                run.tickets = [ticket_of(entry.id, position + at) for at in range(len(run))]
-                position += len(run)
+            assert issue_tickets(entry)
             self.store.admit([entry])
         return entry
 
@@ -60,7 +58,7 @@ class Waiting:
         return [[request.correlation_id for request in batch.requests] for batch in batches]
 
     def tickets(self) -> dict[str, str]:
-        """Where the request of each ticket is."""
+        """What is known of the tickets."""
         flat = [part.decode() for part in self.link.call("HGETALL", self.keys.held)]
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
@@ -107,11 +105,8 @@ def test_rest_of_a_run_is_put_back(waiting: Waiting, fields: dict[str, Any], wit
     (again,) = waiting.read()
     assert_put_back(outcome.entries, entry, {again.id: [run]})
     if with_tickets:
-        (dispatched,) = outcome.batches
-        assert dispatched is not None
-        places = [f"b{dispatched.batch_id}"] * 2 + [f"w{again.id}"] * 3
-        tickets = [ticket_of(entry.id, position) for position in range(5)]
-        assert waiting.tickets() == dict(zip(tickets, places, strict=True))
+        arrived_as = part.tickets.ranges[0].entry_id if part.tickets else ""
+        assert waiting.tickets() == {arrived_as: "5 2", f"{arrived_as}:2": f"w 3 {again.id}"}
 
 
 def assert_put_back(changes: EntryChanges, entry: Entry, parts: dict[str, list[Run]]) -> None:
@@ -145,12 +140,10 @@ def test_large_rest_is_put_back_in_a_few_entries_and_in_order(waiting: Waiting) 
     assert len(put_back.parts) == len(waiting.read()) == PUT_BACK_ENTRIES_MAX
     assert waiting.waiting() == rest
     places = waiting.tickets()
-    assert all(
-        places[ticket] == f"w{part_id}"
-        for part_id, runs in put_back.parts
-        for run in runs
-        for ticket in run.tickets or ()
-    )
+    for part_id, runs in put_back.parts:
+        tickets = [of_range for run in runs if run.tickets for of_range in run.tickets.ranges]
+        entry_id, first, _ = tickets[0]
+        assert places[f"{entry_id}:{first}"] == f"w {len(tickets)} {part_id}"
 
 
 def test_requests_of_a_missing_entry_are_neither_dispatched_nor_put_back(waiting: Waiting) -> None:

@@ -82,48 +82,58 @@ class Watched:
         return all(entry_id in self.deleted for ids in self.expected.values() for entry_id in ids)
 
 
-def run_at_random(url: str, redis: Any, seed: int) -> None:
-    """Add, delete, read, move and start over at random. Expect each entry to be read once, in order."""
-    choice = random.Random(seed)
-    # With the longest, only an entry ends a wait: so each model must be read by a connection at any time.
-    busy_block_ms, idle_block_ms = ((1, 2), (20, 40), (60_000, 60_000))[seed % 3]
-    reader = StreamReader(url, "test", busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
-    watched = [Watched(reader, model, redis) for model in MODELS]
+class RandomRun:
+    """A reader, and steps that add, delete, read, move and start over at random."""
 
-    def read(timeout_s: float) -> None:
-        result = reader.read(timeout_s)
+    def __init__(self, url: str, redis: Any, seed: int) -> None:
+        self.choice = random.Random(seed)
+        # With the longest, only an entry ends a wait: so each model must be read by a connection at any time.
+        # But a new subscription is read from the next XREAD on, so none is made then.
+        busy_block_ms, idle_block_ms = ((1, 2), (20, 40), (60_000, 60_000))[seed % 3]
+        self.starts_over = busy_block_ms < 1000
+        self.reader = StreamReader(url, "test", busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
+        self.watched = [Watched(self.reader, model, redis) for model in MODELS]
+
+    def step(self) -> None:
+        one, number = self.choice.choice(self.watched), self.choice.random()
+        if number < 0.25:
+            one.add("requests")
+        elif number < 0.33:
+            one.add("settled")
+        elif number < 0.41:
+            one.delete_oldest()
+        elif number < 0.66:
+            self.reader.set_busy(one.subscription, self.choice.random() < 0.5)
+        elif number < 0.69 and self.starts_over:
+            one.start_over()
+        elif number < 0.76:
+            self.read_what_is_added_to(one)
+        else:
+            self.read(self.choice.choice((0.0, 0.0, 0.001, 0.03)))
+
+    def read(self, timeout_s: float) -> None:
+        result = self.reader.read(timeout_s)
         assert not result.failed
-        for one in watched:
+        for one in self.watched:
             one.check(result)
 
-    def read_what_is_added_to(one: Watched) -> None:
+    def read_what_is_added_to(self, one: Watched) -> None:
         one.add("requests")
         for _ in range(20):
-            read(0.05)
+            self.read(0.05)
             if one.everything_was_read:
                 return
         raise AssertionError(f"nobody reads {one.keys.model}")
 
+
+def run_at_random(url: str, redis: Any, seed: int) -> None:
+    """Expect each entry to be read once, in order."""
+    run = RandomRun(url, redis, seed)
     for _ in range(STEPS):
-        one = choice.choice(watched)
-        match choice.randrange(12):
-            case 0 | 1 | 2:
-                one.add("requests")
-            case 3:
-                one.add("settled")
-            case 4:
-                one.delete_oldest()
-            case 5 | 6 | 7:
-                reader.set_busy(one.subscription, choice.random() < 0.5)
-            case 8 if choice.random() < 0.3:
-                one.start_over()
-            case 9:
-                read_what_is_added_to(one)
-            case _:
-                read(choice.choice((0.0, 0.0, 0.001, 0.03)))
-    for one in watched:
-        read_what_is_added_to(one)
-    reader.close()
+        run.step()
+    for one in run.watched:
+        run.read_what_is_added_to(one)
+    run.reader.close()
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -65,7 +65,7 @@ def prepared(codec: Codec, *requests: BatchedRequest | BatchedRun, **more: Any) 
 
 
 def positions(execution: Execution) -> list[list[int]]:
-    return [frame.positions for frame in execution.frames]
+    return [list(frame.positions) for frame in execution.frames]
 
 
 def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, frames.Buffer]:

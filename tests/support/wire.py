@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Body, Entry, Refusal, Run, Withdrawal
+from carpool.messages import (
+    CONTENT_TYPES,
+    Body,
+    Entry,
+    Refusal,
+    Run,
+    TicketRange,
+    Withdrawal,
+    tickets_of_each,
+)
 from carpool.model_settings import ModelSettings
 from carpool.wire.requests import Decoded, decode_entry
+from carpool.wire.results import decode_columns, decode_results, encode_results
 
 DEFAULTS: Final = ModelSettings()
 ENTRY_ID: Final = "1700000000123-4"
@@ -78,7 +88,7 @@ class Single(NamedTuple):
     extra: dict[str, bytes]
     tenant: str
     reply_columns: bool
-    ticket: str | None
+    ticket: TicketRange | None
 
 
 def singles(runs: Iterable[Run]) -> list[Single]:
@@ -97,10 +107,12 @@ def singles(runs: Iterable[Run]) -> list[Single]:
             dict(run.extra or {}),
             run.tenant,
             run.reply_columns,
-            None if run.tickets is None else run.tickets[at],
+            ticket,
         )
         for run in runs
-        for at, correlation_id in enumerate(run.correlation_ids)
+        for at, (correlation_id, ticket) in enumerate(
+            zip(run.correlation_ids, tickets_of_each(run), strict=True)
+        )
     ]
 
 
@@ -117,3 +129,18 @@ def _one_by_one(decoded: Iterable[Decoded]) -> Iterator[Single | Refusal | Withd
             yield from (item._replace(correlation_ids=[name]) for name in item.correlation_ids)
         else:
             yield item
+
+
+def count_requests(fields: Mapping[bytes, bytes]) -> int:
+    """How many requests an entry of a request stream has, as Redis returns it."""
+    flat = [part for pair in fields.items() for part in pair]
+    _, decoded = decode_entry(ENTRY_ID.encode(), flat, DEFAULTS)
+    return len(one_by_one(decoded))
+
+
+def envelopes(fields: Mapping[bytes, bytes]) -> list[dict[str, Any]]:
+    """The results in an entry of a reply stream, as Redis returns it, each as an envelope of its own."""
+    found: list[dict[str, Any]] = decode_results(fields[b"results"]) if b"results" in fields else []
+    for columns in decode_columns(fields[b"columns"]) if b"columns" in fields else ():
+        found += [decode_results(encode_results([result]))[0] for result in columns.results()]
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from carpool.messages import Batch, BatchedRequest
+from carpool.messages import Batch, BatchedRun
 from carpool_batcher.answer_log import AnswerLog
 from carpool_worker.batch_log import BatchLog
 
@@ -36,11 +36,11 @@ def lines(level: str) -> Iterator[Lines]:
 
 def batch(number: int, size: int, reason: str, queue_us: int) -> Batch:
     arrivals_us = [1_000_000 - queue_us, *[999_999] * (size - 1)]
-    requests = [
-        BatchedRequest("1-0", f"r{number}", "application/json", None, arrival_us, None, b"1", None)
+    runs = [
+        BatchedRun("1-0", [f"r{number}"], [b"1"], "application/json", None, arrival_us, None, None)
         for arrival_us in arrivals_us
     ]
-    return Batch(f"{number}-0", 1, requests, reason, 1_000_000, "")
+    return Batch(f"{number}-0", 1, runs, reason, 1_000_000, "")
 
 
 def commit_two(log: BatchLog) -> None:

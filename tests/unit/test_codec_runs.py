@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,17 @@ import pytest
 from hypothesis import given, settings
 
 from carpool.keys import Keys
-from carpool.messages import JSON, MSGPACK, RAW, BatchedRun, Bodies, Result, Rows
+from carpool.messages import (
+    JSON,
+    MSGPACK,
+    RAW,
+    BatchedRun,
+    Bodies,
+    Result,
+    Rows,
+    TicketRange,
+    Tickets,
+)
 from carpool.store.arguments import ScriptKeys
 from carpool.store.results import addresses_of, result_groups
 from carpool.wire.bodies import encode_body
@@ -45,7 +56,7 @@ def run_of(
     reply_to: str | None = "replies",
     reply_columns: bool = True,
     deadline_us: int | None = None,
-    tickets: list[str] | None = None,
+    tickets: Tickets | None = None,
 ) -> BatchedRun:
     ids = [f"{name}{index}" for index in range(len(bodies))]
     return BatchedRun(
@@ -72,13 +83,18 @@ def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[s
     script_keys = ScriptKeys()
     groups = list(result_groups(Keys("m"), script_keys, results, execution.columns))
     envelopes: list[tuple[str, dict[str, Any]]] = []
-    for key, kind, ticket, payload in groups:
-        place = f"{script_keys.keys[int(key) - 1]} {ticket}"
+    for key, kind, ticket, of_group in groups:
+        payload = of_group
+        place = script_keys.keys[int(key) - 1]
         assert isinstance(payload, bytes)
+        if ticket and kind != "list":  # elements of an array; `order.lua` makes it
+            place += str(ticket).partition(":")[0]
+            size = len(list(msgpack.Unpacker(io.BytesIO(payload))))
+            payload = b"\xdc" + size.to_bytes(2, "big") + payload
         if kind == "columns":
             of_columns = [result for columns in decode_columns(payload) for result in columns.results()]
             envelopes += [(place, envelope_of(result)) for result in of_columns]
-        elif kind == "list" or ticket:
+        elif kind == "list":
             decoded = msgpack.unpackb(payload) if payload[:1] != b"{" else {"json": payload}
             envelopes.append((place, decoded))
         else:
@@ -101,7 +117,7 @@ def alone(codec: Codec, runs: Sequence[BatchedRun]) -> list[BatchedRun]:
             correlation_ids=[correlation_id],
             bodies=[run.bodies[index]],
             reply_columns=False,
-            tickets=None if run.tickets is None else [run.tickets[index]],
+            tickets=None if run.tickets is None else run.tickets.slice(index, index + 1),
         )
         for run in runs
         for index, correlation_id in enumerate(run.correlation_ids)
@@ -143,7 +159,7 @@ def random_runs(draw: st.DrawFn) -> list[BatchedRun]:
                 draw(st.sampled_from(("one", "two"))) if to_stream else None,
                 draw(st.booleans()),
                 draw(st.sampled_from((None, NOW_US - 1, NOW_US + 1))),
-                [f"ticket{at}.{index}" for index in range(len(of_run))] if draw(st.booleans()) else None,
+                Tickets.of("1-0", 100 * at, len(of_run)) if draw(st.booleans()) else None,
             )
         )
     return runs
@@ -220,15 +236,26 @@ def test_position_answered_meanwhile_separates_its_columns_only() -> None:
     assert [list(of.positions) for of in execution.columns] == [[2, 3]]
 
 
+def test_columns_have_the_tickets_of_their_requests() -> None:
+    codec = codec_of(X, outputs=[X])
+    tickets = Tickets((TicketRange("1-0", 0, 2), TicketRange("1-0", 5, 2)))
+    execution = prepared(codec, run_of(rows_of([0, 1, 2, 3]), tickets=tickets))
+    execute(codec, execution)
+    groups = list(result_groups(Keys("m"), ScriptKeys(), [], execution.columns))
+    assert [group[2] for group in groups] == ["1-0:0+2", "1-0:5+2"]
+    packed = [msgpack.unpackb(group[3]) for group in groups if isinstance(group[3], bytes)]
+    assert [columns["correlation_ids"] for columns in packed] == ["a0 a1", "a2 a3"]
+    assert len(packed[0]["rows"]) == len(packed[1]["rows"])
+
+
 @pytest.mark.parametrize(
     "run",
     [
         run_of(rows_of([0, 1]), reply_columns=False),
         run_of(rows_of([0, 1]), reply_to=None),
-        run_of(rows_of([0, 1]), tickets=["7", "8"]),
         run_of(rows_of([0])),
     ],
-    ids=["not asked for", "lists", "tickets", "one request"],
+    ids=["not asked for", "lists", "one request"],
 )
 def test_run_whose_results_are_not_columns(run: BatchedRun) -> None:
     codec = codec_of(X, outputs=[X])

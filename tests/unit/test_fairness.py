@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from carpool.messages import Entry, Run
-from carpool_batcher.core.batch_space import BatchLimits, bytes_of
+from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
 from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue
 from carpool_batcher.core.lane import Lane
 
@@ -33,6 +33,12 @@ def served(lane: Lane, size: int, weights: Mapping[str, float] = NO_WEIGHTS) -> 
     """The names and tenants of the next requests."""
     runs = lane.pop_batch(BatchLimits(size), weights).runs
     return [(name, one.tenant) for one in runs for name in one.correlation_ids]
+
+
+def pop(queue: FairQueue) -> Run:
+    one = queue.pop(BatchSpace(BatchLimits(1)), NO_WEIGHTS)
+    assert one is not None
+    return one
 
 
 def names(lane: Lane) -> str:
@@ -126,8 +132,8 @@ def test_number_of_remembered_tenants_is_bounded(removal: str) -> None:
         queue.insert(r)
         if removal == "withdrawn":
             queue.remove(r)
-        elif queue.pop(1, NO_WEIGHTS).tenant == "waits":
-            queue.pop(1, NO_WEIGHTS)
+        elif pop(queue).tenant == "waits":
+            pop(queue)
             queue.insert(run("y", "waits"))
     assert len(queue._next_turn) < 60
     assert len(queue._turns) < 60

@@ -100,9 +100,9 @@ def test_pop_batch_stops_at_each_limit_and_returns_at_least_one(runs: Sequence[s
     def taken(size: int = 100, cost: int = NO_LIMIT, size_bytes: int = NO_LIMIT) -> int:
         lane = lane_of(*(run(names, cost=3, body=b"1234", rows=rows) for names in runs))
         limits = BatchLimits(size, cost, size_bytes)
-        assert sum(one.size for one in lane.peek_batch(limits, NO_WEIGHTS)) == (
-            batch := len(names(lane.pop_batch(limits).runs).split())
-        )
+        peeked = sum(one.size for one in lane.peek_batch(limits, NO_WEIGHTS))
+        batch = len(names(lane.pop_batch(limits).runs).split())
+        assert peeked == batch
         assert names(lane) == " ".join("01234"[batch:])
         return batch
 

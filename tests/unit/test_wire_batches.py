@@ -18,8 +18,15 @@ from carpool.messages import (
     Rows,
     Run,
     StoredBody,
+    Tickets,
 )
-from carpool.wire.batches import decode_batch, decode_settled, encode_batch, encode_dead_letter
+from carpool.wire.batches import (
+    decode_batch,
+    decode_settled,
+    encode_batch,
+    encode_dead_letter,
+    encode_tickets,
+)
 from carpool.wire.requests import decode_entry
 from support.wire import DEFAULTS, decode, decode_packed, flat_of, request_maps, singles
 
@@ -79,7 +86,7 @@ def test_batch_is_read_as_it_was_written(
     # Given: runs with and without tickets, of which some have no deadline once in flight and some are divided
     runs = decode_packed(sent if form == "single" else columns_of(sent, form))[0].runs
     for run in runs:
-        run.tickets = [f"1700000000000-0:{at}" for at in range(len(run))] if has_tickets else None
+        run.tickets = Tickets.of("1700000000000-0", 7, len(run)) if has_tickets else None
     if is_cut and len(runs[0]) > 1:
         runs[0].cut(1)
     dispatch = Dispatch(
@@ -87,6 +94,8 @@ def test_batch_is_read_as_it_was_written(
     )
     # When
     flat = [b"runs", encode_batch(dispatch), b"reason", b"full", b"dispatched_us", b"17"]
+    tickets = encode_tickets(dispatch)
+    flat += [] if tickets is None else [b"tickets", tickets]
     batch = decode_batch(b"9-1", [*flat, b"lane", lane.encode()], epoch)
     # Expect
     assert (batch.id, batch.epoch, batch.reason, batch.dispatched_us) == ("9-1", epoch, "full", 17)

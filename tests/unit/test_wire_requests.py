@@ -26,6 +26,8 @@ from carpool.messages import (
     Rows,
     Run,
     StoredBody,
+    TicketRange,
+    Tickets,
     Withdrawal,
 )
 from carpool.model_settings import ModelSettings
@@ -304,7 +306,7 @@ valid_elements = st.one_of(
         stored_bodies,
     ),
 )
-ticket_names = st.integers(0, 4095).map(lambda position: f"1700000000000-0:{position}")
+ticket_ranges = st.integers(0, 4095).map(lambda position: TicketRange("1700000000000-0", position, 1))
 
 
 @fast
@@ -324,7 +326,9 @@ def test_requests_put_back_are_unchanged(
     assert all(type(item) is Run for item in decoded)
     if data.draw(st.booleans(), "with tickets"):
         for run in entry.runs:
-            run.tickets = data.draw(st.lists(ticket_names, min_size=len(run), max_size=len(run)))
+            run.tickets = Tickets.join(
+                data.draw(st.lists(ticket_ranges, min_size=len(run), max_size=len(run)))
+            )
     for run in list(entry.runs):
         if len(run) > 1:
             indexes = range(len(run))
@@ -377,16 +381,18 @@ def test_requests_keep_their_tickets_beside_others_that_are_refused_when_read_ag
         {"correlation_ids": "d e", "rows": b"4444455555"},
         {"correlation_id": "f", "body": b"6"},
     ]
-    tickets = [f"1-0:{position}" for position in range(6)]
-    fields = {"requests": msgpack.packb(runs), "arrival": 1, "slots": " ".join(tickets)}
+    fields = {"requests": msgpack.packb(runs), "arrival": 1, "slots": "1-0:0+4 2-0:7+2"}
     _, decoded = decode(fields, ModelSettings(max_body_bytes=4))
     items = one_by_one(decoded)
     assert [isinstance(item, Refusal) for item in items] == [False, True, False, True, True, False]
     kept = [item.ticket for item in items if isinstance(item, Single)]
-    assert kept == [tickets[0], tickets[2], tickets[5]]
+    assert kept == [("1-0", 0, 1), ("1-0", 2, 1), ("2-0", 8, 1)]
 
 
-@pytest.mark.parametrize("slots", ["1-0:0", "1-0:0 1-0:1 1-0:2", "1-0:0 x", "1-0:0 1-0:1x", "\xff 1-0:1"])
+@pytest.mark.parametrize(
+    "slots",
+    ["1-0:0+1", "1-0:0+3", "1-0:0+1 x", "1-0:0+1 1-0:1+1x", "\xff 1-0:1+1", "1-0:0+2 1-0:2+0"],
+)
 def test_malformed_tickets_are_ignored(slots: str) -> None:
     runs = [{"correlation_ids": "a b", "rows": b"12"}]
     entry, _ = decode({"requests": msgpack.packb(runs), "arrival": 1, "slots": slots})
@@ -573,11 +579,10 @@ def test_runs_longer_than_a_batch_are_divided(max_batch_size: int, longest: int)
 def test_tickets_are_divided_with_their_runs() -> None:
     count = 2 * RUN_REQUESTS_MAX
     columns = {"correlation_ids": " ".join(["a"] * count), "rows": bytes(count)}
-    tickets = [f"1-0:{position}" for position in range(count)]
-    fields = {"requests": msgpack.packb([columns]), "arrival": 1, "slots": " ".join(tickets)}
+    fields = {"requests": msgpack.packb([columns]), "arrival": 1, "slots": f"1-0:0+{count}"}
     entry, decoded = decode(fields, ModelSettings(max_batch_size=RUN_REQUESTS_MAX))
     assert lengths((entry, decoded)) == [RUN_REQUESTS_MAX, RUN_REQUESTS_MAX]
-    assert [request.ticket for request in singles(entry.runs)] == tickets
+    assert [request.ticket for request in singles(entry.runs)] == [("1-0", at, 1) for at in range(count)]
 
 
 def test_a_part_of_a_long_run_does_not_keep_the_other_rows_in_memory() -> None:

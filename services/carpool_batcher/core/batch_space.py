@@ -66,22 +66,25 @@ class BatchSpace:
     def add(self, run: Run, start: int, count: int) -> int:
         """Add those of the `count` requests of a run, from `start`, that fit. Returns how many: 0 means that
         the batch is complete. O(1) for Rows, otherwise O(count)."""
-        fitting = self._fitting(run, start, min(count, self.size))
-        if not fitting:
-            if self.size < self._limits.size:
-                return 0
-            fitting = 1
-        self.size -= fitting
-        self.cost -= fitting * run.cost
-        self.bytes -= bytes_of(run, start, start + fitting)
-        return fitting
+        count = min(count, self.size)
+        size_bytes = bytes_of(run, start, start + count)
+        if count * run.cost > self.cost or size_bytes > self.bytes or not count:
+            count = self._fitting(run, start, count)
+            if not count:
+                if self.size < self._limits.size:
+                    return 0
+                count = 1
+            size_bytes = bytes_of(run, start, start + count)
+        self.size -= count
+        self.cost -= count * run.cost
+        self.bytes -= size_bytes
+        return count
 
     def _fitting(self, run: Run, start: int, count: int) -> int:
+        """How many of these fit, given that not all do."""
         if self.cost < 0 or self.bytes < 0:
             return 0
         if run.cost * count > self.cost:
             count = self.cost // run.cost
-        if bytes_of(run, start, start + count) > self.bytes:
-            totals_bytes = accumulate(sizes_bytes(run, start, start + count))
-            count = sum(total_bytes <= self.bytes for total_bytes in totals_bytes)
-        return count
+        totals_bytes = accumulate(sizes_bytes(run, start, start + count))
+        return sum(total_bytes <= self.bytes for total_bytes in totals_bytes)

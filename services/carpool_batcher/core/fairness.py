@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from carpool.messages import Run
+from carpool_batcher.core.batch_space import BatchSpace
 
 NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
 COST_DURATION: Final = 1 << 32  # of one unit of cost with weight 1, in virtual time
@@ -89,26 +90,25 @@ class FairQueue:
         if not runs:
             self._remove_tenant(run.tenant)
 
-    def first(self, weights: Mapping[str, float]) -> Slice:
-        """The requests of one run that are served next, before another run. The queue must not be empty."""
-        tenant = self._next_tenant()
-        run = next(iter(self._runs[tenant]))
-        size = len(run.correlation_ids)
-        if size > 1 and len(self._runs) > 1:
-            duration = _duration(run, weights)
-            size = min(size, _in_one_turn(self._next_turn[tenant], self._second_turn(), duration))
-        return Slice(run, 0, size)
-
-    def pop(self, size: int, weights: Mapping[str, float]) -> Run:
-        """Remove `size` requests from the front of the run that `first` returned. Returns them as a run."""
+    def pop(self, space: BatchSpace, weights: Mapping[str, float]) -> Run | None:
+        """Remove the requests of one run that are served next, as many as fit into a batch. Returns them as
+        a run; None if none fits. The queue must not be empty."""
         tenant = self._next_tenant()
         runs = self._runs[tenant]
         run = next(iter(runs))
+        waiting = len(run.correlation_ids)
+        size = waiting
+        if waiting > 1 and len(self._runs) > 1:
+            next_turn = self._next_turn[tenant]
+            size = min(waiting, _in_one_turn(next_turn, self._second_turn(), _duration(run, weights)))
+        size = space.add(run, 0, size)
+        if not size:
+            return None
         if len(self._next_turn) > 1:
             start, duration = self._next_turn[tenant].start, _duration(run, weights)
             self._now = max(self._now, start + (size - 1) * duration)
             self._set_turn(tenant, start + size * duration)
-        if size < len(run.correlation_ids):
+        if size < waiting:
             return run.cut(size)
         del runs[run]
         if not runs:
@@ -116,7 +116,7 @@ class FairQueue:
         return run
 
     def in_order(self, weights: Mapping[str, float]) -> Iterator[Slice]:
-        """All requests, in the order in which `first` and `pop` would serve them."""
+        """All requests, in the order in which `pop` would return them."""
         if len(self._runs) < 2:
             for run in self:
                 yield Slice(run, 0, len(run))

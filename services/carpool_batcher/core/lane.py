@@ -123,10 +123,10 @@ class Lane:
         expired = 0
         for rank, queue in self._queues.items():
             while queue:
-                fitting = space.add(*queue.first(weights))
-                if not fitting:
+                run = queue.pop(space, weights)
+                if run is None:
                     break
-                runs.append(queue.pop(fitting, weights))
+                runs.append(run)
                 expired += rank == EXPIRED_RANK
             if queue:
                 break

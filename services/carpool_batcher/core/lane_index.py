@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from enum import Enum, auto
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 from carpool.messages import DispatchReason
@@ -18,12 +18,12 @@ ANY_TIME_US: Final = 0  # `ready_at_us` of a batch that is ready whatever the ti
 CLAIMS_MIN: Final = 64
 
 
-class Gate(Enum):
+class Gate(IntEnum):
     """What a batch that is ready has to wait for."""
 
-    AHEAD = auto()  # only until one may be dispatched ahead
-    FREE = auto()  # until a process is free
-    SPACED = auto()  # until a process is free, and dispatches are spaced
+    AHEAD = 0  # only until one may be dispatched ahead
+    FREE = 1  # until a process is free
+    SPACED = 2  # until a process is free, and dispatches are spaced
 
 
 class Claim(NamedTuple):
@@ -41,8 +41,8 @@ class LaneIndex:
 
     def __init__(self) -> None:
         self._claims: dict[str, tuple[Gate, Claim]] = {}
-        self._ready: dict[Gate, list[Claim]] = {}  # heaps
-        self._later: dict[Gate, list[tuple[int, Claim]]] = {}  # heaps
+        self._ready: list[list[Claim]] = []  # a heap for each gate
+        self._later: list[list[tuple[int, Claim]]] = []  # a heap for each gate
         self._oldest: list[tuple[int, Claim]] = []  # a heap
         self._rebuild()
 
@@ -108,8 +108,8 @@ class LaneIndex:
 
     def _rebuild(self) -> None:
         """Drop outdated claims. O(1) amortised."""
-        self._ready = {gate: [] for gate in Gate}
-        self._later = {gate: [] for gate in Gate}
+        self._ready = [[] for _ in Gate]
+        self._later = [[] for _ in Gate]
         self._oldest = []
         for gate, claim in self._claims.values():
             self._push(gate, claim)

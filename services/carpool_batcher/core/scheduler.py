@@ -199,7 +199,7 @@ def _in_flight(dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
     arrivals: list[tuple[int, int]] = []
     size = 0
     for run in dispatch.runs:
-        if dispatch.deadline_us(run) is not None:
+        if run.deadline_us is not None and dispatch.deadline_us(run) is not None:
             expiring[size] = run
         count = len(run.correlation_ids)
         arrivals.append((run.arrival_us, count))

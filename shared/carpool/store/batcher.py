@@ -8,7 +8,7 @@ batcher updates its own table of them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -23,6 +23,7 @@ from carpool.messages import (
     Result,
     Run,
     stored_names,
+    tickets_of_each,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
@@ -30,14 +31,15 @@ from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
     Answer,
+    FirstTicket,
     answer_ahead,
     release,
     result_groups,
 )
-from carpool.wire.batches import decode_batch, encode_batch
+from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.requests import encode_runs, tickets_of
 
-_ADMIT: Final = Script("ordering/admit", after=("arguments", "ordering/tickets"))
+_ADMIT: Final = Script("ordering/admit", after=("arguments", "deliver", "ordering/tickets", "ordering/order"))
 _DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
 _MISSING: Final = Script("missing")
@@ -52,6 +54,16 @@ class PutBack(NamedTuple):
 
     entry: Entry
     parts: list[tuple[str, list[Run]]]
+
+
+class Admission(NamedTuple):
+    """The number of tickets in the order: of requests that wait or are in flight, and of withheld results.
+
+    `forged`: entries that claim tickets which are not theirs. Their requests have none.
+    """
+
+    tickets: int
+    forged: list[Entry]
 
 
 class EntryChanges(NamedTuple):
@@ -100,30 +112,27 @@ class BatcherStore:
         """Which of these entries are no longer in the stream."""
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
-    def admit(self, entries: Sequence[Entry]) -> int:
-        """Put the tickets of these entries' requests into the order of results.
+    def admit(self, entries: Sequence[Entry]) -> Admission:
+        """Put all requests of these entries into the order of results.
 
-        Returns the number of tickets in the order: of requests that wait or are in flight, and of withheld
-        results.
+        Those of an entry that was put back are in it already: only verify that.
         """
-        groups: list[Group] = []
-        for entry in entries:
-            tickets = [ticket for run in entry.runs for ticket in run.tickets or ()]
-            groups.append([entry.id, *list_args(tickets)])
-        return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups)))
+        groups = [_admit_args(entry) for entry in entries]
+        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups))
+        return Admission(tickets, [entries[index - 1] for index in forged])
 
-    def release(self, entries: Container[str] = (), batches: Container[str] = ()) -> None:
+    def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
 
-        `entries` and `batches` are known to be in Redis. A ticket of one of them is not looked up: that would
-        cost Redis the bytes of the whole entry or batch.
+        `is_known`: whether the first ticket's request is known to wait or to be in flight. If so, it is not
+        looked up, which would cost Redis the bytes of its entry, and of all batches in flight.
+
+        Returns the number of tickets in the order.
         """
         first = release(self._link, self.keys)
-        if first is None:
-            return
-        known = batches if first.state == "IN_FLIGHT" else entries
-        if first.id not in known:
-            release(self._link, self.keys, free_lost=True)
+        if first is not None and not is_known(first):
+            first = release(self._link, self.keys, free_lost=True)
+        return 0 if first is None else first.tickets
 
     def dispatch(self, dispatches: Sequence[Dispatch], result_ttl_ms: int) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back."""
@@ -164,13 +173,12 @@ class BatcherStore:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        if (tickets := encode_tickets(dispatch)) is not None:
+            fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
         args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
         args += list_args(fields)
-        args += group_list_args(
-            [(indexes[run.entry], ticket) for run in dispatch.runs for ticket in run.tickets or ()]
-        )
         return args
 
     def refuse(
@@ -222,6 +230,13 @@ class BatcherStore:
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
 
 
+def _admit_args(entry: Entry) -> list[Argument]:
+    """ID, number of tickets that are its own, and the ranges that it says were put back in it."""
+    if entry.claimed_tickets is not None:
+        return [entry.id, 0, *list_args(list(map(str, entry.claimed_tickets.ranges)))]
+    return [entry.id, sum(map(len, entry.runs)), 0]
+
+
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
     if not missing_ids:
         return dispatch
@@ -262,7 +277,8 @@ def _body_names(refusals: Iterable[Refusal]) -> list[str]:
 
 
 def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
-    tickets = None if refusal.run is None else refusal.run.tickets
-    for at, correlation_id in enumerate(refusal.correlation_ids):
+    run = refusal.run
+    tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
+    for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
         result = Result(correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
-        yield Address(refusal.reply_to, None if tickets is None else tickets[at]), result
+        yield Address(refusal.reply_to, ticket), result

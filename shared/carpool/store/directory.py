@@ -22,7 +22,7 @@ class ModelSnapshot(NamedTuple):
 
     waiting_entries: int
     batches_in_flight: int
-    tickets: int  # in the order of results: of requests that wait or are in flight, and of withheld results
+    entries_in_order: int  # entries with tickets that are not done (`preserve_ordering`)
     model_processes: list[str]  # whose lease runs
     registration: dict[str, str]
     config: dict[str, str]  # the operator's overrides
@@ -133,15 +133,15 @@ SNAPSHOT_COMMANDS: Final = 6
 
 def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | CommandError:
     """The state of a model from the replies to `snapshot_commands`; the first error among them."""
-    tickets, *others = replies
-    if isinstance(tickets, CommandError) and tickets.code == "WRONGTYPE":
-        tickets = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
-    for reply in (tickets, *others):
+    in_order, *others = replies
+    if isinstance(in_order, CommandError) and in_order.code == "WRONGTYPE":
+        in_order = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
+    for reply in (in_order, *others):
         if isinstance(reply, CommandError):
             return reply
     waiting, in_flight, workers, registration, config = others
     return ModelSnapshot(
-        waiting, in_flight, tickets, _alive(workers, now_ms), _texts(registration), _texts(config)
+        waiting, in_flight, in_order, _alive(workers, now_ms), _texts(registration), _texts(config)
     )
 
 

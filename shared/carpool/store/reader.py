@@ -89,7 +89,10 @@ class StreamReader:
         self._busy.other, self._idle.other = self._idle, self._busy
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
-        """Read a model: its request stream from the start, `settled` after this ID. It begins as busy."""
+        """Read a model: its request stream from the start, `settled` after this ID.
+
+        It begins as busy, with the next XREAD over the busy models: after BUSY_BLOCK_MS at most.
+        """
         subscription = Subscription(keys, settled_after)
         self._busy.adopt(subscription)
         return subscription

@@ -7,15 +7,30 @@ Batchers and workers both write results: a worker by `commit` and `answer_ahead`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunColumns
+from carpool.messages import (
+    Batch,
+    BatchedRequest,
+    Result,
+    ResultColumns,
+    RunColumns,
+    TicketRange,
+    tickets_of_each,
+)
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.wire.results import encode_columns, encode_envelope, encode_result, encode_results
+from carpool.wire.results import (
+    encode_columns,
+    encode_columns_map,
+    encode_envelope,
+    encode_result,
+    encode_results,
+)
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
+WITHHELD_BYTES: Final = 1024 * 1024  # together; one script delivers about 8 MiB of them
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 # The files that every script that delivers results needs.
 DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
@@ -28,7 +43,7 @@ class Address(NamedTuple):
     """Where a result goes: to the stream `reply_to` or its own list; withheld in order if it has a ticket."""
 
     reply_to: str | None
-    ticket: str | None
+    ticket: TicketRange | None
 
     @classmethod
     def of(cls, request: BatchedRequest) -> Self:
@@ -43,7 +58,7 @@ def addresses_of(batch: Batch) -> list[Address]:
         if run.tickets is None:
             addresses += [Address(run.reply_to, None)] * len(run.correlation_ids)
         else:
-            addresses += [Address(run.reply_to, ticket) for ticket in run.tickets]
+            addresses += [Address(run.reply_to, ticket) for ticket in tickets_of_each(run)]
     return addresses
 
 
@@ -63,10 +78,15 @@ class Owner(NamedTuple):
 
 
 class FirstTicket(NamedTuple):
-    """The state of the first ticket in the order of results; `id` is its request's entry or batch."""
+    """The first ticket in the order of results: its request is in flight, or waits in the entry `waiting_in`.
 
-    state: Literal["WAITING", "IN_FLIGHT", "UNKNOWN"]
-    id: str
+    `tickets` is the number of all: of requests that wait or are in flight, and of withheld results.
+    """
+
+    tickets: int
+    entry_id: str
+    position: int
+    waiting_in: str
 
 
 class FencedError(Exception):
@@ -109,11 +129,12 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
     """
     streams = [keys.requests, keys.batches] if free_lost else []
     while True:
-        outcome, *ticket_id = link.run(_RELEASE, [keys.order, keys.held, *streams], [])
+        outcome, *first = link.run(_RELEASE, [keys.order, keys.held, *streams], [])
         if outcome == b"EMPTY":
             return None
-        if outcome != b"MORE":
-            return FirstTicket(outcome.decode(), ticket_id[0].decode())
+        if outcome == b"FIRST":
+            tickets, entry_id, position, waiting_in = first
+            return FirstTicket(tickets, entry_id.decode(), position, waiting_in.decode())
 
 
 def result_groups(
@@ -122,20 +143,20 @@ def result_groups(
     results: Iterable[tuple[Address, Result]],
     columns: Iterable[RunColumns] = (),
 ) -> Iterator[Group]:
-    """The elements of a script's list of results: key index, kind, ticket and payload of each.
+    """The elements of a script's list of results: key index, kind, range of tickets and payload of each.
 
-    Results for one reply stream share a group, and columns for it share another. A result with a ticket has a
-    group of its own, with an envelope as its payload: `order.lua` packs those that it delivers together.
+    Results for one reply stream share a group, and columns for it share another. With tickets, successive
+    ones share a group, whose payload is what `order.lua` puts into an array when it delivers them.
     """
     yield from _columns_groups(keys, script_keys, columns)
     by_stream: dict[str, list[Result]] = {}
+    in_order: list[tuple[str, TicketRange, Result]] = []
     for (reply_to, ticket), result in results:
         if reply_to is None:
             key = script_keys.index(keys.result(result.correlation_id))
-            yield key, "list", ticket or "", encode_result(result)
+            yield key, "list", "" if ticket is None else str(ticket), encode_result(result)
         elif ticket is not None:
-            key = script_keys.index(keys.replies(reply_to))
-            yield key, "stream", ticket, encode_envelope(result)
+            in_order.append((reply_to, ticket, result))
         else:
             of_stream = by_stream.get(reply_to)
             if of_stream is None:
@@ -146,15 +167,50 @@ def result_groups(
         key = script_keys.index(keys.replies(reply_to))
         for chunk in _limited_chunks(of_stream):
             yield key, "stream", "", encode_results(chunk)
+    for reply_to, tickets, successive in _successive(in_order):
+        payload = b"".join(map(encode_envelope, successive))
+        yield script_keys.index(keys.replies(reply_to)), "stream", str(tickets), payload
+
+
+def _successive(
+    in_order: Iterable[tuple[str, TicketRange, Result]],
+) -> Iterator[tuple[str, TicketRange, list[Result]]]:
+    """Successive results for one stream that have successive tickets, with their range of these."""
+    stream, entry_id, first, size_bytes = "", "", 0, 0
+    group: list[Result] = []
+    for reply_to, ticket, result in in_order:
+        follows = ticket.first == first + len(group) and ticket.entry_id == entry_id and reply_to == stream
+        if group and not (follows and size_bytes <= WITHHELD_BYTES):
+            yield stream, TicketRange(entry_id, first, len(group)), group
+            group, size_bytes = [], 0
+        if not group:
+            stream, (entry_id, first, _) = reply_to, ticket
+        group.append(result)
+        size_bytes += len(result.body or b"")
+    if group:
+        yield stream, TicketRange(entry_id, first, len(group)), group
 
 
 def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunColumns]) -> Iterator[Group]:
     by_stream: dict[str, list[ResultColumns]] = {}
-    for run, _, of_run in columns:
+    for run, _, of_run, tickets in columns:
         assert run.reply_to is not None
-        by_stream.setdefault(run.reply_to, []).append(of_run)
+        if tickets is None:
+            by_stream.setdefault(run.reply_to, []).append(of_run)
+            continue
+        key, start = script_keys.index(keys.replies(run.reply_to)), 0
+        for of_range in tickets.ranges:
+            stop = start + of_range.size
+            part = of_run if len(tickets.ranges) == 1 else _slice(of_run, start, stop)
+            yield key, "columns", str(of_range), encode_columns_map(part)
+            start = stop
     for reply_to, of_stream in by_stream.items():
         yield script_keys.index(keys.replies(reply_to)), "columns", "", encode_columns(of_stream)
+
+
+def _slice(columns: ResultColumns, start: int, stop: int) -> ResultColumns:
+    ids = columns.correlation_ids[start:stop]
+    return columns._replace(correlation_ids=ids, rows=columns.rows.slice(start, stop))
 
 
 def _limited_chunks(results: list[Result]) -> Iterable[list[Result]]:

@@ -195,8 +195,8 @@ class WorkerStore:
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
-        `results` by position, each with its address, and `columns` for runs with `reply_columns`, a reply
-        stream and no tickets. All other positions were answered ahead.
+        `results` by position, each with its address, and `columns` for runs with `reply_columns` and a
+        reply stream. All other positions were answered ahead.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.

@@ -22,6 +22,8 @@ from carpool.messages import (
     Rows,
     SettledEvent,
     StoredBody,
+    TicketRange,
+    Tickets,
 )
 
 
@@ -30,7 +32,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
     deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
-    `reply_columns`, and tickets or nil.
+    and `reply_columns`.
     """
     undated = dispatch.undated
     return bytes(
@@ -46,12 +48,23 @@ def encode_batch(dispatch: Dispatch) -> bytes:
                     *_bodies_and_rows(run.bodies),
                     run.extra,
                     run.reply_columns,
-                    run.tickets,
                 )
                 for run in dispatch.runs
             ]
         )
     )
+
+
+def encode_tickets(dispatch: Dispatch) -> bytes | None:
+    """The `tickets` field of a batch; None if no request has one.
+
+    A msgpack array with nil or an array for each run: its entry ID, then each range of tickets (ID of the
+    entry in which they arrived, first position, number). A field of its own, because `release.lua` reads it.
+    """
+    if all(run.tickets is None for run in dispatch.runs):
+        return None
+    of_runs = [run.tickets and (run.entry.id, *run.tickets.ranges) for run in dispatch.runs]
+    return bytes(msgpack.packb(of_runs))
 
 
 def _bodies_and_rows(bodies: Bodies) -> tuple[list[Body] | None, tuple[Any, ...] | None]:
@@ -67,6 +80,9 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     runs = [_decode_run(fields) for fields in msgpack.unpackb(raw[b"runs"])]
+    if b"tickets" in raw:
+        of_runs = zip(runs, msgpack.unpackb(raw[b"tickets"]), strict=True)
+        runs = [run if ranges is None else _with_tickets(run, ranges) for run, ranges in of_runs]
     gone = raw.get(b"gone")
     if gone:
         entry_ids = frozenset(gone.decode().split())
@@ -89,14 +105,22 @@ def _decode_run(fields: Sequence[Any]) -> BatchedRun:
         head, width, data = rows
         decoded = Rows(head, data, width)
     else:
-        decoded = [body if type(body) is bytes else StoredBody(*body) for body in bodies or ()]
+        decoded = bodies or []
+        if list in map(type, decoded):  # the usual case costs no step of Python for each
+            decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us, *others
     )
 
 
+def _with_tickets(run: BatchedRun, fields: Sequence[Any]) -> BatchedRun:
+    _, *ranges = fields
+    return run._replace(tickets=Tickets(tuple(map(TicketRange._make, ranges))))
+
+
 def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
-    """An entry of the `settled` stream. One without a batch means that a model process joined or left."""
+    """An entry of the `settled` stream. One without a batch means that a model process joined
+    or left, or that settings were overridden."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:

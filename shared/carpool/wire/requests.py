@@ -31,6 +31,8 @@ from carpool.messages import (
     Rows,
     Run,
     StoredBody,
+    TicketRange,
+    Tickets,
     Withdrawal,
 )
 from carpool.model_settings import ModelSettings
@@ -63,7 +65,7 @@ MAX_EXPIRATION_MS: Final = 1 << 53
 
 _FIELD_NAMES: Final = {name.encode(): name for name in CARPOOL_FIELDS | COLUMN_FIELDS}
 _ID_LETTERS: Final = CORRELATION_ID_LETTERS.encode()
-_TICKET: Final = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}:[0-9]{1,4}")
+_TICKET_RANGE: Final = re.compile(r"([0-9]{1,20}-[0-9]{1,20}):([0-9]{1,4})\+([0-9]{1,4})")
 
 Decoded = Run | Refusal | Withdrawal
 
@@ -71,11 +73,6 @@ Decoded = Run | Refusal | Withdrawal
 def arrival_of(entry_id: str) -> int:
     """When Redis accepted an entry, in microseconds (to the millisecond)."""
     return int(entry_id.partition("-")[0]) * 1000
-
-
-def ticket_of(entry_id: str, position: int) -> str:
-    """A request's ticket in the order of results: the entry in which it arrived, and its position there."""
-    return f"{entry_id}:{position}"
 
 
 # --- decoding: an entry ------------------------------------------------------------------------------------
@@ -109,7 +106,7 @@ def decode_entry(
         limit_bytes = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES
         decoded = _decode_packed(entry, packed, raw, settings, limit_bytes)
         if tickets:
-            _restore_tickets(decoded, tickets)
+            _restore_tickets(entry, decoded, tickets)
     elif _is_columns(raw):
         decoded = _decode_columns(entry, raw, settings)
     else:
@@ -154,19 +151,27 @@ def _arrival_put_back(arrival: bytes, entry_arrival_us: int) -> int:
         return entry_arrival_us
 
 
-def _restore_tickets(decoded: Sequence[Decoded], tickets: bytes) -> None:
+def _restore_tickets(entry: Entry, decoded: Sequence[Decoded], slots: bytes) -> None:
     """Give requests that were put back the tickets they had; none if the field is malformed.
 
     Those that are refused, since the model's limits became lower meanwhile, had a ticket each too.
     """
-    names = tickets.split()
+    ranges: list[TicketRange] = []
+    for text in slots.decode("ascii", "replace").split():
+        match = _TICKET_RANGE.fullmatch(text)
+        if match is None:
+            return
+        ranges.append(TicketRange(match[1], int(match[2]), int(match[3])))
+    tickets = Tickets(tuple(ranges))
     counts = [len(item.correlation_ids) for item in decoded if type(item) is not Withdrawal]
-    if len(names) == sum(counts) and all(map(_TICKET.fullmatch, names)):
-        start = 0
-        for item, count in zip(decoded, counts, strict=True):
-            if type(item) is Run:
-                item.tickets = [name.decode() for name in names[start : start + count]]
-            start += count
+    if tickets.size != sum(counts) or not all(of_range.size for of_range in ranges):
+        return
+    entry.claimed_tickets = tickets
+    start = 0
+    for item, count in zip(decoded, counts, strict=True):
+        if type(item) is Run:
+            item.tickets = tickets.slice(start, start + count)
+        start += count
 
 
 # --- decoding: several requests in one entry ---------------------------------------------------------------
@@ -549,7 +554,8 @@ def encode_runs(runs: Iterable[Run]) -> bytes:
 
 def tickets_of(runs: Iterable[Run]) -> str:
     """The `slots` field of such an entry: its requests' tickets. Either all of them have one, or none has."""
-    return " ".join([ticket for run in runs for ticket in run.tickets or ()])
+    ranges = [of_range for run in runs if run.tickets for of_range in run.tickets.ranges]
+    return " ".join(map(str, Tickets.join(ranges).ranges))
 
 
 def _elements_of(run: Run) -> list[Fields]:

@@ -90,6 +90,11 @@ def encode_columns(columns: Iterable[ResultColumns]) -> bytes:
     return bytes(msgpack.packb([_columns_map(results) for results in columns]))
 
 
+def encode_columns_map(results: ResultColumns) -> bytes:
+    """One element of a `columns` field."""
+    return bytes(msgpack.packb(_columns_map(results)))
+
+
 def _columns_map(results: ResultColumns) -> Fields:
     correlation_ids, content_type, rows, batch_size, queue_us, compute_us = results
     return {

@@ -8,8 +8,7 @@
 -- KEYS  1 requests   2 batches   3 held
 -- ARGV  list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
---       list of batches: list of the indexes of its entries; list of its fields; list of its requests that have a
---          ticket: index of the request's entry, ticket
+--       list of batches: list of the indexes of its entries; list of its fields
 -- Returns { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing }
@@ -49,10 +48,6 @@ for b = 1, tonumber(take()) do
       fields[#fields + 1] = table.concat(missing_here, ' ')
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
-  end
-  for _ = 1, tonumber(take()) do
-    local index, ticket = tonumber(take()), take()
-    if not is_missing[index] then update_ticket(KEYS[3], ticket, in_flight_in(batch_ids[b])) end
   end
 end
 

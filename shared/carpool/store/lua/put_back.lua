@@ -1,7 +1,7 @@
 -- put_back(requests, held, take): add entries with the requests of a removed entry that are still waiting. They keep
--- their arrival and their tickets (one string, separated by spaces, '' if none), which are in the new entry's field
--- `slots`. Arguments are read with `take`: the arrival (ms); list of entries: the payload, the tickets.
--- Returns the IDs of the new entries. O(tickets), and O(bytes).
+-- their arrival and their tickets (ranges in one string, separated by spaces, '' if none), which are in the new entry's
+-- field `slots`. Arguments are read with `take`: the arrival (ms); list of entries: the payload, the tickets.
+-- Returns the IDs of the new entries. O(ranges of tickets), and O(bytes).
 local function put_back(requests, held, take)
   local arrival_ms, ids = take(), {}
   for e = 1, tonumber(take()) do
@@ -10,7 +10,9 @@ local function put_back(requests, held, take)
       ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms)
     else
       ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms, 'slots', tickets)
-      for ticket in string.gmatch(tickets, '%S+') do update_ticket(held, ticket, waiting_in(ids[e])) end
+      for range in string.gmatch(tickets, '%S+') do
+        mark_waiting(held, range, ids[e])
+      end
     end
   end
   return ids

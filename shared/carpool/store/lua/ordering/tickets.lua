@@ -1,44 +1,62 @@
--- Tickets: the hash `held` says for each ticket where its request is. This file alone builds and parses its values:
+-- Tickets: the hash `held` says what is known of them. This file alone builds and parses its values.
 --
---   w ENTRY_ID                    the request is waiting, in this entry of the request stream
---   b BATCH_ID                    the request is in flight, in this batch
---   r KIND TTL_MS KEY PAYLOAD     the result is withheld; KIND, KEY, PAYLOAD and TTL_MS are what `deliver` needs
+-- A ticket is a place in an entry: ENTRY:POSITION, ENTRY being the ID under which its request arrived. Everything is
+-- kept for ranges of them, which have the name of their first ticket. A range is an argument ENTRY:FIRST+COUNT.
 --
--- (w and b without the space.) README.md in this directory lists the transitions.
+--   field         value
+--   ENTRY         SIZE [FIRST ...]                the number of its tickets; where ranges of them begin that were put back
+--   ENTRY:FIRST   w COUNT ENTRY_ID                these requests were put back in this entry of the request stream
+--                 r COUNT KIND TTL_MS KEY PAYLOAD their results are withheld, in the form that `deliver` needs
+--   cursor        ENTRY POSITION DONE             the first entry of the order is done up to this position; see order.lua
+--
+-- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in this
+-- directory lists the transitions.
 
-local function waiting_in(entry_id) return 'w' .. entry_id end
+local function waiting_in(count, entry_id) return 'w ' .. count .. ' ' .. entry_id end
 
-local function in_flight_in(batch_id) return 'b' .. batch_id end
-
-local function withheld_result(kind, ttl_ms, key, payload)
-  return 'r' .. kind .. ' ' .. ttl_ms .. ' ' .. key .. ' ' .. payload
+local function withheld(part)
+  return table.concat({ 'r', part.count, part.kind, part.ttl_ms, part.key, part.payload }, ' ')
 end
 
-local function is_withheld(value) return type(value) == 'string' and string.sub(value, 1, 1) == 'r' end
-
--- parse_withheld(value): kind, ttl_ms, key and payload of a withheld result.
+-- parse_withheld(value): a withheld result as a table; nil for everything else.
 local function parse_withheld(value)
-  local kind, ttl_ms, key, payload_start = string.match(value, '^r(%a+) (%d+) (%S+) ()')
-  return kind, ttl_ms, key, string.sub(value, payload_start)
+  if type(value) ~= 'string' then return nil end
+  local count, kind, ttl_ms, key, payload_start = string.match(value, '^r (%d+) (%a+) (%d+) (%S+) ()')
+  if not count then return nil end
+  local payload = string.sub(value, payload_start)
+  return { count = tonumber(count), kind = kind, ttl_ms = ttl_ms, key = key, payload = payload }
 end
 
--- parse_ticket(value): 'WAITING' and the entry's ID, 'IN_FLIGHT' and the batch's ID, 'WITHHELD', or 'UNKNOWN'.
-local function parse_ticket(value)
-  if is_withheld(value) then return 'WITHHELD', '' end
-  local prefix = type(value) == 'string' and string.sub(value, 1, 1)
-  if prefix == 'w' then return 'WAITING', string.sub(value, 2) end
-  if prefix == 'b' then return 'IN_FLIGHT', string.sub(value, 2) end
-  return 'UNKNOWN', ''
+-- parse_waiting(value): the ID of the entry in which a range was put back; nil for everything else.
+local function parse_waiting(value) return type(value) == 'string' and string.match(value, '^w %d+ (%S+)$') or nil end
+
+-- parse_range(range): entry, first position and number of tickets.
+local function parse_range(range)
+  local entry, first, count = string.match(range, '^(%S+):(%d+)%+(%d+)$')
+  return entry, tonumber(first), tonumber(count)
 end
 
--- update_ticket(held, ticket, value): give a ticket a new value. Returns whether the ticket exists and could be
--- changed. A withheld result is never overwritten: a second request with this ticket can only be a forged one.
--- HDEL and HSETNX instead of HSET: under the ACL rules of Redis 6, a role that may use HSET here may use it on every
--- hash that it can write.
--- O(1).
-local function update_ticket(held, ticket, value)
-  local old = redis.pcall('HGET', held, ticket)
-  if type(old) ~= 'string' or is_withheld(old) then return false end
-  return redis.pcall('HDEL', held, ticket) == 1 and redis.pcall('HSETNX', held, ticket, value) == 1
+-- is_in_order(held, entry, first, count): whether these tickets were admitted, and their entry is not done.
+local function is_in_order(held, entry, first, count)
+  local value = redis.pcall('HGET', held, entry)
+  local size = type(value) == 'string' and tonumber(string.match(value, '^%d+'))
+  return size and first + count <= size or false
+end
+
+-- set_field(held, field, value): returns whether it could be set. HDEL and HSETNX instead of HSET: under the ACL rules
+-- of Redis 6, a role that may use HSET here may use it on every hash that it can write. O(1).
+local function set_field(held, field, value)
+  redis.pcall('HDEL', held, field)
+  return redis.pcall('HSETNX', held, field, value) == 1
+end
+
+-- mark_waiting(held, range, entry_id): a range was put back in this entry. Returns nothing. O(times that requests of the
+-- entry in which they arrived were put back).
+local function mark_waiting(held, range, entry_id)
+  local entry, first, count = parse_range(range)
+  if is_in_order(held, entry, first, count) then
+    set_field(held, entry, redis.pcall('HGET', held, entry) .. ' ' .. first)
+    set_field(held, entry .. ':' .. first, waiting_in(count, entry_id))
+  end
 end
 
