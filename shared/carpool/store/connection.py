@@ -360,7 +360,8 @@ class AsyncLink(asyncio.Protocol):
         The transport is only given a little of the rest. It calls `resume_writing` when it has sent that.
         """
         unsent = self._unsent
-        while unsent and not self._is_paused:
+        # A transport that is closing may have closed the descriptor, which then may be another file's.
+        while unsent and not (self._is_paused or self._transport.is_closing()):
             sent_bytes = 0
             if self._descriptor is not None:
                 with contextlib.suppress(OSError):  # the transport reports it
@@ -381,6 +382,7 @@ class AsyncLink(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection at once; `on_lost` is not called any more."""
         transport, self._transport = self._transport, None
+        self._unsent.clear()
         if transport is not None:
             transport.abort()
             self._detach()
@@ -400,12 +402,14 @@ class AsyncLink(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The transport's buffer is empty (with TLS: has room) again."""
         self._is_paused = False
-        self._send_unsent()
+        if self._transport is not None:
+            self._send_unsent()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The transport was closed, by Redis or by an error."""
         if self._transport is not None:
             self._transport = None
+            self._unsent.clear()
             self._detach()
             self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))
 
