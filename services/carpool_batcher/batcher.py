@@ -41,13 +41,21 @@ from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings, Policies
-from carpool_batcher.entries import EntryTable, forget_missing_batches, forget_missing_entries
+from carpool_batcher.entries import (
+    EntryTable,
+    bodies_waiting_since,
+    forget_missing_batches,
+    forget_missing_entries,
+)
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
 IDLE_AFTER_US: Final = 3_000_000  # without anything to do
+BODIES_RENEWED_US: Final = 60_000_000  # how often stored bodies are renewed
+BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the stream is read first
+BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
@@ -82,6 +90,7 @@ class ModelBatcher:
         self._store = BatcherStore(link, keys, clock)
         self._session: LeaseSession | None = None
         self._last_event_us = 0
+        self._renew_bodies_at_us = 0
         self._log = structlog.get_logger().bind(model=keys.model)
         self._answer_log = AnswerLog(self._log)
         self._settings = EffectiveSettings(policies, self._log)
@@ -111,6 +120,7 @@ class ModelBatcher:
             scheduler.adopt(batch.id, Dispatch(runs, "idle", batch.lane), batch.dispatched_us)
             order.launched(batch.id, runs)
         now_us = self._clock.now_us()
+        self._renew_bodies_at_us = now_us + BODIES_FIRST_RENEWED_US
         self._meter.activated(now_us)
         self._log.info(
             "batcher active",
@@ -291,8 +301,15 @@ class ModelBatcher:
         forget_missing_batches(self._store, scheduler, snapshot.batches_in_flight, now_us)
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         session.order.refresh(snapshot, entries)
+        self._renew_bodies(entries, now_us)
         self._meter.update_gauges(scheduler, now_us)
         self._answer_log.summarize_if_due()
+
+    def _renew_bodies(self, entries: EntryTable, now_us: int) -> None:
+        """Now and then: stored bodies must not expire while their requests wait."""
+        if now_us >= self._renew_bodies_at_us:
+            self._renew_bodies_at_us = now_us + BODIES_RENEWED_US
+            self._store.renew_bodies(bodies_waiting_since(entries, now_us - BODY_AGE_US))
 
     def _update_settings(self, scheduler: Scheduler, snapshot: ModelSnapshot) -> None:
         settings = self._settings.read(snapshot, scheduler.settings)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Run
+from carpool.messages import Entry, Run, stored_names
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
@@ -73,6 +73,17 @@ class EntryTable(dict[str, Entry]):
         self.pop(entry.id, None)
         runs, entry.runs = entry.runs, []
         return runs
+
+
+def bodies_waiting_since(entries: EntryTable, arrival_us: int) -> list[str]:
+    """The names of the stored bodies of requests that wait, and arrived before this time."""
+    return [
+        name
+        for entry in entries.values()
+        if entry.arrival_us < arrival_us
+        for run in entry.runs
+        for name in stored_names(run.bodies)
+    ]
 
 
 def forget_missing_entries(

@@ -28,7 +28,7 @@ from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
 from carpool_worker.execution import DEATHS_MAX, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
+from carpool_worker.model_process.frames import Buffer, FrameHeader, OutcomeHeader, Part, Ready
 
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
@@ -126,9 +126,9 @@ class Codec:
     ) -> _Decoded | None:
         """One body decoded; None if it cannot be: then its request has a result."""
         body = run.bodies[index]
+        if isinstance(body, StoredBody):  # it could not be loaded, so its request has a result
+            return None
         try:
-            if isinstance(body, StoredBody):
-                raise InternalError("body: it was not loaded from its key")
             return self._decode(run.content_type, body)
         except CarpoolError as error:
             execution.fail(position, error.status, error.detail)
@@ -194,14 +194,14 @@ class Codec:
         if not parts:
             return Frame(positions, header, _array_of_packed(values))
         if len(parts) == 1:
-            return Frame(positions, header, b"".join(values))
+            return Frame(positions, header, values)
         by_tensor = zip(*values, strict=True)
-        return Frame(positions, header, b"".join([item for items in by_tensor for item in items]))
+        return Frame(positions, header, [item for items in by_tensor for item in items])
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
     def take_outcome(
-        self, execution: Execution, frame: Frame, outcome: OutcomeHeader, payload: bytearray
+        self, execution: Execution, frame: Frame, outcome: OutcomeHeader, payload: Buffer
     ) -> None:
         """Give each request of an executed frame its result."""
         if outcome.size != len(frame.positions) or outcome.first != frame.positions[0]:
@@ -227,7 +227,7 @@ class Codec:
                 _take_bodies(execution, run, start, succeeded[of_run.start : of_run.stop], encoded)
 
     def _take_rows(
-        self, execution: Execution, positions: Sequence[int], parts: Sequence[Part], payload: bytearray
+        self, execution: Execution, positions: Sequence[int], parts: Sequence[Part], payload: Buffer
     ) -> None:
         """Stacked results. One tensor in msgpack is a head and a row: no decoding, and columns for a run."""
         row_bytes = frames.part_bytes(parts[0], 1)
@@ -368,7 +368,7 @@ def _wrong_shape(shape: Sequence[int], spec: TensorSpec) -> InvalidArgumentError
     )
 
 
-def _unpack(payload: bytearray) -> list[Any]:
+def _unpack(payload: Buffer) -> list[Any]:
     """The model's results; an exception replaces one that cannot be unpacked."""
     try:
         values: list[Any] = frames.unpack_values(payload)
@@ -401,7 +401,6 @@ def _pack(value: Any) -> bytes:
         raise InvalidArgumentError(f"body: cannot be encoded for the model: {error}") from None
 
 
-def _array_of_packed(values: Sequence[bytes]) -> bytes:
-    """A msgpack array of values that are already packed."""
-    count = len(values)
-    return b"".join((b"\xdd", count.to_bytes(4, "big"), *values))
+def _array_of_packed(values: Sequence[bytes]) -> list[bytes]:
+    """A msgpack array of values that are already packed, in pieces."""
+    return [b"\xdd" + len(values).to_bytes(4, "big"), *values]

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import ABORTED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunColumns
-from carpool_worker.model_process.frames import FrameHeader
+from carpool_worker.model_process.frames import Buffer, FrameHeader
 
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
 
@@ -25,12 +25,13 @@ class Frame(NamedTuple):
     """Requests of an execution that are sent to the model process together.
 
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
-    execution (one of its requests may have killed a process), one for each request. `positions` ascend.
+    execution (one of its requests may have killed a process), one for each request. `positions` ascend. The
+    payload is in pieces, so that large bodies are not copied.
     """
 
     positions: Sequence[int]
     header: FrameHeader
-    payload: bytes
+    payload: Sequence[Buffer]
 
 
 class FrameBuilder(Protocol):

@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from carpool.errors import INVALID_ARGUMENT
 from carpool.store.connection import CommandError
 from carpool.store.worker import WorkerStore
 from carpool_worker.execution import Execution
@@ -35,6 +36,7 @@ class Fetcher:
         self._register = register
         self._reclaim_at_s = 0.0
         self.waiting = False  # for the reply to a fetch
+        self._unloaded: Execution | None = None  # its stored bodies could not be loaded yet
         self._log = structlog.get_logger()
 
     @property
@@ -44,6 +46,8 @@ class Fetcher:
 
     def start(self) -> Execution | None:
         """Reclaim a batch if that is due and there is one; else ask for the next."""
+        if self._unloaded is not None:
+            return self._load(self._unloaded)
         try:
             execution = self._reclaim()
             if execution is None:
@@ -62,7 +66,19 @@ class Fetcher:
         except CommandError as error:
             self._register_again(error)
             return None
-        return None if batch is None else Execution(batch)
+        return None if batch is None else self._load(Execution(batch))
+
+    def _load(self, execution: Execution) -> Execution:
+        """Load the stored bodies of a batch. A request whose body cannot be loaded gets its result.
+
+        If Redis cannot be reached, the next `start` continues here.
+        """
+        self._unloaded = execution
+        failures = self._store.load_bodies(execution.batch, execution.answered)
+        self._unloaded = None
+        for position, detail in failures.items():
+            execution.fail(position, INVALID_ARGUMENT, detail)
+        return execution
 
     def _register_again(self, error: CommandError) -> None:
         """Redis was emptied."""
@@ -92,4 +108,4 @@ class Fetcher:
         # A start without a result is a death during that request. The first one does not count: a worker may
         # die for reasons of its own.
         deaths = {position: starts - 1 for position, starts in started.items() if starts > 1}
-        return Execution(batch, answered, deaths)
+        return self._load(Execution(batch, answered, deaths))

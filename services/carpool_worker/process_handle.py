@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from itertools import islice
 from typing import Final
 
 from carpool_worker.model_process.frames import (
+    Buffer,
     FrameHeader,
     LoadFailed,
     MessageReader,
@@ -23,6 +25,7 @@ from carpool_worker.model_process.frames import (
 )
 
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
+_PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
 STOP_S: Final = 10.0
 
 
@@ -48,7 +51,7 @@ class ProcessHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
-        self._backlog: deque[bytes | memoryview] = deque()
+        self._backlog: deque[Buffer] = deque()
         self.ready = False  # the model is loaded
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
@@ -112,12 +115,12 @@ class ProcessHandle:
         """Whether an outcome can be received without waiting on the socket first."""
         return self._reader is not None and self._reader.has_buffered
 
-    def send(self, header: FrameHeader, payload: bytes) -> None:
+    def send(self, header: FrameHeader, *payload: Buffer) -> None:
         """Send a frame, or put what does not fit into the pipe into the backlog. Raises ProcessGoneError."""
         if self._sock is None:
             raise ProcessGoneError("not started")
         self._sent += 1
-        self._backlog += message_parts(header._replace(number=self._sent), payload)
+        self._backlog += message_parts(header._replace(number=self._sent), *payload)
         self.flush()
 
     def flush(self) -> None:
@@ -127,10 +130,10 @@ class ProcessHandle:
             while backlog:
                 if self._sock is None:
                     raise ProcessGoneError("not started")
-                sent_bytes = self._sock.send(backlog[0], socket.MSG_DONTWAIT)
-                if sent_bytes == len(backlog[0]):
-                    backlog.popleft()
-                else:
+                sent_bytes = self._sock.sendmsg(islice(backlog, _PARTS_MAX), (), socket.MSG_DONTWAIT)
+                while backlog and sent_bytes >= len(backlog[0]):
+                    sent_bytes -= len(backlog.popleft())
+                if sent_bytes:
                     backlog[0] = memoryview(backlog[0])[sent_bytes:]
         except BlockingIOError:
             return
@@ -138,7 +141,7 @@ class ProcessHandle:
             backlog.clear()
             raise ProcessGoneError(str(error)) from error
 
-    def receive(self) -> tuple[OutcomeHeader, bytearray]:
+    def receive(self) -> tuple[OutcomeHeader, Buffer]:
         """The outcome of the oldest frame that has none.
 
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be

@@ -164,7 +164,7 @@ class Replica:
     def _send(self, execution: Execution, frame: Frame) -> None:
         execution.frames_sent += 1
         with contextlib.suppress(ProcessGoneError):  # noticed when its outcome is received
-            self.process.send(frame.header, frame.payload)
+            self.process.send(frame.header, *frame.payload)
 
     def _flush(self) -> None:
         with contextlib.suppress(ProcessGoneError):

@@ -21,6 +21,10 @@ CONTENT_TYPES: Final = (JSON, MSGPACK, RAW)
 PRIORITY_DEFAULT: Final = 4
 PRIORITY_LEVELS: Final = 10
 
+# How long a stored body is kept after the deadline of its request, which may be served late (see
+# `expiration_action`); and without a deadline. Batchers renew it while the request waits.
+BODY_TTL_MS: Final = 24 * 3600 * 1000
+
 
 class StoredBody(NamedTuple):
     """A large body that its producer stored under a key of its own, `Keys.body(name)`.
@@ -78,6 +82,11 @@ class Rows:
 
 
 Bodies = Rows | list[Body]
+
+
+def stored_names(bodies: Bodies) -> list[str]:
+    """The names of those of these bodies that are stored under keys of their own."""
+    return [] if isinstance(bodies, Rows) else [body.name for body in bodies if type(body) is StoredBody]
 
 
 class TicketRange(NamedTuple):
@@ -395,6 +404,7 @@ class Batch:
     dispatched_us: int
     lane: str
     result_ttl_ms: int = 60_000
+    body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
 
     @cached_property
     def size(self) -> int:
@@ -480,6 +490,7 @@ class Refusal(NamedTuple):
     reason: str
     detail: str
     run: Run | None = None  # what is refused; None if it could not be decoded
+    body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
 
 
 class DeadLetter(NamedTuple):

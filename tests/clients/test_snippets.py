@@ -148,6 +148,13 @@ def test_columns_are_answered_as_documented(live: Stack) -> None:
     assert answers == {"x": b"144", "y": b"169", "z": b"196"}
 
 
+def test_large_body_is_answered_as_documented(live: Stack) -> None:
+    (code,) = commands("Large bodies")
+    run_commands(code, live.server.port)
+    assert live.result("square", "big-17")["body"] == 144
+    wait_until(lambda: not live.redis.exists(Keys("square").body("b-17")), description="the body is deleted")
+
+
 def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
     """It is run with fewer requests than printed, and prints the one result."""
     _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## A producer\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Iterator
 
 import pytest
 
 from carpool.store.connection import CommandError, Link, LinkError, Script
-from carpool.store.redis_socket import pack
+from carpool.store.redis_socket import RedisSocket, pack
 from carpool_cli.local.embedded import EmbeddedRedis
 
 LARGE = 16 * 1024
@@ -52,6 +54,38 @@ def test_replies_of_commands_sent_together_are_received_in_order(link: Link) -> 
     assert link.readable(0.0)  # received already, with the first
     assert [link.receive() for _ in range(99)] == [f"{number}".encode() * number for number in range(1, 100)]
     assert not link.readable(0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_strings_of_expected_length_and_other_replies_are_mixed_in_any_order(link: Link, seed: int) -> None:
+    """Whatever comes in place of what was expected, each reply is that of its command."""
+    choice = random.Random(seed)
+    link.call("RPUSH", "list", "x")
+    calls: list[tuple[tuple[str | int, ...], int]] = []
+    expected: list[bytes | str] = []
+    for number in range(200):
+        size = choice.choice((0, 1, LARGE - 1, LARGE, LARGE + 1, 10 * LARGE))
+        text = bytes([number]) * size
+        link.call("SET", f"text {number}", text)
+        declared = choice.choice((size, size, size, size + 1, max(0, size - 1), LARGE))
+        kind = choice.choice(("text", "text", "text", "missing", "list"))
+        key = f"text {number}" if kind == "text" else kind
+        calls.append((("GETRANGE", key, 0, declared), declared))
+        outcomes: dict[str, bytes | str] = {"text": text[: declared + 1], "missing": b"", "list": "WRONGTYPE"}
+        expected.append(outcomes[kind])
+    replies = link.call_strings(calls)
+    assert [reply.code if isinstance(reply, CommandError) else reply for reply in replies] == expected
+    assert link.call("PING") == b"PONG"
+
+
+def test_connection_that_is_closed_within_a_string(link: Link) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        redis_socket = RedisSocket(ours, lambda text: CommandError(text, text))
+        theirs.sendall(b"$%d\r\n" % LARGE + b"x" * (LARGE // 2))
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError, match="closed"):
+            redis_socket.receive(LARGE)
 
 
 def test_error_replies_have_their_first_word_as_code(link: Link) -> None:

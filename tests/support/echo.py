@@ -100,10 +100,14 @@ class EchoService(threading.Thread):
                 if b"withdraw" in fields:
                     self.withdrawn |= set(fields[b"withdraw"].decode().split(" "))
                 else:
-                    waiting += read_entry(fields)
+                    waiting += read_entry(fields, self._stored)
             if waiting and not self.paused.is_set():
                 self._answer([echo for echo in waiting if echo.correlation_id not in self.withdrawn])
                 waiting = []
+
+    def _stored(self, name: str) -> bytes:
+        body: bytes = self._redis.get(self._keys.body(name))
+        return body
 
     def _answer(self, echoes: list[Echo]) -> None:
         """Answer with entries for each reply stream, each of a few parts, in random order."""
@@ -179,22 +183,28 @@ def _similar(one: Echo, other: Echo) -> bool:
     return (one.content_type, one.head, len(one.body)) == (other.content_type, other.head, len(other.body))
 
 
-def read_entry(fields: dict[bytes, bytes]) -> list[Echo]:
-    """The requests of an entry."""
+def _unknown(name: str) -> bytes:
+    return b""
+
+
+def read_entry(fields: dict[bytes, bytes], stored: Callable[[str], bytes] = _unknown) -> list[Echo]:
+    """The requests of an entry. `stored` returns a large body by its name; without it, these are empty."""
     shared: dict[str, Any] = {name.decode(): value for name, value in fields.items()}
     packed = shared.pop("requests", None)
     elements = [shared] if packed is None else [{**shared, **own} for own in msgpack.unpackb(packed)]
-    return [echo for element in elements for echo in _read_element(element)]
+    return [echo for element in elements for echo in _read_element(element, stored)]
 
 
-def _read_element(element: dict[str, Any]) -> list[Echo]:
+def _read_element(element: dict[str, Any], stored: Callable[[str], bytes]) -> list[Echo]:
     content_type, reply_to = _text(element.pop("content_type")), _text(element.pop("reply_to"))
     head = element.pop("row_head", b"")
     if "correlation_ids" not in element:
-        ids, bodies = [_text(element.pop("correlation_id"))], [element.pop("body")]
+        ids = [_text(element.pop("correlation_id"))]
+        bodies = [element.pop("body") if "body" in element else _stored_body(element, stored)]
     else:
         ids = _text(element.pop("correlation_ids")).split(" ")
         rows, bodies = element.pop("rows", None), element.pop("bodies", [])
+        bodies = [body if type(body) is bytes else _stored_body(body, stored) for body in bodies]
         if rows is not None:
             width, rest = divmod(len(rows), len(ids))
             assert width, "a row has at least one byte"
@@ -206,6 +216,13 @@ def _read_element(element: dict[str, Any]) -> list[Echo]:
         Echo(correlation_id, body, content_type, reply_to, own, head)
         for correlation_id, body in zip(ids, bodies, strict=True)
     ]
+
+
+def _stored_body(element: dict[str, Any], stored: Callable[[str], bytes]) -> bytes:
+    name, size_bytes = _text(element.pop("body_key")), int(element.pop("body_bytes"))
+    body = stored(name)
+    assert stored is _unknown or len(body) == size_bytes
+    return body
 
 
 def _text(value: Any) -> str:

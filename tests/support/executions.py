@@ -68,7 +68,7 @@ def positions(execution: Execution) -> list[list[int]]:
     return [list(frame.positions) for frame in execution.frames]
 
 
-def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, bytearray]:
+def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, frames.Buffer]:
     """The outcome of a frame, from the model process's own code over a real socket."""
     model = LoadedModel(
         predict if codec.wants_requests else lambda batch, _: predict(batch),
@@ -78,7 +78,7 @@ def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[O
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames.send_message(ours, frame.header, frame.payload)
+        frames.send_message(ours, frame.header, *frame.payload)
         model_process._execute_next(frames.MessageReader(theirs), theirs, model)
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload

@@ -331,7 +331,7 @@ def test_body_recognised_by_its_head_is_decoded_like_any_other() -> None:
         alone = prepared(codec_of(ANY), body)
         if alone.frames:
             (frame,) = (frame for frame in together.frames if position in frame.positions)
-            row = frames.unstack(frame.header.parts, len(frame.positions), bytearray(frame.payload))
+            row = frames.unstack(frame.header.parts, len(frame.positions), bytearray(b"".join(frame.payload)))
             assert type(body.body) is bytes
             np.testing.assert_array_equal(
                 row["x"][frame.positions.index(position)], decode_body(MSGPACK, body.body)

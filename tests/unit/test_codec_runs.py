@@ -202,7 +202,7 @@ def test_rows_become_one_frame_and_columns_without_a_step_for_each_request() -> 
     runs = [run_of(rows_of(range(20, 60)), "a"), run_of(rows_of(range(20, 44), RAW), "b", RAW)]
     execution = prepared(codec, *runs)
     (frame,) = execution.frames
-    assert frame.payload == bytes(runs[0].bodies.data) + bytes(runs[1].bodies.data)  # type: ignore[union-attr]
+    assert b"".join(frame.payload) == bytes(runs[0].bodies.data) + bytes(runs[1].bodies.data)  # type: ignore[union-attr]
     execute(codec, execution)
     assert not execution.results
     assert [(of.run, list(of.positions)) for of in execution.columns] == [

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Self, TypedDict, Unpack
 import numpy as np
 
 from carpool.client.entries import (
+    LARGE_BODY_BYTES,
     MAX_ENTRY_BYTES,
     MAX_ENTRY_REQUESTS,
     NO_FIELDS,
@@ -343,7 +344,12 @@ class AsyncClient:
         if entry is None:
             entry = self._open[key] = OutgoingEntry(channel, content_type, timeout_s, sink)
             self._collect(entry)
-        if not entry.add(correlation_id, target, fields, head, rest):
+        if len(rest) < LARGE_BODY_BYTES:
+            has_room = entry.add(correlation_id, target, fields, head, rest)
+        else:  # the name is this request's own, also if it has the correlation ID of another
+            name = f"{self._name}-{next(self._numbers)}" if "correlation_id" in options else correlation_id
+            has_room = entry.add_stored(correlation_id, target, fields, head + rest, name)
+        if not has_room:
             del self._open[key]
         self._awaited[correlation_id] = entry
         return correlation_id
@@ -420,6 +426,8 @@ class AsyncClient:
         if type(body) is np.ndarray and (content_type is None or content_type == MSGPACK):
             head = self._heads.get((body.dtype, body.shape)) or self._make_head(body.dtype, body.shape)
             if head is not None:
+                if head.exact and body.nbytes >= LARGE_BODY_BYTES:  # copied once
+                    return MSGPACK, _NO_HEAD, b"".join((head.encoded, np.ascontiguousarray(body).data))
                 return MSGPACK, head.encoded, body.tobytes() if head.exact else to_bytes(body, head.datatype)
         if content_type is None:
             content_type = RAW if isinstance(body, bytes | bytearray | memoryview) else MSGPACK
@@ -429,12 +437,14 @@ class AsyncClient:
             raise InvalidArgumentError(f"body: {error.detail}") from None
 
     def _head_of_rows(self, array: Array, options: RequestOptions) -> _Head | None:
-        """The head of the rows of an array; None if they cannot be sent as columns."""
+        """The head of the rows of an array; None if they cannot be sent as columns, or are large."""
         if array.ndim == 0:
             raise InvalidArgumentError("body: an array without dimensions has no rows")
         if "correlation_id" in options:
             raise InvalidArgumentError("correlation_id: cannot be the same for several requests")
-        if array.nbytes == 0 or options.get("content_type") not in (None, MSGPACK):
+        if options.get("content_type") not in (None, MSGPACK):
+            return None
+        if not 0 < array.nbytes < LARGE_BODY_BYTES * len(array):
             return None
         key = (array.dtype, array.shape[1:])
         return self._heads.get(key) or self._make_head(*key)

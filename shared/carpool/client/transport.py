@@ -28,8 +28,28 @@ TRIM_ENTRIES: Final = 32
 CONGESTION_PAUSE_S: Final = 0.001
 _RECONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
+
+class _Transaction:
+    """An entry that is sent in a transaction, and Redis's replies to its commands, from MULTI to EXEC."""
+
+    __slots__ = ("_replies_left", "entry", "error")
+
+    def __init__(self, entry: OutgoingEntry, commands: int) -> None:
+        self.entry = entry
+        self.error: CommandError | None = None  # the first; that of EXEC only says that there was one
+        self._replies_left = commands
+
+    def take(self, reply: Any) -> bool:
+        """Take the next reply. Returns whether it is the last."""
+        self._replies_left -= 1
+        if self.error is None:
+            results = reply if isinstance(reply, list) else (reply,)  # a list: those of EXEC
+            self.error = next((result for result in results if isinstance(result, CommandError)), None)
+        return not self._replies_left
+
+
 # What Redis's reply to a command concerns: an entry of requests, a caller of `call`, or nothing.
-_Waiter = OutgoingEntry | asyncio.Future[Any] | None
+_Waiter = OutgoingEntry | _Transaction | asyncio.Future[Any] | None
 
 
 class Transport:
@@ -144,7 +164,11 @@ class Transport:
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
-        self._outbox[:0] = [waiter for waiter in waiters if isinstance(waiter, OutgoingEntry)]
+        self._outbox[:0] = [
+            waiter.entry if isinstance(waiter, _Transaction) else waiter
+            for waiter in waiters
+            if isinstance(waiter, OutgoingEntry | _Transaction)
+        ]
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future) and not waiter.done():
                 waiter.set_exception(error)
@@ -201,11 +225,11 @@ class Transport:
         """Everything to be written now. Appends a waiter for each command, in the same order."""
         commands: list[Command] = []
         for entry in self._outbox:
-            command = entry.command(self._name)
-            if command is not None:
+            of_entry = entry.commands(self._name)
+            if of_entry:
                 entry.sent = True
-                commands.append(command)
-                self._waiters.append(entry)
+                commands += of_entry
+                self._waiters.append(entry if len(of_entry) == 1 else _Transaction(entry, len(of_entry)))
         self._outbox.clear()
         for command, call in self._commands:
             commands.append(command)
@@ -222,13 +246,22 @@ class Transport:
 
     def _on_reply(self, reply: Any) -> None:
         """Redis's reply to the oldest command without one."""
-        waiter = self._waiters.popleft()
+        waiter = self._waiters[0]
+        if isinstance(waiter, _Transaction) and not waiter.take(reply):
+            return
+        self._waiters.popleft()
         if isinstance(waiter, OutgoingEntry):
-            waiter.runs.clear()  # it need not be sent again
-            if isinstance(reply, CommandError):
-                self._on_rejected(waiter, _rejection(reply))
+            self._on_entry_reply(waiter, reply)
+        elif isinstance(waiter, _Transaction):
+            self._on_entry_reply(waiter.entry, waiter.error)
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
+
+    def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
+        """Redis accepted or rejected an entry."""
+        entry.runs.clear()  # it need not be sent again
+        if isinstance(reply, CommandError):
+            self._on_rejected(entry, _rejection(reply))
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -272,6 +305,6 @@ def _withdraw(channel: Channel) -> Command:
 
 
 def _rejection(reply: CommandError) -> CarpoolError:
-    if reply.code == "OOM":
+    if reply.code == "OOM" or (reply.code == "EXECABORT" and ": OOM " in str(reply)):
         return ResourceExhaustedError(f"Redis is out of memory: {reply}")
     return UnavailableError(f"Redis did not accept the request: {reply}")

@@ -8,19 +8,21 @@ batcher updates its own table of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.messages import (
+    BODY_TTL_MS,
     Batch,
     Dispatch,
     Entry,
     Refusal,
     Result,
     Run,
+    stored_names,
     tickets_of_each,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
@@ -44,6 +46,7 @@ _MISSING: Final = Script("missing")
 
 PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
 PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
+RENEWALS_MAX: Final = 1000  # in one round trip
 
 
 class PutBack(NamedTuple):
@@ -206,7 +209,8 @@ class BatcherStore:
             remaining.append(parts)
             results = chain.from_iterable(map(_results_of, of_entry))
             result_args = group_list_args(result_groups(self.keys, script_keys, results))
-            groups.append([entry.id, *_put_back_args(entry, parts), *result_args])
+            bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
+            groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, *group_list_args(groups)]
         replies = self._link.run(_REFUSE, script_keys.keys, args)
 
@@ -217,6 +221,15 @@ class BatcherStore:
             else:
                 (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
         return changes
+
+    def renew_bodies(self, names: Sequence[str]) -> None:
+        """Let these stored bodies expire BODY_TTL_MS from now.
+
+        An ACL file older than stored bodies forbids it. Then they expire as their producers said.
+        """
+        for start in range(0, len(names), RENEWALS_MAX):
+            keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
+            self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
     def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
         """Answer requests of a batch in flight whose deadline passed.
@@ -262,6 +275,14 @@ def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argumen
 
 def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes]) -> PutBack:
     return PutBack(entry, [(part_id.decode(), runs) for part_id, runs in zip(part_ids, parts, strict=True)])
+
+
+def _body_names(refusals: Iterable[Refusal]) -> list[str]:
+    """The names of all stored bodies of these requests."""
+    names: list[str] = []
+    for refusal in refusals:
+        names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
+    return names
 
 
 def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:

@@ -23,12 +23,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import re
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import islice
 from typing import Any, Final
 
 import hiredis
@@ -41,8 +44,8 @@ from redis.retry import Retry
 from carpool.address import without_password
 from carpool.errors import UnavailableError
 from carpool.readiness import wait_until_ready
+from carpool.store.redis_socket import LARGE_BYTES, PARTS_MAX, RedisSocket, pack
 from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
-from carpool.store.redis_socket import RedisSocket, pack
 
 Command = Sequence[Argument]
 
@@ -110,12 +113,6 @@ def _link_error(url: str, error: Exception, *, connecting: bool = False) -> Link
 def _keepalive(url: str) -> dict[str, Any]:
     """Options that detect a host which is down; Unix sockets have none."""
     return {} if url.startswith("unix:") else {"socket_keepalive": True}
-
-
-def _pack(command: tuple[Argument, ...]) -> bytes:
-    # hiredis's type stub only allows tuples of one element
-    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
-    return packed
 
 
 class Script:
@@ -197,12 +194,15 @@ class Link:
         self._socket = RedisSocket(sock, _command_error)
         return self._socket
 
-    def receive(self) -> Any:
-        """The next reply, of which the first bytes must arrive within the link's timeout."""
+    def receive(self, expected_bytes: int = 0) -> Any:
+        """The next reply, of which the first bytes must arrive within the link's timeout.
+
+        If it is a large string of `expected_bytes`, it is received without a copy.
+        """
         try:
             if self._socket is None:
                 raise ConnectionError("connection closed")
-            reply = self._socket.receive()
+            reply = self._socket.receive(expected_bytes)
         except (hiredis.ProtocolError, OSError) as error:
             self.close()
             raise _link_error(self._url, error) from error
@@ -216,12 +216,16 @@ class Link:
     def call_many(self, *commands: Command) -> list[Any]:
         """Send several commands in one write, then receive all replies. A CommandError is returned in its
         place."""
-        self._send_parts([part for command in commands for part in pack(tuple(command))])
-        return [self._receive_or_error() for _ in commands]
+        return self.call_strings([(command, 0) for command in commands])
 
-    def _receive_or_error(self) -> Any:
+    def call_strings(self, commands: Sequence[tuple[Command, int]]) -> list[Any]:
+        """As `call_many`, each command with the length of the string that is expected in reply."""
+        self._send_parts([part for command, _ in commands for part in pack(tuple(command))])
+        return [self._receive_or_error(expected_bytes) for _, expected_bytes in commands]
+
+    def _receive_or_error(self, expected_bytes: int) -> Any:
         try:
-            return self.receive()
+            return self.receive(expected_bytes)
         except CommandError as error:
             return error
 
@@ -313,9 +317,11 @@ class AsyncLink(asyncio.Protocol):
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
-        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=_command_error)
         self._transport: Any = None
-        self.congested = False
+        self._descriptor: int | None = None  # of the socket; None: only the transport can send (TLS)
+        self._unsent: deque[memoryview] = deque()  # what is to be sent when the transport's buffer is empty
+        self._is_paused = False
         self.identity: int | None = None
 
     async def connect(self) -> None:
@@ -333,15 +339,50 @@ class AsyncLink(asyncio.Protocol):
             raise _link_error(self._url, error, connecting=True) from error
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
+        if self._transport.get_extra_info("sslcontext") is None:
+            self._descriptor = self._transport.get_extra_info("socket").fileno()
+            self._transport.set_write_buffer_limits(high=0)
 
     def write(self, commands: Iterable[Command]) -> None:
-        """Send commands in one write. If the connection is lost meanwhile, `on_lost` reports it."""
-        if self._transport is not None:
-            self._transport.write(b"".join([_pack(tuple(command)) for command in commands]))
+        """Send commands together. If the connection is lost meanwhile, `on_lost` reports it."""
+        if self._transport is None:
+            return
+        parts = [part for command in commands for part in pack(tuple(command))]
+        if self.congested or (self._descriptor is not None and max(map(len, parts)) >= LARGE_BYTES):
+            self._unsent += map(memoryview, parts)
+            self._send_unsent()
+        else:
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _send_unsent(self) -> None:
+        """Send as much as the socket takes, without copying it as the transport would.
+
+        The transport is only given a little of the rest. It calls `resume_writing` when it has sent that.
+        """
+        unsent = self._unsent
+        # A transport that is closing may have closed the descriptor, which then may be another file's.
+        while unsent and not (self._is_paused or self._transport.is_closing()):
+            sent_bytes = 0
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):  # the transport reports it
+                    sent_bytes = os.writev(self._descriptor, list(islice(unsent, PARTS_MAX)))
+            while unsent and sent_bytes >= len(unsent[0]):
+                sent_bytes -= len(unsent.popleft())
+            if unsent:
+                part = unsent.popleft()[sent_bytes:]
+                if len(part) > LARGE_BYTES:
+                    unsent.appendleft(part[LARGE_BYTES:])
+                self._transport.write(part[:LARGE_BYTES])
+
+    @property
+    def congested(self) -> bool:
+        """Whether something is unsent, because Redis does not keep up."""
+        return self._is_paused or bool(self._unsent)
 
     def close(self) -> None:
         """Close the connection at once; `on_lost` is not called any more."""
         transport, self._transport = self._transport, None
+        self._unsent.clear()
         if transport is not None:
             transport.abort()
             self._detach()
@@ -352,22 +393,23 @@ class AsyncLink(asyncio.Protocol):
         """Parse the data, and pass on every complete reply; errors as CommandError."""
         self._reader.feed(data)
         while (reply := self._reader.gets()) is not _INCOMPLETE:
-            if isinstance(reply, hiredis.ReplyError):
-                reply = CommandError(str(reply).split(" ", 1)[0], str(reply))
             self._on_reply(reply)
 
     def pause_writing(self) -> None:
-        """The write buffer is full: Redis does not keep up."""
-        self.congested = True
+        """The transport's buffer is not empty (with TLS: full)."""
+        self._is_paused = True
 
     def resume_writing(self) -> None:
-        """The write buffer has room again."""
-        self.congested = False
+        """The transport's buffer is empty (with TLS: has room) again."""
+        self._is_paused = False
+        if self._transport is not None:
+            self._send_unsent()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The transport was closed, by Redis or by an error."""
         if self._transport is not None:
             self._transport = None
+            self._unsent.clear()
             self._detach()
             self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))
 

@@ -11,10 +11,10 @@ import hiredis
 
 Argument = str | bytes | int | float
 
-_LARGE_BYTES: Final = (
+LARGE_BYTES: Final = (
     16 * 1024
 )  # an argument of this size costs more to copy than to send as a part of its own
-_PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
+PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
 _READ_BYTES: Final = 256 * 1024
 _INCOMPLETE: Final = object()
 
@@ -22,7 +22,7 @@ _INCOMPLETE: Final = object()
 def pack(command: tuple[Argument, ...]) -> list[bytes]:
     """A command in Redis's protocol, in parts. A large argument is a part of its own, and is not copied."""
     large = [
-        at for at, argument in enumerate(command) if type(argument) is bytes and len(argument) >= _LARGE_BYTES
+        at for at, argument in enumerate(command) if type(argument) is bytes and len(argument) >= LARGE_BYTES
     ]
     if not large:
         return [_packed(command)]
@@ -77,15 +77,22 @@ class RedisSocket:
         rest = [memoryview(part) for part in parts]
         begin = 0
         while begin < len(rest):
-            sent_bytes = self._sock.sendmsg(rest[begin : begin + _PARTS_MAX])
+            sent_bytes = self._sock.sendmsg(rest[begin : begin + PARTS_MAX])
             while begin < len(rest) and sent_bytes >= len(rest[begin]):
                 sent_bytes -= len(rest[begin])
                 begin += 1
             if sent_bytes:
                 rest[begin] = rest[begin][sent_bytes:]
 
-    def receive(self) -> Any:
-        """The next reply. Waits for it as long as the socket's timeout permits, for each part anew."""
+    def receive(self, expected_bytes: int = 0) -> Any:
+        """The next reply. Waits for it as long as the socket's timeout permits, for each part anew.
+
+        A large string of `expected_bytes` is received in place; hiredis would copy it twice.
+        """
+        if expected_bytes >= LARGE_BYTES and self._receive_header(b"$%d\r\n" % expected_bytes):
+            text = self._receive_exactly(expected_bytes)
+            self._receive_exactly(2)
+            return text
         reader = self._reader
         reply = reader.gets()
         while reply is _INCOMPLETE:
@@ -95,6 +102,31 @@ class RedisSocket:
             reader.feed(self._buffer, 0, received_bytes)  # type: ignore[arg-type]  # the stub lacks it
             reply = reader.gets()
         return reply
+
+    def _receive_header(self, header: bytes) -> bool:
+        """Whether the next reply has this header, which then is received. If not, hiredis has its bytes."""
+        if self._reader.has_data() or isinstance(self._sock, ssl.SSLSocket):
+            return False
+        received = b""
+        while received != header and header.startswith(received):
+            part = self._sock.recv(len(header) - len(received))
+            if not part:
+                raise ConnectionError("connection closed by server")
+            received += part
+        if received == header:
+            return True
+        self._reader.feed(received)
+        return False
+
+    def _receive_exactly(self, size_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        while size_bytes:
+            part = self._sock.recv(size_bytes, socket.MSG_WAITALL)
+            if not part:
+                raise ConnectionError("connection closed by server")
+            parts.append(part)
+            size_bytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
     def is_buffered(self) -> bool:

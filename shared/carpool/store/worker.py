@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result, RunColumns
+from carpool.messages import Batch, Body, DeadLetter, Result, RunColumns, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
-from carpool.store.connection import Argument, Link, Script
+from carpool.store.connection import Argument, CommandError, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -114,6 +114,44 @@ class WorkerStore:
                 started[int(position)] = int(value)
         return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
 
+    def load_bodies(self, batch: Batch, answered: Container[int] = ()) -> dict[int, str]:
+        """Load the stored bodies of a batch, in one round trip, into its runs; not those of `answered`.
+
+        Returns what is wrong with those that could not be loaded, by position. They stay as they are.
+        """
+        stored: list[tuple[int, list[Body], int, StoredBody]] = []
+        position = 0
+        for run in batch.runs:
+            if type(run.bodies) is list:
+                stored += [
+                    (position + at, run.bodies, at, body)
+                    for at, body in enumerate(run.bodies)
+                    if type(body) is StoredBody
+                ]
+            position += len(run.correlation_ids)
+        if not stored:
+            return {}
+        batch.body_names = [body.name for *_, body in stored]
+        needed = [item for item in stored if item[0] not in answered]
+        # No more than a byte over what was declared: what a key has is up to its producer.
+        replies = self._link.call_strings(
+            [
+                (("GETRANGE", self.keys.body(body.name), 0, body.size_bytes), body.size_bytes)
+                for *_, body in needed
+            ]
+        )
+        failures: dict[int, str] = {}
+        for (position, bodies, at, body), reply in zip(needed, replies, strict=True):
+            if isinstance(reply, CommandError):
+                if reply.code != "WRONGTYPE":
+                    raise reply
+                failures[position] = "body_key: the key is not a string"
+            elif len(reply) != body.size_bytes:
+                failures[position] = _wrong_length(len(reply), body)
+            else:
+                bodies[at] = reply
+        return failures
+
     def renew(
         self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
     ) -> tuple[bool, set[str]]:
@@ -176,6 +214,7 @@ class WorkerStore:
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
         args += list_args(left_out)
+        args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
         args += list_args(settled)
         args += group_list_args(result_groups(keys, script_keys, results.values(), columns))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
@@ -185,3 +224,10 @@ class WorkerStore:
         if outcome == b"SETTLED_MORE":
             release(self._link, keys)
         return set(positions)
+
+
+def _wrong_length(found_bytes: int, body: StoredBody) -> str:
+    if not found_bytes:
+        return "body_key: there is no body under this key; it expired, or was never stored"
+    found = f"{found_bytes}" if found_bytes < body.size_bytes else "more"
+    return f"body_key: {found} bytes, but body_bytes is {body.size_bytes}"

@@ -376,7 +376,7 @@ def _decode_columns(entry: Entry, raw: Fields, settings: ModelSettings) -> list[
     try:
         ids = _read_ids(raw)
     except CarpoolError as error:
-        return [_refuse(entry, attributes, entry.id, error)]
+        return [_refuse(entry, raw, entry.id, error)]
     try:
         run = Run(entry, ids, _read_columns(raw, len(ids), settings))
         _decode_properties(run, attributes, settings)
@@ -385,7 +385,7 @@ def _decode_columns(entry: Entry, raw: Fields, settings: ModelSettings) -> list[
         return decoded
     except CarpoolError as error:
         names = [name if CORRELATION_ID.fullmatch(name) else entry.id for name in ids]
-        return [_refuse(entry, attributes, entry.id, error)._replace(correlation_ids=names)]
+        return [_refuse(entry, raw, entry.id, error)._replace(correlation_ids=names)]
 
 
 # In columns no field of a producer's own has one of these names.
@@ -457,10 +457,12 @@ def _decode_request(entry: Entry, raw: Fields, settings: ModelSettings, default_
     try:
         body = _read_body(raw, settings)
         if type(body) is StoredBody:
-            raw = {name: value for name, value in raw.items() if name not in STORED_BODY_FIELDS}
+            others = {name: value for name, value in raw.items() if name not in STORED_BODY_FIELDS}
+        else:
+            others = raw
         correlation_id = read_name(raw, "correlation_id", default_id)
         run = Run(entry, [correlation_id or default_id], [body])
-        _decode_properties(run, raw, settings)
+        _decode_properties(run, others, settings)
         return run
     except CarpoolError as error:
         return _refuse(entry, raw, default_id, error)
@@ -527,7 +529,18 @@ def _refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> 
         error.status,
         "input",
         error.detail,
+        body_names=_stored_names_in(raw),
     )
+
+
+def _stored_names_in(raw: Fields) -> list[str]:
+    """The names of stored bodies in the fields of a request or of columns, as far as these are valid."""
+    if raw.get("body") is not None:
+        return []
+    bodies = raw.get("bodies")
+    elements = bodies if type(bodies) is list else [raw]
+    names = [read_valid_name(element, "body_key", None) for element in elements if type(element) is dict]
+    return [name for name in names if name is not None]
 
 
 # --- encoding: requests that are put back ------------------------------------------------------------------

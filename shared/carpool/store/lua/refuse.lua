@@ -2,10 +2,10 @@
 -- Entries without requests (withdrawals) are only removed. Nothing is written for an entry that is no longer in the
 -- stream: it was removed by XDEL, or dispatched or answered already.
 --
--- KEYS  1 requests   2 order   3 held   4.. the keys of results
+-- KEYS  1 requests   2 order   3 held   4.. the keys of results and of stored bodies
 -- ARGV  1 result TTL (ms)
 --       2.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
---           of tickets or '', payload
+--           of tickets or '', payload; list of stored bodies to delete: index in KEYS
 -- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
 local ttl_ms = ARGV[1]
@@ -24,6 +24,10 @@ for e = 1, tonumber(take()) do
   for _ = 1, tonumber(take()) do
     local key, kind, ranges, result = KEYS[tonumber(take())], take(), take(), take()
     if not is_missing then take_result(arrived, ranges, key, kind, result, ttl_ms) end
+  end
+  for _ = 1, tonumber(take()) do
+    local key = KEYS[tonumber(take())]
+    if not is_missing then redis.pcall('UNLINK', key) end
   end
 end
 if #arrived > 0 then release(KEYS[2], KEYS[3], arrived) end
