@@ -301,7 +301,8 @@ def connections(tiny: bool) -> list[Part]:
         "Producers",
         f"{IN_FLIGHT} requests are in flight, divided among so many `AsyncClient`s with connections of "
         "their own. "
-        "One client sends many requests in an entry; of 500 each sends single ones.",
+        "One client sends many requests in an entry; of 500 each sends single ones, and has "
+        "a reply stream of its own.",
         "producers",
         "µs of CPU a request",
         (1, 10) if tiny else (1, 10, 100, 500),
