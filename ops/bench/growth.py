@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -51,7 +52,8 @@ BATCH_SIZE: Final = 64
 IN_FLIGHT: Final = 500
 WAIT_S_MAX: Final = 120.0
 EXPLANATION: Final = (
-    "Costs are CPU time, mostly in microseconds a request: trust the ratios more than the values. A part is flat if "
+    "Costs are CPU time, mostly in microseconds a request: trust the ratios more than the values. A part "
+    "is flat if "
     "the last column is near 1: it is the cost at the largest size relative to the smallest."
 )
 
@@ -81,13 +83,16 @@ class Stack:
 
     def __init__(self, server: EmbeddedRedis, log: Any, batch_size: int) -> None:
         environment = {"CARPOOL_REDIS_URL": server.url, "BENCH_BATCH_SIZE": str(batch_size)}
-        self._start = lambda *argv: many_models.start_service(argv, {**os.environ, **environment}, log)
+        self._environment, self._log = {**os.environ, **environment}, log
         self.url = server.url
         self.redis: Any = Redis.from_url(server.url, protocol=2)
         self.link = Link(server.url, name="growth")
         self.directory = Directory(self.link, DEFAULT_PREFIX)
         self._services = [self._start("carpool_batcher")]
         self.pids = {"batcher": self._services[0].pid, "Redis": server.pid}
+
+    def _start(self, *argv: str) -> subprocess.Popen[bytes]:
+        return many_models.start_service(argv, self._environment, self._log)
 
     def serve(self) -> None:
         """Start a worker."""
@@ -189,7 +194,8 @@ def waiting(tiny: bool) -> list[Part]:
     depths = (1, 100, 1000) if tiny else (1, 10, 100, 1_000, 10_000, 100_000)
     part = Part(
         "Waiting requests",
-        "So many requests wait, each in an entry of its own. More are added, and the batcher reads them: taking in. "
+        "So many requests wait, each in an entry of its own. More are added, and the batcher reads them: "
+        "taking in. "
         f"Then a worker starts, and they are dispatched, executed and settled in batches of {BATCH_SIZE}.",
         "waiting requests",
         "µs of CPU a request",
@@ -242,7 +248,8 @@ def memory_of(name: str, entries: Sequence[Sequence[Any]], requests: int) -> str
         batcher = (_rss_bytes(one.pids["batcher"]) - before[0]) / requests
         redis = (one.redis.info("memory")["used_memory"] - before[1]) / requests
     return (
-        f"A waiting request of {len(HEAD + ROW)} bytes, {name}, takes {batcher:,.0f} bytes in the batcher and "
+        f"A waiting request of {len(HEAD + ROW)} bytes, {name}, takes {batcher:,.0f} bytes in the batcher "
+        "and "
         f"{redis:,.0f} in Redis."
     )
 
@@ -255,7 +262,8 @@ def models(tiny: bool) -> list[Part]:
     """Registered models, of which one is used."""
     part = Part(
         "Registered models",
-        "All but one are idle. CPU is of the batcher, and of its Redis, while nothing is sent; then lone requests are "
+        "All but one are idle. CPU is of the batcher, and of its Redis, while nothing is sent; then lone "
+        "requests are "
         "sent to one model.",
         "registered models",
         "% of a core, or ms",
@@ -291,8 +299,10 @@ def connections(tiny: bool) -> list[Part]:
     """Producers, each with connections of its own."""
     part = Part(
         "Producers",
-        f"{IN_FLIGHT} requests are in flight, divided among so many `AsyncClient`s with connections of their own. "
-        "One client sends many requests in an entry; of 500 each sends single ones.",
+        f"{IN_FLIGHT} requests are in flight, divided among so many `AsyncClient`s with connections of "
+        "their own. "
+        "One client sends many requests in an entry; of 500 each sends single ones, and has "
+        "a reply stream of its own.",
         "producers",
         "µs of CPU a request",
         (1, 10) if tiny else (1, 10, 100, 500),
@@ -330,7 +340,8 @@ def lanes(tiny: bool) -> list[Part]:
     """Lanes with a waiting request each, in the core alone."""
     part = Part(
         "Lanes",
-        "In each lane one request waits. A turn dispatches one of them, settles it, and takes in another one, of "
+        "In each lane one request waits. A turn dispatches one of them, settles it, and takes in another "
+        "one, of "
         "another lane. Only the scheduler is measured.",
         "lanes",
         "µs of CPU a turn",
@@ -352,7 +363,8 @@ def entry(tiny: bool) -> list[Part]:
     for batch_size in (1, 8, 64):
         part = Part(
             f"Requests in one entry, `max_batch_size` {batch_size}",
-            "One entry has all requests, as columns or as packed maps; or each request has an entry of its own. Time "
+            "One entry has all requests, as columns or as packed maps; or each request has an entry of "
+            "its own. Time "
             "is that from the first entry to the last commit.",
             "requests in the entry",
             "µs a request",
@@ -462,7 +474,8 @@ def document(parts: Sequence[Part]) -> str:
     """The text of growth.md."""
     machine = f"{os.cpu_count()} cores ({platform.machine()}, Python {platform.python_version()})"
     written = (
-        "Written by `.venv/bin/python ops/bench/growth.py --write`. Redis, batcher, worker and producer share "
+        "Written by `.venv/bin/python ops/bench/growth.py --write`. Redis, batcher, worker and producer "
+        "share "
         f"{machine}; requests are no-ops on float32[128] unless said otherwise. {EXPLANATION}"
     )
     head = ["# How costs grow", "", *_wrapped(written), "", "![costs over sizes](growth.svg)", ""]
