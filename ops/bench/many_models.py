@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -105,28 +106,35 @@ async def lone_latencies_ms(url: str, requests: int) -> list[float]:
     return sorted(latencies_ms[WARM_UP:])
 
 
-def start(environment: dict[str, str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
-    """Start a batcher, and a worker that serves `noop`."""
+class Figures(NamedTuple):
+    """What was measured with a number of models."""
+
+    idle: Idle
+    p50_ms: float  # of lone requests
+    p99_ms: float
+
+
+def start_service(
+    argv: Sequence[str], environment: dict[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a service: its module and its arguments."""
+    return subprocess.Popen([sys.executable, "-m", *argv], env=environment, stdout=log, stderr=log)
+
+
+def measure(models: int, seconds: float, requests: int) -> Figures:
+    """The figures for this number of models."""
     noop = Path(__file__).with_name("noop.py")
-    commands = (["carpool_batcher"], ["carpool_worker", f"noop={noop}:Noop"])
-    return [
-        subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
-        for command in commands
-    ]
-
-
-def measure(models: int, options: argparse.Namespace) -> None:
-    """Print a line for this number of models."""
     with tempfile.TemporaryFile() as log, EmbeddedRedis(append_only=False) as server:
         environment = {**os.environ, "CARPOOL_REDIS_URL": server.url}
         register_idle_models(server.url, models - 1)
-        services = start(environment, log)
+        commands = (["carpool_batcher"], ["carpool_worker", f"noop={noop}:Noop"])
+        services = [start_service(command, environment, log) for command in commands]
         redis: Any = Redis.from_url(server.url, protocol=2)
         try:
             asyncio.run(lone_latencies_ms(server.url, 1))
             time.sleep(SETTLE_S)
-            idle = measure_idle(redis, services[0].pid, server.pid, options.seconds)
-            latencies_ms = asyncio.run(lone_latencies_ms(server.url, options.requests))
+            idle = measure_idle(redis, services[0].pid, server.pid, seconds)
+            latencies_ms = asyncio.run(lone_latencies_ms(server.url, requests))
         finally:
             redis.close()
             for service in services:
@@ -134,11 +142,7 @@ def measure(models: int, options: argparse.Namespace) -> None:
             for service in services:
                 service.wait()
     p50_ms, p99_ms = (latencies_ms[len(latencies_ms) * percent // 100] for percent in (50, 99))
-    print(
-        f"{models:6}  {idle.batcher_percent:9.1f} {idle.redis_percent:9.1f} {idle.threads:9} "
-        f"{idle.connections:12} {idle.rss_mb:8.0f}  {p50_ms:8.2f} {p99_ms:8.2f}",
-        flush=True,
-    )
+    return Figures(idle, p50_ms, p99_ms)
 
 
 def main() -> None:
@@ -152,7 +156,12 @@ def main() -> None:
     options = parser.parse_args()
     print("models  batcher/%   redis/%   threads  connections   rss/MB    p50/ms   p99/ms")
     for models in map(int, options.models.split(",")):
-        measure(models, options)
+        idle, p50_ms, p99_ms = measure(models, options.seconds, options.requests)
+        print(
+            f"{models:6}  {idle.batcher_percent:9.1f} {idle.redis_percent:9.1f} {idle.threads:9} "
+            f"{idle.connections:12} {idle.rss_mb:8.0f}  {p50_ms:8.2f} {p99_ms:8.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

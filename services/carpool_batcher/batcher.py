@@ -195,6 +195,7 @@ class ModelBatcher:
         """Offer arrived requests to the scheduler. Returns the refusals, and entries without requests."""
         scheduler, entries, order = session.scheduler, session.entries, session.order
         refusals: list[Refusal] = []
+        withdrawn: list[Refusal] = []
         emptied: list[Entry] = []
         order.before_admission()
         fresh: list[Entry] = []
@@ -204,7 +205,7 @@ class ModelBatcher:
             fresh.append(entry)
             match decoded:
                 case [Withdrawal() as withdrawal]:
-                    refusals += scheduler.withdraw(withdrawal.correlation_ids)
+                    withdrawn += scheduler.withdraw(withdrawal.correlation_ids)
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
@@ -213,11 +214,11 @@ class ModelBatcher:
             # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
             # first: should this batcher end before it did, the next one would decide anew who gets one.
             runs = [run for entry in fresh for run in entry.runs]
-            if refusals or emptied:
-                self._refuse(session, refusals, emptied)
-                refusals, emptied = [], []
+            if refusals:
+                self._refuse(session, refusals, ())
+                refusals = []
             order.admit(runs)
-        return refusals, emptied
+        return refusals + [_where_it_is(refusal) for refusal in withdrawn], emptied
 
     # --- acting --------------------------------------------------------------------------------------------
 
@@ -336,6 +337,11 @@ class ModelBatcher:
         """Redis did not accept the report. The model is served all the same."""
         self.report_at_us = self._clock.now_us() + REPORT_RETRY_US
         self._log.warning("report for carpool top not published", reason=str(error))
+
+
+def _where_it_is(refusal: Refusal) -> Refusal:
+    """The refusal, after the rest of the run's entry may have been put back in other entries."""
+    return refusal if refusal.run is None else refusal._replace(entry=refusal.run.entry)
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:

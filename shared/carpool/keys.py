@@ -89,12 +89,12 @@ class Keys:
 
     @property
     def order(self) -> str:
-        """List: the tickets of requests whose results come in order, until they are delivered."""
+        """List: entries whose requests have tickets (`preserve_ordering`), until all of these are done."""
         return self._of("order")
 
     @property
     def held(self) -> str:
-        """Hash: for each of these tickets where its request is, or its withheld result."""
+        """Hash: for ranges of these tickets where their requests were put back, or the withheld results."""
         return self._of("held")
 
     def result(self, correlation_id: str) -> str:

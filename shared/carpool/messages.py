@@ -61,6 +61,11 @@ class Rows:
         """The rows from `start` to before `stop`, not copied."""
         return Rows(self.head, memoryview(self.data)[start * self.width : stop * self.width], self.width)
 
+    def copy(self, start: int, stop: int) -> Rows:
+        """The same rows, copied."""
+        view = memoryview(self.data)[start * self.width : stop * self.width]
+        return Rows(self.head, bytes(view), self.width)
+
     def rest(self, start: int) -> Rows:
         """The rows from `start`, copied where a slice would keep twice its bytes in memory."""
         rows = self.slice(start, len(self))
@@ -150,6 +155,8 @@ class Tickets(NamedTuple):
 
     def singles(self) -> list[TicketRange]:
         """A range of one for each request."""
+        if self.ranges[0].size == 1 and len(self.ranges) == 1:
+            return [self.ranges[0]]
         return [
             TicketRange(entry_id, position, 1)
             for entry_id, first, size in self.ranges
@@ -235,9 +242,33 @@ class Run:
             [ids[at] for at in indexes], part, None if tickets is None else tickets.select(indexes)
         )
 
+    def divide(self, size: int) -> list[Run]:
+        """This run as runs of at most `size` requests, each of which keeps only its own bodies in memory.
+
+        Their entry is unchanged: the caller puts them into it. O(n).
+        """
+        ids, tickets = self.correlation_ids, self.tickets
+        parts: list[Run] = []
+        for start in range(0, len(ids), size):
+            stop = min(start + size, len(ids))
+            bodies = (
+                self.bodies[start:stop] if isinstance(self.bodies, list) else self.bodies.copy(start, stop)
+            )
+            parts.append(
+                self._part(ids[start:stop], bodies, None if tickets is None else tickets.slice(start, stop))
+            )
+        return parts
+
     def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
         """A run with the attributes of this one, put before it in their entry."""
-        part = Run(
+        part = self._part(ids, bodies, tickets)
+        runs = self.entry.runs
+        runs.insert(runs.index(self), part)
+        return part
+
+    def _part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
+        """A run with the attributes of this one."""
+        return Run(
             self.entry,
             ids,
             bodies,
@@ -253,9 +284,6 @@ class Run:
             self.reply_columns,
             tickets,
         )
-        runs = self.entry.runs
-        runs.insert(runs.index(self), part)
-        return part
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
         """Each request from `start` to before `stop` by itself, for those who look at single requests: custom

@@ -152,9 +152,7 @@ def test_large_body_is_answered_as_documented(live: Stack) -> None:
     (code,) = commands("Large bodies")
     run_commands(code, live.server.port)
     assert live.result("square", "big-17")["body"] == 144
-    wait_until(
-        lambda: not live.redis.exists(Keys("square").body("b-17")), description="the body is deleted"
-    )
+    wait_until(lambda: not live.redis.exists(Keys("square").body("b-17")), description="the body is deleted")
 
 
 def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import hypothesis.strategies as st
 import msgpack
@@ -35,7 +35,7 @@ from carpool.messages import (
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link
-from carpool.store.results import Address, Answer, FencedError, addresses_of
+from carpool.store.results import RELEASE, Address, Answer, FencedError, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool.wire.results import decode_columns
@@ -432,74 +432,182 @@ def test_operations_in_any_order_keep_the_order_of_results(server: Path) -> None
         case().runTest()
 
 
-@contextmanager
-def one_slow_request(
-    server: Path, count: int
-) -> Iterator[tuple[Any, Keys, BatcherStore, WorkerStore, list[Batch]]]:
-    """Redis, and `count` requests of one entry in flight: the first in a batch of its own."""
+class Stores(NamedTuple):
+    """A real Redis, and what a batcher and a worker do in it."""
+
+    url: str
+    redis: Any
+    keys: Keys
+    batcher: BatcherStore
+    worker: WorkerStore
+
+    def admit(self, requests: Sequence[dict[str, Any]], **shared: Any) -> Entry:
+        """An entry with these requests arrived, and has tickets."""
+        fields = {"requests": msgpack.packb(list(requests)), **shared}
+        entry_id = self.redis.xadd(self.keys.requests, fields)
+        flat = [part for name, value in fields.items() for part in (name.encode(), _bytes(value))]
+        entry, _ = decode_entry(entry_id, flat, ModelSettings(max_batch_size=4096))
+        assert issue_tickets(entry)
+        self.batcher.admit([entry])
+        return entry
+
+    def dispatch(self, *batches: list[Run]) -> list[Batch]:
+        """These batches are dispatched and fetched."""
+        self.batcher.dispatch([Dispatch(runs, "full", "") for runs in batches], TTL_MS)
+        fetched = [self.worker.fetch("w", None) for _ in batches]
+        return [batch for batch in fetched if batch is not None]
+
+    def replied(self, stream: str = "all") -> list[str]:
+        return ids_on_stream(self.redis, self.keys.replies(stream))
+
+    def free_some(self) -> None:
+        """One script frees lost tickets, and its caller ends before it runs the next one."""
+        keys = self.keys
+        Link(self.url, name="x").run(RELEASE, [keys.order, keys.held, keys.requests, keys.batches], [])
+
+    def no_ticket_is_left(self) -> bool:
+        return not self.redis.exists(self.keys.order, self.keys.held)
+
+
+@pytest.fixture
+def stores(server: Path) -> Iterator[Stores]:
     with EmbeddedRedis(binary=server, append_only=False) as embedded:
         redis: Any = Redis.from_url(embedded.url, protocol=2)
         keys = Keys("m")
-        batcher = BatcherStore(Link(embedded.url, name="batcher"), keys)
         worker = WorkerStore(Link(embedded.url, name="worker"), keys)
         worker.register({"max_batch_size": "4096"})
-        packed = [{"correlation_id": f"r{number}", "body": b"", "reply_to": "all"} for number in range(count)]
-        flat = [b"requests", msgpack.packb(packed)]
-        entry_id = redis.xadd(keys.requests, {"requests": flat[1]})
-        entry, _ = decode_entry(entry_id, flat, ModelSettings())
-        assert issue_tickets(entry)
-        assert batcher.admit([entry]) == (count, [])
-        first = entry.runs[0].cut(1)
-        batcher.dispatch([Dispatch([first], "full", ""), Dispatch(entry.runs[1:], "full", "")], TTL_MS)
-        batches = [batch for _ in range(2) if (batch := worker.fetch("w", None)) is not None]
-        yield redis, keys, batcher, worker, batches
+        yield Stores(
+            embedded.url, redis, keys, BatcherStore(Link(embedded.url, name="batcher"), keys), worker
+        )
         redis.close()
 
 
-def test_results_withheld_behind_one_are_delivered_by_several_scripts(server: Path) -> None:
+def numbered(count: int, **fields: Any) -> list[dict[str, Any]]:
+    """Requests `r0`, `r1`, ... whose results go to the stream `all`."""
+    return [
+        {"correlation_id": f"r{number}", "body": b"1", "reply_to": "all", **fields} for number in range(count)
+    ]
+
+
+def one_slow_request(stores: Stores, count: int) -> list[Batch]:
+    """`count` requests of one entry are in flight: the first in a batch of its own."""
+    entry = stores.admit(numbered(count, body=b""))
+    first = entry.runs[0].cut(1)
+    return stores.dispatch([first], entry.runs[1:])
+
+
+def test_results_withheld_behind_one_are_delivered_by_several_scripts(stores: Stores) -> None:
     """One script delivers a thousand at most."""
-    with one_slow_request(server, 2501) as (redis, keys, _, worker, (early, late)):
-        for batch, delivered in ((late, 0), (early, 2501)):
-            commit_all(worker, batch, body=b"")
-            assert ids_on_stream(redis, keys.replies("all")) == [f"r{number}" for number in range(delivered)]
-        assert not redis.exists(keys.order, keys.held)
+    early, late = one_slow_request(stores, 2501)
+    for batch, delivered in ((late, 0), (early, 2501)):
+        commit_all(stores.worker, batch, body=b"")
+        assert stores.replied() == [f"r{number}" for number in range(delivered)]
+    assert stores.no_ticket_is_left()
 
 
-def test_ranges_that_were_put_back_apart_and_dispatched_together_leave_nothing(server: Path) -> None:
+def test_ranges_that_were_put_back_apart_and_dispatched_together_leave_nothing(stores: Stores) -> None:
     """Their results share one payload, which begins where only the first of them was put back."""
-    with one_slow_request(server, 130) as (redis, keys, batcher, worker, (early, late)):
-        redis.xdel(keys.batches, early.id, late.id)
-        batcher.release()
-        maps = [{"correlation_id": f"n{at}", "body": b"", "reply_to": "all"} for at in range(20)]
-        flat = [b"requests", msgpack.packb(maps)]
-        entry_id = redis.xadd(keys.requests, {"requests": flat[1]})
-        entry, _ = decode_entry(entry_id, flat, ModelSettings())
-        assert issue_tickets(entry)
-        batcher.admit([entry])
-        runs = [*(entry.runs[-1].cut(1) for _ in range(19)), entry.runs[-1]]
-        entries = EntryTable()
-        for dispatched in (runs[:1], runs[1:]):
-            outcome = batcher.dispatch([Dispatch(dispatched, "full", "")], TTL_MS)
-            entries.update_from(outcome.entries)
-        for _ in range(2):
-            batch = worker.fetch("w", None)
-            assert batch is not None
-            commit_all(worker, batch, body=b"")
-        assert ids_on_stream(redis, keys.replies("all")) == [f"n{at}" for at in range(20)]
-        assert not redis.exists(keys.order, keys.held)
+    entry = stores.admit(numbered(20))
+    runs = [*(entry.runs[-1].cut(1) for _ in range(19)), entry.runs[-1]]
+    entries = EntryTable()
+    for dispatched in (runs[:1], runs[1:]):
+        outcome = stores.batcher.dispatch([Dispatch(dispatched, "full", "")], TTL_MS)
+        entries.update_from(outcome.entries)
+    for _ in range(2):
+        batch = stores.worker.fetch("w", None)
+        assert batch is not None
+        commit_all(stores.worker, batch)
+    assert stores.replied() == [f"r{number}" for number in range(20)]
+    assert stores.no_ticket_is_left()
 
 
-def test_one_script_delivers_a_few_megabytes_at_most(server: Path) -> None:
+def test_one_script_delivers_a_few_megabytes_at_most(stores: Stores) -> None:
     """Redis serves nothing else meanwhile; the next script delivers the rest."""
-    with one_slow_request(server, 25) as (redis, keys, batcher, worker, (early, late)):
-        commit_all(worker, late, body=b"x" * (1 << 20))
-        slow = early.requests[0]
-        expired = Answer(0, Address("all", slow.ticket), Result(slow.correlation_id, DEADLINE_EXCEEDED))
-        batcher.expire_in_flight(early.id, [expired], TTL_MS)
-        assert 0 < len(ids_on_stream(redis, keys.replies("all"))) < 24
-        batcher.release()
-        assert ids_on_stream(redis, keys.replies("all")) == [f"r{number}" for number in range(25)]
-        assert not redis.exists(keys.order, keys.held)
+    early, late = one_slow_request(stores, 25)
+    commit_all(stores.worker, late, body=b"x" * (1 << 20))
+    slow = early.requests[0]
+    expired = Answer(0, Address("all", slow.ticket), Result(slow.correlation_id, DEADLINE_EXCEEDED))
+    stores.batcher.expire_in_flight(early.id, [expired], TTL_MS)
+    assert 0 < len(stores.replied()) < 24
+    stores.batcher.release()
+    assert stores.replied() == [f"r{number}" for number in range(25)]
+    assert stores.no_ticket_is_left()
+
+
+def test_each_withheld_result_is_delivered_to_its_own_stream(stores: Stores) -> None:
+    """Successive results for one stream become one entry, as far as they may."""
+    streams = ["near", "near", "far", "near", "near"]
+    requests = [{**one, "reply_to": stream} for one, stream in zip(numbered(5), streams, strict=True)]
+    entry = stores.admit(requests)
+    early, late = stores.dispatch(entry.runs[:1], entry.runs[1:])
+    commit_all(stores.worker, late)
+    assert not stores.replied("near") + stores.replied("far")
+    commit_all(stores.worker, early)
+    assert stores.replied("near") == ["r0", "r1", "r3", "r4"]
+    assert stores.replied("far") == ["r2"]
+    assert stores.redis.xlen(stores.keys.replies("near")) == 2
+    assert stores.no_ticket_is_left()
+
+
+def test_results_of_a_batch_whose_order_differs_are_delivered_in_the_order_of_arrival(stores: Stores) -> None:
+    """Their payload is divided although all of it is delivered together."""
+    first, second = stores.admit(numbered(1)), stores.admit([{**numbered(1)[0], "correlation_id": "later"}])
+    (batch,) = stores.dispatch([*second.runs, *first.runs])
+    commit_all(stores.worker, batch)
+    assert stores.replied() == ["r0", "later"]
+    assert stores.no_ticket_is_left()
+
+
+def test_only_those_results_of_a_batch_are_withheld_that_an_unfinished_one_precedes(stores: Stores) -> None:
+    """They share a payload with others, which are delivered."""
+    entry = stores.admit(numbered(4))
+    first, slow, last = entry.runs[-1].cut(1), entry.runs[-1].cut(1), entry.runs[-1]
+    late, early = stores.dispatch([slow], [first, last])
+    commit_all(stores.worker, early)
+    assert stores.replied() == ["r0"]
+    commit_all(stores.worker, late)
+    assert stores.replied() == ["r0", "r1", "r2", "r3"]
+    assert stores.no_ticket_is_left()
+
+
+def test_result_of_a_run_whose_first_tickets_were_freed_is_not_withheld(stores: Stores) -> None:
+    """Its batch was deleted by hand, and one script frees a thousand tickets at most."""
+    entry = stores.admit(numbered(1500), reply_columns=1, content_type=RAW)
+    (batch,) = stores.dispatch(entry.runs)
+    stores.redis.xdel(stores.keys.batches, batch.id)
+    stores.free_some()
+    assert stores.batcher.admit(()).tickets == 500
+    commit_all(stores.worker, batch)
+    assert stores.replied() == [f"r{number}" for number in range(1500)]
+    assert stores.batcher.release() == 0
+    assert stores.no_ticket_is_left()
+
+
+def test_ticket_of_an_entry_missing_at_dispatch_is_freed_while_the_batch_is_in_flight(stores: Stores) -> None:
+    """The batch has its ticket, but names the entry as `gone`."""
+    gone, there = stores.admit(numbered(1)), stores.admit([{**numbered(1)[0], "correlation_id": "there"}])
+    stores.redis.xdel(stores.keys.requests, gone.id)
+    (batch,) = stores.dispatch([*gone.runs, *there.runs])
+    assert stores.batcher.release() == 1
+    commit_all(stores.worker, batch)
+    assert stores.replied() == ["there"]
+    assert stores.no_ticket_is_left()
+
+
+def test_results_are_delivered_at_once_if_their_order_was_deleted(stores: Stores) -> None:
+    """None of them is withheld, because nothing would deliver it; nor is anything put back in the order."""
+    entry = stores.admit(numbered(6))
+    part, rest = entry.runs[0].cut(2), entry.runs[-1]
+    stores.redis.delete(stores.keys.order, stores.keys.held)
+    outcome = stores.batcher.dispatch([Dispatch([part], "full", "")], TTL_MS)
+    EntryTable().update_from(outcome.entries)
+    assert stores.no_ticket_is_left()
+    batches = [stores.worker.fetch("w", None), *stores.dispatch([rest])]
+    for batch in reversed(batches):
+        assert batch is not None
+        commit_all(stores.worker, batch)
+    assert stores.replied() == ["r2", "r3", "r4", "r5", "r0", "r1"]
+    assert stores.no_ticket_is_left()
 
 
 # --- on a running stack ------------------------------------------------------------------------------------
@@ -568,6 +676,23 @@ def test_order_holds_through_expiry_withdrawal_and_deaths(stack: Stack) -> None:
     assert not stack.redis.exists(Keys(MODEL).order, Keys(MODEL).held)
 
 
+def test_withdrawal_read_together_with_its_request_keeps_the_order(stack: Stack) -> None:
+    """Only a request that is refused on arrival is answered ahead of earlier ones."""
+    model = stack.serve("plain.py:Single")
+    keys, gate = Keys(model), stack.home / "gate"
+    stack.configure(model, preserve_ordering="true")
+    stack.active_batcher(model).kill()
+    stack.send(model, body=json.dumps({"gate": str(gate)}), reply_to="all", correlation_id="slow")
+    stack.send(model, body="7", reply_to="all", correlation_id="withdrawn")
+    stack.send(model, withdraw="withdrawn")
+    stack.batcher().wait_for("batcher active")
+    wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="no request waits")
+    assert withheld(stack, keys) == 1
+    assert replied(stack, model) == []
+    gate.touch()
+    assert wait_for_results(stack, ["slow", "withdrawn"], model=model) == ["slow", "withdrawn"]
+
+
 def test_ordering_can_be_turned_on_and_off_while_requests_wait(stack: Stack) -> None:
     model = stack.serve("plain.py:Single")
     stack.worker("plain.py:Single")
@@ -623,8 +748,10 @@ def test_withheld_results_count_as_waiting(stack: Stack) -> None:
 
 
 def withheld(stack: Stack, keys: Keys) -> int:
-    """How many results are withheld."""
-    return sum(value.startswith(b"r") for value in stack.redis.hvals(keys.held))
+    """How many requests have a withheld result. Several may share one: `r COUNT ...`."""
+    return sum(
+        int(value.split(b" ", 2)[1]) for value in stack.redis.hvals(keys.held) if value.startswith(b"r ")
+    )
 
 
 def test_delivered_results_no_longer_count_as_waiting(stack: Stack) -> None:

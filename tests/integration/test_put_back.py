@@ -11,10 +11,13 @@ import pytest
 from carpool.errors import CANCELLED
 from carpool.keys import Keys
 from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
+from carpool.model_settings import ModelSettings
 from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_batch
 from carpool.wire.requests import decode_entry
+from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.entries import EntryTable
 from carpool_batcher.ordering import issue_tickets
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.wire import DEFAULTS, Single, flat_of, singles
@@ -132,7 +135,7 @@ def test_refused_requests_are_answered_and_the_others_put_back(waiting: Waiting)
 
 
 def test_large_rest_is_put_back_in_a_few_entries_and_in_order(waiting: Waiting) -> None:
-    maps = [{"correlation_id": f"n{number}", "body": b"7", "lane": str(number)} for number in range(100)]
+    maps = [{"correlation_id": f"n{number}", "body": b"7", "lane": str(number)} for number in range(200)]
     entry = waiting.add({"requests": msgpack.packb(maps)}, with_tickets=True)
     rest = singles(entry.runs[1:])
     outcome = waiting.store.dispatch([Dispatch(entry.runs[:1], "full", "")], TTL_MS)
@@ -144,6 +147,54 @@ def test_large_rest_is_put_back_in_a_few_entries_and_in_order(waiting: Waiting) 
         tickets = [of_range for run in runs if run.tickets for of_range in run.tickets.ranges]
         entry_id, first, _ = tickets[0]
         assert places[f"{entry_id}:{first}"] == f"w {len(tickets)} {part_id}"
+
+
+@pytest.mark.parametrize("form", ["rows", "maps"])
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+def test_work_for_a_large_entry_is_in_proportion_to_its_size(
+    waiting: Waiting, form: str, batch_size: int
+) -> None:
+    """Each request is put back a few times, however many requests the entry has."""
+    few, many = (put_back_bytes(waiting, form, size, batch_size) / size for size in (256, 1024))
+    assert many <= few + 1.5 * REQUEST_BYTES  # four times the size: less than one more level
+    assert many <= 14 * REQUEST_BYTES
+
+
+REQUEST_BYTES: Final = 100
+
+
+def put_back_bytes(waiting: Waiting, form: str, size: int, batch_size: int) -> int:
+    """Dispatch an entry of so many requests batch by batch, and count the bytes of bodies that Redis gets
+    back."""
+    waiting.link.call("FLUSHALL")
+    ids, body = [f"n{number:04}" for number in range(size)], bytes(REQUEST_BYTES)
+    fields: dict[str, Any] = {"correlation_ids": " ".join(ids), "rows": body * size}
+    if form == "maps":
+        fields = {"requests": msgpack.packb([{"correlation_id": name, "body": body} for name in ids])}
+    waiting.link.call("XADD", waiting.keys.requests, "*", *flat_of(fields))
+    ((entry_id, flat),) = waiting.link.call("XRANGE", waiting.keys.requests, "-", "+")
+    settings = ModelSettings(max_batch_size=batch_size)
+    entry, decoded = decode_entry(entry_id, flat, settings)
+    scheduler, entries = Scheduler(settings, model_processes=1), EntryTable()
+    entries[entry.id] = entry
+    for run in decoded:
+        assert isinstance(run, Run)
+        assert not scheduler.offer(run, 0)
+    put_back_bytes = dispatched = 0
+    while entries:
+        dispatches = [decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch)]
+        batches, changes = waiting.store.dispatch(dispatches, TTL_MS)
+        entries.update_from(changes)
+        for batch in batches:
+            assert batch is not None
+            dispatched += batch.dispatch.size
+            scheduler.launch(batch.batch_id, batch.dispatch, 0)
+            scheduler.settle(batch.batch_id, 1000, 0)
+        parts = [runs for put_back in changes.put_back for _, runs in put_back.parts]
+        put_back_bytes += REQUEST_BYTES * sum(len(run) for runs in parts for run in runs)
+    assert dispatched == size
+    assert not waiting.read()
+    return put_back_bytes
 
 
 def test_requests_of_a_missing_entry_are_neither_dispatched_nor_put_back(waiting: Waiting) -> None:

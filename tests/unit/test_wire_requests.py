@@ -561,7 +561,7 @@ def test_values_that_are_only_equal_in_python_do_not_share_a_run() -> None:
     assert lengths((entry, decoded)) == [1, 0, 1]
 
 
-@pytest.mark.parametrize(("max_batch_size", "longest"), [(1, 64), (64, 64), (100, 100)])
+@pytest.mark.parametrize(("max_batch_size", "longest"), [(1, RUN_REQUESTS_MAX), (64, 64), (100, 100)])
 def test_runs_longer_than_a_batch_are_divided(max_batch_size: int, longest: int) -> None:
     model = ModelSettings(max_batch_size=max_batch_size)
     ids = [f"n{number}" for number in range(2 * longest + 5)]

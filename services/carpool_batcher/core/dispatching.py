@@ -23,6 +23,7 @@ from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 
 PLANNED_BATCHES_MAX: Final = 4  # how many waiting requests a plan considers, in batches of the largest size
+LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
 
 
 class Dispatcher:
@@ -34,6 +35,7 @@ class Dispatcher:
         self._index = LaneIndex()
         self._indexed_settings: ModelSettings | None = None
         self._indexed_learned = 0
+        self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
 
     def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
@@ -43,6 +45,8 @@ class Dispatcher:
             claim = self._index.first(self._open_gates(now_us), now_us)
             if claim is None:
                 break
+            if not self._is_current(claim, settings):
+                continue
             decisions += self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
             self._update_index(settings)
         return decisions
@@ -77,9 +81,13 @@ class Dispatcher:
         queue, index = self._queue, self._index
         learned = self._capacity.learned if settings.policy == "deferred" else 0
         changed: Iterable[str] = queue.changed
-        if settings is not self._indexed_settings or learned != self._indexed_learned:
-            self._indexed_settings, self._indexed_learned = settings, learned
+        if settings is not self._indexed_settings:
             changed = queue.changed | queue.lanes.keys()
+        elif learned != self._indexed_learned:
+            changed = queue.changed | self._next_outdated(
+                LANES_UPDATED_MAX * (learned - self._indexed_learned)
+            )
+        self._indexed_settings, self._indexed_learned = settings, learned
         for name in changed:
             lane = queue.lanes.get(name)
             if lane is None or not lane.count:
@@ -87,6 +95,30 @@ class Dispatcher:
             else:
                 index.put(*self._claim(lane, settings))
         queue.changed.clear()
+
+    def _next_outdated(self, count: int) -> set[str]:
+        """The next `count` lanes to update with what was learned: all of them unless there are many.
+
+        Thousands of lanes take turns, or each batch that settles would cost milliseconds. Until its turn, a
+        lane's batch may start a little late; never too early, because claims are verified before they count.
+        """
+        lanes = self._queue.lanes
+        if len(lanes) <= count:
+            self._outdated.clear()
+            return set(lanes)
+        if not self._outdated:
+            self._outdated = list(lanes)
+        next_lanes = set(self._outdated[-count:])
+        del self._outdated[-count:]
+        return next_lanes
+
+    def _is_current(self, claim: Claim, settings: ModelSettings) -> bool:
+        """Whether a lane's claim accounts for all that was learned; if not, it is updated."""
+        if settings.policy != "deferred":
+            return True
+        gate, current = self._claim(self._queue.lanes[claim.lane], settings)
+        self._index.put(gate, current)
+        return current == claim
 
     def _claim(self, lane: Lane, settings: ModelSettings) -> tuple[Gate, Claim]:
         ready_at_us, reason = self._ready_at_us(lane, settings)

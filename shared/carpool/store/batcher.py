@@ -44,8 +44,8 @@ _DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "p
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
 _MISSING: Final = Script("missing")
 
-PUT_BACK_RUNS_MAX: Final = 8  # in one entry; `wire.requests` limits the length of a run
-PUT_BACK_ENTRIES_MAX: Final = 8
+PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
+PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
 RENEWALS_MAX: Final = 1000  # in one round trip
 
 
@@ -117,9 +117,18 @@ class BatcherStore:
 
         Those of an entry that was put back are in it already: only verify that.
         """
-        groups = [_admit_args(entry) for entry in entries]
-        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups))
-        return Admission(tickets, [entries[index - 1] for index in forged])
+        own: list[str] = []
+        claims: list[Group] = []
+        claimants: list[Entry] = []
+        for entry in entries:
+            if entry.claimed_tickets is None:
+                own.append(f"{entry.id} {sum(map(len, entry.runs))}")
+            else:
+                claims.append([entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges)))])
+                claimants.append(entry)
+        args = [" ".join(own), *group_list_args(claims)]
+        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], args)
+        return Admission(tickets, [claimants[index - 1] for index in forged])
 
     def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
@@ -230,13 +239,6 @@ class BatcherStore:
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
 
 
-def _admit_args(entry: Entry) -> list[Argument]:
-    """ID, number of tickets that are its own, and the ranges that it says were put back in it."""
-    if entry.claimed_tickets is not None:
-        return [entry.id, 0, *list_args(list(map(str, entry.claimed_tickets.ranges)))]
-    return [entry.id, sum(map(len, entry.runs)), 0]
-
-
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
     if not missing_ids:
         return dispatch
@@ -244,16 +246,23 @@ def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
 
 
 def _parts_to_put_back(entry: Entry, decided: Container[Run | None]) -> list[list[Run]]:
-    """The runs that remain of an entry, as the entries to put them back in: usually all in one.
+    """The runs that remain of an entry, as the entries to put them back in.
 
-    Many are put back in several entries. Otherwise, if batches are small, each of them would write again the
-    whole rest of a large entry, and the cost would grow with the square of its size.
+    Each gets about an eighth of the requests. If all were in one entry, every small batch would write again
+    the whole rest of a large entry, and the cost would grow with the square of its size. So a request is put
+    back once for each level, and a few times in the last one.
     """
     remaining = [run for run in entry.runs if run not in decided]
-    if len(remaining) <= PUT_BACK_RUNS_MAX:
-        return [remaining] if remaining else []
-    size = -(-len(remaining) // PUT_BACK_ENTRIES_MAX)
-    return [remaining[start : start + size] for start in range(0, len(remaining), size)]
+    size = max(PUT_BACK_REQUESTS_MIN, -(-sum(map(len, remaining)) // PUT_BACK_ENTRIES_MAX))
+    parts: list[list[Run]] = []
+    space = 0
+    for run in remaining:
+        if space <= 0:
+            parts.append([])
+            space = size
+        parts[-1].append(run)
+        space -= len(run)
+    return parts
 
 
 def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argument]:

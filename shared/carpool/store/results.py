@@ -22,6 +22,7 @@ from carpool.messages import (
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.wire.results import (
+    encode_array_head,
     encode_columns,
     encode_columns_map,
     encode_envelope,
@@ -30,13 +31,14 @@ from carpool.wire.results import (
 )
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
-WITHHELD_BYTES: Final = 1024 * 1024  # together; one script delivers about 8 MiB of them
+WITHHELD_BYTES: Final = 1024 * 1024  # in one part; one script delivers about 8 MiB of them
+WITHHELD_RESULTS: Final = 1000  # in one part
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 # The files that every script that delivers results needs.
 DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
 
 _ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER))
-_RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
+RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
 
 
 class Address(NamedTuple):
@@ -129,7 +131,7 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
     """
     streams = [keys.requests, keys.batches] if free_lost else []
     while True:
-        outcome, *first = link.run(_RELEASE, [keys.order, keys.held, *streams], [])
+        outcome, *first = link.run(RELEASE, [keys.order, keys.held, *streams], [])
         if outcome == b"EMPTY":
             return None
         if outcome == b"FIRST":
@@ -143,69 +145,99 @@ def result_groups(
     results: Iterable[tuple[Address, Result]],
     columns: Iterable[RunColumns] = (),
 ) -> Iterator[Group]:
-    """The elements of a script's list of results: key index, kind, range of tickets and payload of each.
+    """The elements of a script's list of results: key index, kind, ranges of tickets and payload of each.
 
-    Results for one reply stream share a group, and columns for it share another. With tickets, successive
-    ones share a group, whose payload is what `order.lua` puts into an array when it delivers them.
+    Results for one reply stream share a group, and columns for it share another. `order.lua` divides the
+    payload of those with tickets, if not all of them may be delivered yet.
     """
-    yield from _columns_groups(keys, script_keys, columns)
     by_stream: dict[str, list[Result]] = {}
-    in_order: list[tuple[str, TicketRange, Result]] = []
+    in_order: dict[str, list[tuple[TicketRange, Result]]] = {}
     for (reply_to, ticket), result in results:
         if reply_to is None:
-            key = script_keys.index(keys.result(result.correlation_id))
-            yield key, "list", "" if ticket is None else str(ticket), encode_result(result)
-        elif ticket is not None:
-            in_order.append((reply_to, ticket, result))
+            key, payload = script_keys.index(keys.result(result.correlation_id)), encode_result(result)
+            yield key, "list", "" if ticket is None else f"{ticket}={len(payload)}", payload
+        elif ticket is None:
+            by_stream.setdefault(reply_to, []).append(result)
         else:
-            of_stream = by_stream.get(reply_to)
-            if of_stream is None:
-                by_stream[reply_to] = [result]
-            else:
-                of_stream.append(result)
+            in_order.setdefault(reply_to, []).append((ticket, result))
     for reply_to, of_stream in by_stream.items():
         key = script_keys.index(keys.replies(reply_to))
         for chunk in _limited_chunks(of_stream):
             yield key, "stream", "", encode_results(chunk)
-    for reply_to, tickets, successive in _successive(in_order):
-        payload = b"".join(map(encode_envelope, successive))
-        yield script_keys.index(keys.replies(reply_to)), "stream", str(tickets), payload
+    for reply_to, with_tickets in in_order.items():
+        key = script_keys.index(keys.replies(reply_to))
+        for ranges, payload in _ordered_payloads(_successive(with_tickets)):
+            yield key, "stream", ranges, payload
+    yield from _columns_groups(keys, script_keys, columns)
 
 
-def _successive(
-    in_order: Iterable[tuple[str, TicketRange, Result]],
-) -> Iterator[tuple[str, TicketRange, list[Result]]]:
-    """Successive results for one stream that have successive tickets, with their range of these."""
-    stream, entry_id, first, size_bytes = "", "", 0, 0
-    group: list[Result] = []
-    for reply_to, ticket, result in in_order:
-        follows = ticket.first == first + len(group) and ticket.entry_id == entry_id and reply_to == stream
-        if group and not (follows and size_bytes <= WITHHELD_BYTES):
-            yield stream, TicketRange(entry_id, first, len(group)), group
-            group, size_bytes = [], 0
-        if not group:
-            stream, (entry_id, first, _) = reply_to, ticket
-        group.append(result)
-        size_bytes += len(result.body or b"")
-    if group:
-        yield stream, TicketRange(entry_id, first, len(group)), group
+class _Part(NamedTuple):
+    """What is withheld and delivered as one: elements of a payload, encoded, and their range of tickets."""
+
+    tickets: TicketRange
+    elements: int
+    encoded: bytes
+
+
+def _successive(results: Iterable[tuple[TicketRange, Result]]) -> Iterator[_Part]:
+    """Results for one stream; successive ones with successive tickets as one part."""
+    entry_id, first, size_bytes = "", 0, 0
+    envelopes: list[bytes] = []
+    for ticket, result in results:
+        count = len(envelopes)
+        follows = ticket.first == first + count and ticket.entry_id == entry_id
+        if count and not (follows and size_bytes <= WITHHELD_BYTES and count < WITHHELD_RESULTS):
+            yield _Part(TicketRange(entry_id, first, count), count, b"".join(envelopes))
+            envelopes, size_bytes = [], 0
+        if not envelopes:
+            entry_id, first, _ = ticket
+        envelope = encode_envelope(result)
+        envelopes.append(envelope)
+        size_bytes += len(envelope)
+    if envelopes:
+        yield _Part(TicketRange(entry_id, first, len(envelopes)), len(envelopes), b"".join(envelopes))
+
+
+def _ordered_payloads(parts: Iterable[_Part]) -> Iterator[tuple[str, bytes]]:
+    """Ranges with the bytes of each in the payload, as `take_result` reads them, and that payload."""
+    chunk: list[_Part] = []
+    size_bytes = 0
+    for part in parts:
+        if chunk and size_bytes > ENTRY_BYTES:
+            yield _ordered_payload(chunk)
+            chunk, size_bytes = [], 0
+        chunk.append(part)
+        size_bytes += len(part.encoded)
+    if chunk:
+        yield _ordered_payload(chunk)
+
+
+def _ordered_payload(parts: Sequence[_Part]) -> tuple[str, bytes]:
+    ranges = [f"{entry_id}:{first}+{size}={len(encoded)}" for (entry_id, first, size), _, encoded in parts]
+    head = encode_array_head(sum(part.elements for part in parts))
+    return " ".join(ranges), b"".join([head, *(part.encoded for part in parts)])
 
 
 def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunColumns]) -> Iterator[Group]:
     by_stream: dict[str, list[ResultColumns]] = {}
+    in_order: dict[str, list[_Part]] = {}
     for run, _, of_run, tickets in columns:
         assert run.reply_to is not None
         if tickets is None:
             by_stream.setdefault(run.reply_to, []).append(of_run)
             continue
-        key, start = script_keys.index(keys.replies(run.reply_to)), 0
+        parts, start = in_order.setdefault(run.reply_to, []), 0
         for of_range in tickets.ranges:
             stop = start + of_range.size
             part = of_run if len(tickets.ranges) == 1 else _slice(of_run, start, stop)
-            yield key, "columns", str(of_range), encode_columns_map(part)
+            parts.append(_Part(of_range, 1, encode_columns_map(part)))
             start = stop
     for reply_to, of_stream in by_stream.items():
         yield script_keys.index(keys.replies(reply_to)), "columns", "", encode_columns(of_stream)
+    for reply_to, of_stream_parts in in_order.items():
+        key = script_keys.index(keys.replies(reply_to))
+        for ranges, payload in _ordered_payloads(of_stream_parts):
+            yield key, "columns", ranges, payload
 
 
 def _slice(columns: ResultColumns, start: int, stop: int) -> ResultColumns:

@@ -79,10 +79,12 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     Those entries were missing when the batch was dispatched: see `dispatch.lua`.
     """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    runs = [_decode_run(fields) for fields in msgpack.unpackb(raw[b"runs"])]
+    of_runs = msgpack.unpackb(raw[b"runs"])
     if b"tickets" in raw:
-        of_runs = zip(runs, msgpack.unpackb(raw[b"tickets"]), strict=True)
-        runs = [run if ranges is None else _with_tickets(run, ranges) for run, ranges in of_runs]
+        tickets = map(_decode_tickets, msgpack.unpackb(raw[b"tickets"]))
+        runs = [_decode_run(fields, of_run) for fields, of_run in zip(of_runs, tickets, strict=True)]
+    else:
+        runs = [_decode_run(fields, None) for fields in of_runs]
     gone = raw.get(b"gone")
     if gone:
         entry_ids = frozenset(gone.decode().split())
@@ -98,8 +100,8 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     )
 
 
-def _decode_run(fields: Sequence[Any]) -> BatchedRun:
-    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, *others = fields
+def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
+    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns = fields
     decoded: Bodies
     if rows is not None:
         head, width, data = rows
@@ -109,13 +111,16 @@ def _decode_run(fields: Sequence[Any]) -> BatchedRun:
         if list in map(type, decoded):  # the usual case costs no step of Python for each
             decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
-        entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us, *others
-    )
+        entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
+        extra, columns, tickets,
+    )  # fmt: skip
 
 
-def _with_tickets(run: BatchedRun, fields: Sequence[Any]) -> BatchedRun:
+def _decode_tickets(fields: Sequence[Any] | None) -> Tickets | None:
+    if fields is None:
+        return None
     _, *ranges = fields
-    return run._replace(tickets=Tickets(tuple(map(TicketRange._make, ranges))))
+    return Tickets(tuple([TicketRange(*of_range) for of_range in ranges]))
 
 
 def decode_settled(flat: Sequence[bytes]) -> SettledEvent:

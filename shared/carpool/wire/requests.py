@@ -58,7 +58,7 @@ MAX_REQUESTS_PER_ENTRY: Final = 4096
 # A batch, or an entry put back, can be several times as large, and must stay below the 512 MiB that Redis
 # accepts in one string.
 MAX_PACKED_BYTES: Final = 64 * 1024 * 1024
-RUN_REQUESTS_MAX: Final = 64  # or the model's `max_batch_size`: longer runs are divided
+RUN_REQUESTS_MAX: Final = 8  # or the model's `max_batch_size`: longer runs are divided
 MAX_WITHDRAW_BYTES: Final = 1 << 20
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
 MAX_EXPIRATION_MS: Final = 1 << 53
@@ -114,12 +114,13 @@ def decode_entry(
         if type(request) is Run:
             entry.runs.append(request)
         return entry, [request]
+    decoded = _divide_long_runs(decoded, settings)
     entry.runs = [item for item in decoded if type(item) is Run]
-    return entry, _divide_long_runs(decoded, settings)
+    return entry, decoded
 
 
 def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[Decoded]:
-    """Divide runs that are longer than a batch: a run is the least that can be put back in an entry."""
+    """Divide runs that are longer than a batch: a run is the least that can be put back in an entry. O(n)."""
     limit = max(RUN_REQUESTS_MAX, settings.max_batch_size)
     for item in decoded:
         if type(item) is Run and len(item.correlation_ids) > limit:
@@ -128,12 +129,10 @@ def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[D
         return decoded
     divided: list[Decoded] = []
     for item in decoded:
-        while type(item) is Run and len(item) > limit:
-            part = item.cut(limit)
-            if isinstance(part.bodies, Rows):  # a view would keep all rows in memory while this part waits
-                part.bodies.data = bytes(part.bodies.data)
-            divided.append(part)
-        divided.append(item)
+        if type(item) is Run and len(item.correlation_ids) > limit:
+            divided += item.divide(limit)
+        else:
+            divided.append(item)
     return divided
 
 

@@ -35,6 +35,14 @@ def encode_results(results: Iterable[Result]) -> bytes:
     return bytes(msgpack.packb([_envelope(result) for result in results]))
 
 
+def encode_array_head(size: int) -> bytes:
+    """What a msgpack array of `size` elements begins with; the encoded elements follow it."""
+    return bytes(_PACKER.pack_array_header(size))
+
+
+_PACKER: Final = msgpack.Packer()
+
+
 def _envelope(result: Result) -> Fields:
     correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us = result
     if status == OK:

@@ -10,7 +10,7 @@
 --       7.. list of positions left out
 --           list of stored bodies to delete: index in KEYS
 --           list of fields for the entry in `settled`
---           list of results: index in KEYS, kind, range of tickets or '', payload
+--           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
 -- Returns { 'SETTLED' }
 --       | { 'SETTLED_MORE' }  settled, and more withheld results can be delivered: run `release`
@@ -39,8 +39,8 @@ for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(take_list(take)))
 local arrived = {}
 for _ = 1, tonumber(take()) do
-  local key, kind, range, payload = KEYS[tonumber(take())], take(), take(), take()
-  take_result(arrived, range, key, kind, payload, ARGV[4])
+  local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
+  take_result(arrived, ranges, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
   redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(take_list(take)))

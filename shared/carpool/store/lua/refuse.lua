@@ -4,7 +4,7 @@
 --
 -- KEYS  1 requests   2 order   3 held   4.. the keys of results and of stored bodies
 -- ARGV  1 result TTL (ms)
---       2.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, range
+--       2.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
 --           of tickets or '', payload; list of stored bodies to delete: index in KEYS
 -- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
@@ -22,8 +22,8 @@ for e = 1, tonumber(take()) do
     replies[e] = #new_ids == 0 and { 'REMOVED' } or { 'PUT_BACK', unpack(new_ids) }
   end
   for _ = 1, tonumber(take()) do
-    local key, kind, range, result = KEYS[tonumber(take())], take(), take(), take()
-    if not is_missing then take_result(arrived, range, key, kind, result, ttl_ms) end
+    local key, kind, ranges, result = KEYS[tonumber(take())], take(), take(), take()
+    if not is_missing then take_result(arrived, ranges, key, kind, result, ttl_ms) end
   end
   for _ = 1, tonumber(take()) do
     local key = KEYS[tonumber(take())]

@@ -5,28 +5,32 @@
 -- count only if `held` has them in this entry.
 --
 -- KEYS  1 order   2 held
--- ARGV  list of entries: ID; number of tickets that are its own; list of the ranges that it says were put back in it
--- Returns { the number of tickets in the order, indexes of the entries whose ranges are not theirs ... }
+-- ARGV  1 entries with tickets of their own: ID SIZE ID SIZE ...
+--       2.. list of entries that say that ranges were put back in them: ID; list of these ranges
+-- Returns { the number of tickets in the order, indexes in that list of the entries whose ranges are not theirs ... }
 -- O(entries + ranges).
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
-local take = argument_reader(1)
 local last = redis.pcall('LINDEX', KEYS[1], -1)
 local last_size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
 before = last_size and last_size + before or 0
 local elements, ids, forged = {}, {}, {}
+for id, size in string.gmatch(ARGV[1], '(%S+) (%d+)') do
+  if redis.pcall('HSETNX', KEYS[2], id, size) == 1 then
+    ids[#ids + 1] = id
+    elements[#elements + 1] = string.format('%s %s %.0f', id, size, before)
+    before = before + size
+  end
+end
+
+local take = argument_reader(2)
 for e = 1, tonumber(take()) do
-  local id, size, is_forged = take(), tonumber(take()), false
+  local id, is_forged = take(), false
   for _, range in ipairs(take_list(take)) do
     local entry, first, count = parse_range(range)
     local value = redis.pcall('HGET', KEYS[2], entry .. ':' .. first)
     is_forged = is_forged or value ~= waiting_in(count, id)
   end
   if is_forged then forged[#forged + 1] = e end
-  if size > 0 and redis.pcall('HSETNX', KEYS[2], id, size) == 1 then
-    ids[#ids + 1] = id
-    elements[#elements + 1] = string.format('%s %d %.0f', id, size, before)
-    before = before + size
-  end
 end
 
 local is_pushed = true

@@ -3,13 +3,20 @@
 -- The list `order` has an element for each entry: ENTRY SIZE BEFORE: the number of its tickets, and of
 -- all that were admitted before it, so that two elements tell how many tickets there are between them.
 
--- read_order(order, held): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no ticket
--- is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it. O(1).
-local function read_order(order, held)
+-- read_order(order, held, entries): the place up to which all is done: `entry`, `size` and `position` (entry is nil if
+-- no ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it.
+-- `entries` is how many of the list are read first; then more and more at once. O(entries).
+local function read_order(order, held, entries)
   local place = { order = order, held = held, popped = 0, fields = {}, position = 0 }
+  local elements, read = {}, 0 -- elements[1] follows the first `read` of the list
   function place.read()
-    local element = redis.pcall('LINDEX', order, place.popped)
-    local entry, size, before = string.match(type(element) == 'string' and element or '', '^(%S+) (%d+) (%d+)$')
+    if place.popped >= read + #elements then
+      read = place.popped
+      elements = redis.pcall('LRANGE', order, read, read + entries - 1)
+      entries = math.min(4 * entries, 1000)
+    end
+    local element = elements[place.popped - read + 1]
+    local entry, size, before = string.match(element or '', '^(%S+) (%d+) (%d+)$')
     place.entry, place.size, place.position, place.done = entry, tonumber(size), 0, tonumber(before)
   end
   place.read()
@@ -25,9 +32,10 @@ end
 -- The name of the next ticket.
 local function next_ticket(place) return place.entry .. ':' .. place.position end
 
--- advance(place, count): the next `count` tickets are done.
-local function advance(place, count)
-  place.fields[#place.fields + 1] = next_ticket(place)
+-- advance(place, count, is_fresh): the next `count` tickets are done. `is_fresh`: their results were never withheld.
+local function advance(place, count, is_fresh)
+  -- A ticket that is alone in its entry is never put back, so that `held` has a field only for its withheld result.
+  if not (is_fresh and place.size == 1) then place.fields[#place.fields + 1] = next_ticket(place) end
   place.position, place.done = place.position + count, place.done + count
   if place.position >= place.size then
     local put_back = place.size > 1 and redis.pcall('HGET', place.held, place.entry)
@@ -55,40 +63,43 @@ end
 
 -- count_tickets(order, held): of requests that wait or are in flight, and of withheld results. O(1).
 local function count_tickets(order, held)
-  local place, last = read_order(order, held), redis.pcall('LINDEX', order, -1)
+  local place, last = read_order(order, held, 1), redis.pcall('LINDEX', order, -1)
   local size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
   return place.entry and size and before + size - place.done or 0
 end
 
--- deliver_parts(parts): deliver results in their order. The payload of a part is what a list gets, or one or several
--- elements of a msgpack array for a stream: successive parts for one stream become one entry.
+-- deliver_parts(parts): deliver results in their order. Successive ones for one stream become one entry. Parts are a
+-- whole group in the usual case, and its payload is then not copied.
 local function deliver_parts(parts)
-  local first, size, payloads = nil, 0, {}
-  local function flush()
-    if not first then return end
-    local head = size < 16 and string.char(144 + size)
-      or string.char(220, math.floor(size / 256), size % 256)
-    deliver(first.key, first.kind, head .. table.concat(payloads), first.ttl_ms)
-    first, size, payloads = nil, 0, {}
-  end
-  for _, part in ipairs(parts) do
-    if part.kind == 'list' then
-      deliver(part.key, 'list', part.payload, part.ttl_ms)
+  local start = 1
+  while start <= #parts do
+    local group, stop, size, is_whole = parts[start].group, start, 0, true
+    local key, kind, ttl_ms = group.key, group.kind, group.ttl_ms
+    repeat
+      local part, before = parts[stop], parts[stop - 1]
+      is_whole = is_whole and part.group == group and (stop == start or part.first_byte > before.first_byte)
+      size = size + (kind == 'stream' and part.count or 1)
+      stop = stop + 1
+      local following = parts[stop] and parts[stop].group
+    until not following or kind == 'list'
+      or following ~= group and (following.key ~= key or following.kind ~= kind or following.ttl_ms ~= ttl_ms)
+    if is_whole and stop - start == group.parts then
+      deliver(key, kind, group.payload, ttl_ms)
     else
-      if first and (first.key ~= part.key or first.kind ~= part.kind or first.ttl_ms ~= part.ttl_ms) then flush() end
-      first = first or part
-      size = size + (part.kind == 'columns' and 1 or part.count)
-      payloads[#payloads + 1] = part.payload
+      local elements = {}
+      for at = start, stop - 1 do elements[#elements + 1] = elements_of(parts[at]) end
+      deliver(key, kind, array_head(size) .. table.concat(elements), ttl_ms)
     end
+    start = stop
   end
-  flush()
 end
 
 -- withhold(place, part): keep a result until those before it are done. Returns whether that is necessary and possible.
 -- It is not if the ticket is not in the order (the user deleted a key, or the batch, so that the ticket was freed).
 local function withhold(place, part)
-  if part.entry == place.entry and part.first < place.position then return false end
-  if not is_in_order(place.held, part.entry, part.first, part.count) then return false end
+  local entry, first = parse_ticket(part.field)
+  if entry == place.entry and first < place.position then return false end
+  if not is_in_order(place.held, entry, first, part.count) then return false end
   if redis.pcall('HSETNX', place.held, part.field, withheld(part)) == 1 then return true end
   local is_stale = parse_waiting(redis.pcall('HGET', place.held, part.field))
   return is_stale and set_field(place.held, part.field, withheld(part))
@@ -100,18 +111,19 @@ end
 -- Returns whether there is more to deliver. O(arrived + delivered), and O(bytes).
 local function release(order, held, arrived)
   local results_max, bytes_max = 1000, 8388608
-  local place, parts, results, size_bytes = read_order(order, held), {}, 0, 0
+  local place, parts, results, size_bytes = read_order(order, held, #arrived + 1), {}, 0, 0
   local has_more = false
   while place.entry do
     local field = next_ticket(place)
-    local part = arrived[field] or parse_withheld(redis.pcall('HGET', held, field))
+    local fresh = arrived[field]
+    local part = fresh or parse_withheld(redis.pcall('HGET', held, field))
     if not part then break end
     has_more = results >= results_max or size_bytes >= bytes_max
     if has_more then break end
     part.is_delivered = true
     parts[#parts + 1] = part
-    results, size_bytes = results + part.count, size_bytes + #part.payload
-    advance(place, part.count)
+    results, size_bytes = results + part.count, size_bytes + part.bytes
+    advance(place, part.count, fresh)
   end
   deliver_parts(parts)
   write_order(place)
@@ -121,15 +133,19 @@ local function release(order, held, arrived)
   return has_more
 end
 
--- take_result(arrived, range, key, kind, payload, ttl_ms): deliver a result without a ticket now; collect one that has
--- tickets in `arrived`, for `release`: a list, and by the name of the first ticket. O(1).
-local function take_result(arrived, range, key, kind, payload, ttl_ms)
-  if range == '' then return deliver(key, kind, payload, ttl_ms) end
-  local entry, first, count = parse_range(range)
-  local field = entry .. ':' .. first
-  local part = { entry = entry, first = first, count = count, field = field }
-  part.key, part.kind, part.payload, part.ttl_ms = key, kind, payload, ttl_ms
-  arrived[#arrived + 1] = part
-  arrived[field] = part
+-- take_result(arrived, ranges, key, kind, payload, ttl_ms): deliver results without tickets now; collect those that
+-- have some in `arrived`, for `release`: a list of parts, also by the name of their first ticket.
+-- `ranges`: '' or for each part a range and its number of bytes in the payload, ENTRY:FIRST+COUNT=BYTES. O(ranges).
+local function take_result(arrived, ranges, key, kind, payload, ttl_ms)
+  if ranges == '' then return deliver(key, kind, payload, ttl_ms) end
+  local group = { key = key, kind = kind, payload = payload, ttl_ms = ttl_ms, parts = 0 }
+  local first_byte = 1 + array_head_bytes(group)
+  for field, count, bytes in string.gmatch(ranges, '(%S+:%d+)%+(%d+)=(%d+)') do
+    local part = { field = field, count = tonumber(count), bytes = tonumber(bytes), group = group }
+    part.first_byte = first_byte
+    first_byte = first_byte + part.bytes
+    group.parts = group.parts + 1
+    arrived[#arrived + 1] = part
+    arrived[field] = part
+  end
 end
-

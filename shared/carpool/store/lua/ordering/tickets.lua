@@ -14,17 +14,42 @@
 
 local function waiting_in(count, entry_id) return 'w ' .. count .. ' ' .. entry_id end
 
-local function withheld(part)
-  return table.concat({ 'r', part.count, part.kind, part.ttl_ms, part.key, part.payload }, ' ')
+-- Results that a script gets together for one place are a group: key, kind, payload, ttl_ms, and its number of parts.
+-- A part is what has one range of tickets: their number `count`, and the elements of the group's payload from
+-- `first_byte` on, together `bytes` long. The payload for a stream is a msgpack array; that for a list is one part.
+
+-- array_head(size): what a msgpack array of this size begins with.
+local function array_head(size)
+  if size < 16 then return string.char(144 + size) end
+  return string.char(220, math.floor(size / 256), size % 256)
 end
 
--- parse_withheld(value): a withheld result as a table; nil for everything else.
+-- array_head_bytes(group): how long that is.
+local function array_head_bytes(group)
+  if group.kind == 'list' then return 0 end
+  return ({ [220] = 3, [221] = 5 })[string.byte(group.payload)] or 1
+end
+
+local function elements_of(part)
+  return string.sub(part.group.payload, part.first_byte, part.first_byte + part.bytes - 1)
+end
+
+local function withheld(part)
+  local group, payload = part.group, part.group.payload
+  if group.parts > 1 then
+    payload = array_head(group.kind == 'stream' and part.count or 1) .. elements_of(part)
+  end
+  return table.concat({ 'r', part.count, group.kind, group.ttl_ms, group.key, payload }, ' ')
+end
+
+-- parse_withheld(value): a withheld result as a part, alone in its group; nil for everything else.
 local function parse_withheld(value)
   if type(value) ~= 'string' then return nil end
   local count, kind, ttl_ms, key, payload_start = string.match(value, '^r (%d+) (%a+) (%d+) (%S+) ()')
   if not count then return nil end
-  local payload = string.sub(value, payload_start)
-  return { count = tonumber(count), kind = kind, ttl_ms = ttl_ms, key = key, payload = payload }
+  local group = { key = key, kind = kind, payload = string.sub(value, payload_start), ttl_ms = ttl_ms, parts = 1 }
+  local head_bytes = array_head_bytes(group)
+  return { count = tonumber(count), group = group, first_byte = 1 + head_bytes, bytes = #group.payload - head_bytes }
 end
 
 -- parse_waiting(value): the ID of the entry in which a range was put back; nil for everything else.
@@ -34,6 +59,12 @@ local function parse_waiting(value) return type(value) == 'string' and string.ma
 local function parse_range(range)
   local entry, first, count = string.match(range, '^(%S+):(%d+)%+(%d+)$')
   return entry, tonumber(first), tonumber(count)
+end
+
+-- parse_ticket(ticket): entry and position.
+local function parse_ticket(ticket)
+  local entry, position = string.match(ticket, '^(%S+):(%d+)$')
+  return entry, tonumber(position)
 end
 
 -- is_in_order(held, entry, first, count): whether these tickets were admitted, and their entry is not done.
