@@ -348,7 +348,9 @@ class AsyncLink(asyncio.Protocol):
         if self._transport is None:
             return
         parts = [part for command in commands for part in pack(tuple(command))]
-        if self.congested or (self._descriptor is not None and max(map(len, parts)) >= LARGE_BYTES):
+        if self.congested or (
+            self._descriptor is not None and max(map(len, parts), default=0) >= LARGE_BYTES
+        ):
             self._unsent += map(memoryview, parts)
             self._send_unsent()
         else:
