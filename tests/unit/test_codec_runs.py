@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -84,14 +83,9 @@ def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[s
     script_keys = ScriptKeys()
     groups = list(result_groups(Keys("m"), script_keys, results, execution.columns))
     envelopes: list[tuple[str, dict[str, Any]]] = []
-    for key, kind, ticket, of_group in groups:
-        payload = of_group
+    for key, kind, _, payload in groups:
         place = script_keys.keys[int(key) - 1]
         assert isinstance(payload, bytes)
-        if ticket and kind != "list":  # elements of an array; `order.lua` makes it
-            place += str(ticket).partition(":")[0]
-            size = len(list(msgpack.Unpacker(io.BytesIO(payload))))
-            payload = b"\xdc" + size.to_bytes(2, "big") + payload
         if kind == "columns":
             of_columns = [result for columns in decode_columns(payload) for result in columns.results()]
             envelopes += [(place, envelope_of(result)) for result in of_columns]
