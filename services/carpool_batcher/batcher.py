@@ -242,6 +242,7 @@ class ModelBatcher:
 
     def _refuse(self, session: LeaseSession, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
         scheduler = session.scheduler
+        session.order.enter_if_any()
         changes = self._store.refuse(refusals, emptied, scheduler.settings.result_ttl_ms)
         self._follow(session, changes)
         missing = set(changes.missing)
@@ -259,7 +260,9 @@ class ModelBatcher:
 
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
-        batches, changes = self._store.dispatch(dispatches, scheduler.settings.result_ttl_ms)
+        batches, changes, tickets = self._store.dispatch(
+            dispatches, scheduler.settings.result_ttl_ms, session.order.take_arrivals()
+        )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []
         for batch in batches:
@@ -269,6 +272,7 @@ class ModelBatcher:
                 scheduler.launch(batch.batch_id, batch.dispatch, decided_us)
                 session.order.launched(batch.batch_id, batch.dispatch.runs)
                 dispatched.append(batch.dispatch)
+        session.order.dispatched(tickets)
         self._meter.dispatched(dispatched, scheduler, self._clock.now_us())
 
     def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:

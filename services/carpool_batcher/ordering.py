@@ -25,6 +25,7 @@ class ResultOrder:
         self._store = store
         self._scheduler = scheduler
         self._unread_entries = unread_entries
+        self._arrivals: list[TicketRange] = []  # issued, and not in the order yet
         self._in_flight: dict[str, list[TicketRange]] = {}  # by batch; those of settled ones are removed late
 
     def before_admission(self) -> None:
@@ -32,7 +33,7 @@ class ResultOrder:
         scheduler = self._scheduler
         counted = scheduler.waiting + scheduler.withheld
         if scheduler.withheld and 2 * counted > scheduler.settings.max_queue_size:
-            self._count_withheld(self._store.admit(()).tickets)
+            self.enter()
 
     def verify(self, entries: Sequence[Entry]) -> None:
         """These entries were read. Those that were put back keep their tickets; those that only say so have
@@ -40,19 +41,42 @@ class ResultOrder:
         self._unread_entries = max(0, self._unread_entries - len(entries))
         claimed = [entry for entry in entries if entry.claimed_tickets is not None]
         if claimed:
-            tickets, forged = self._store.admit(claimed)
-            for entry in forged:
+            for entry in self.enter(claimed):
                 for run in entry.runs:
                     run.tickets = None
-            self._count_withheld(tickets)
 
     def admit(self, arrived: Sequence[Run]) -> None:
         """These runs arrived, and those of them that are refused on arrival are no longer in their entries.
-        The others enter the order, if it is preserved."""
+        The others get tickets, if order is preserved. These enter the order with the next dispatch, or by
+        `enter`, which must be called before any of the requests is refused."""
         if self._scheduler.settings.preserve_ordering:
-            entries = [entry for entry in dict.fromkeys(run.entry for run in arrived) if issue_tickets(entry)]
-            if entries:
-                self._count_withheld(self._store.admit(entries).tickets)
+            for entry in dict.fromkeys(run.entry for run in arrived):
+                if issue_tickets(entry):
+                    self._arrivals.append(TicketRange(entry.id, 0, sum(map(len, entry.runs))))
+
+    def enter(self, claimants: Sequence[Entry] = ()) -> list[Entry]:
+        """Put tickets into the order that are not there yet, and count withheld results.
+
+        Returns those of the `claimants`, entries that were put back, whose tickets are not theirs.
+        """
+        tickets, forged = self._store.admit(self.take_arrivals(), claimants)
+        self._count_withheld(tickets)
+        return forged
+
+    def enter_if_any(self) -> None:
+        """Put tickets into the order, if some are not there yet."""
+        if self._arrivals:
+            self.enter()
+
+    def take_arrivals(self) -> list[TicketRange]:
+        """The tickets that are not in the order yet: the caller puts them there."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def dispatched(self, tickets: int | None) -> None:
+        """A dispatch put tickets into the order; there are as many, None if it put none there."""
+        if tickets is not None:
+            self._count_withheld(tickets)
 
     def launched(self, batch_id: str, runs: Iterable[Run]) -> None:
         """These runs are in flight in this batch."""
@@ -65,6 +89,8 @@ class ResultOrder:
 
         The tickets are there also after an operator turned `preserve_ordering` off.
         """
+        has_tickets = snapshot.entries_in_order or self._arrivals
+        self.enter_if_any()
         if snapshot.waiting_entries <= len(entries):
             self._unread_entries = 0  # some of them were withdrawn before they were read
         in_flight = self._scheduler.in_flight()
@@ -77,7 +103,7 @@ class ResultOrder:
                 for of_range in ranges
             )
 
-        self._count_withheld(self._store.release(is_known) if snapshot.entries_in_order else 0)
+        self._count_withheld(self._store.release(is_known) if has_tickets else 0)
 
     def _count_withheld(self, tickets: int) -> None:
         """Tickets that belong neither to waiting requests nor to requests in flight have withheld results.

@@ -31,6 +31,7 @@ from carpool.messages import (
     Rows,
     Run,
     RunColumns,
+    TicketRange,
 )
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore
@@ -80,6 +81,7 @@ class OrderedResults(RuleBasedStateMachine):
         self.reply_to: dict[str, str | None] = {}
         self.order: list[str] = []  # those that have tickets
         self.admitted: set[str] = set()  # entries
+        self.arrivals: dict[str, list[str]] = {}  # entries that are not admitted yet: correlation IDs
         self.entries = EntryTable()  # what the batcher has read
         self.fetched: list[Batch] = []
         self.answered: dict[str, set[int]] = {}  # positions answered ahead, by batch
@@ -180,7 +182,7 @@ class OrderedResults(RuleBasedStateMachine):
 
     def verify(self, read: list[Entry]) -> None:
         claimed = [entry for entry in read if entry.claimed_tickets is not None]
-        _, forged = self.batcher.admit(claimed)
+        _, forged = self.batcher.admit(self.take_arrivals(), claimed)
         for entry in claimed:
             genuine = all(not self.requests[name].at_once for name in names_of(entry.runs))
             assert (entry in forged) == (not genuine)
@@ -189,19 +191,29 @@ class OrderedResults(RuleBasedStateMachine):
                 run.tickets = None
 
     def admit(self, entries: list[Entry]) -> None:
-        """Admit entries; twice, as after a lost reply, which changes nothing."""
-        assert self.batcher.admit(entries) == self.batcher.admit(entries)
-        for entry in entries:
-            if entry.id not in self.admitted:
-                self.admitted.add(entry.id)
-                self.order += names_of(entry.runs)
-                for name in names_of(entry.runs):
-                    self.requests[name] = Expected(entry.id)
+        """Entries have tickets; these enter the order later."""
+        self.arrivals |= {entry.id: names_of(entry.runs) for entry in entries}
+
+    def enter(self) -> None:
+        """Admit what arrived; twice, as after a lost reply, which changes nothing."""
+        arrivals = self.take_arrivals()
+        assert self.batcher.admit(arrivals) == self.batcher.admit(arrivals)
+
+    def take_arrivals(self) -> list[TicketRange]:
+        arrivals, self.arrivals = self.arrivals, {}
+        for entry_id, names in arrivals.items():
+            if entry_id not in self.admitted:
+                self.admitted.add(entry_id)
+                self.order += names
+                for name in names:
+                    self.requests[name] = Expected(entry_id, lost=self.requests[name].lost)
+        return [TicketRange(entry_id, 0, len(names)) for entry_id, names in arrivals.items()]
 
     @rule()
     def take_over(self) -> None:
         """Another batcher takes over, and reads everything again."""
         self.entries = EntryTable()
+        self.arrivals = {}
         self.read_until = "0-0"
         self.read_all()
 
@@ -229,7 +241,7 @@ class OrderedResults(RuleBasedStateMachine):
     def dispatch_and_fetch(self, runs: list[Run], is_lost: bool = False) -> None:
         half = len(runs) // 2
         parts = [Dispatch(part, "full", "") for part in (runs[:half], runs[half:]) if part]
-        outcome = self.batcher.dispatch(parts, TTL_MS)
+        outcome = self.batcher.dispatch(parts, TTL_MS, self.take_arrivals())
         if is_lost:
             self.take_over()
         else:
@@ -298,6 +310,7 @@ class OrderedResults(RuleBasedStateMachine):
         self.refuse_runs(self.choose(data))
 
     def refuse_runs(self, refused: list[Run]) -> None:
+        self.enter()
         changes = self.batcher.refuse([refusal_of(run, CANCELLED) for run in refused], [], TTL_MS)
         for run in refused:
             if run.entry not in changes.missing:
@@ -331,6 +344,7 @@ class OrderedResults(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         """The batcher frees lost tickets."""
+        self.enter()
         tickets = self.batcher.release()
         for name in self.order:
             request = self.requests[name]
@@ -448,7 +462,7 @@ class Stores(NamedTuple):
         flat = [part for name, value in fields.items() for part in (name.encode(), _bytes(value))]
         entry, _ = decode_entry(entry_id, flat, ModelSettings(max_batch_size=4096))
         assert issue_tickets(entry)
-        self.batcher.admit([entry])
+        self.batcher.admit([TicketRange(entry.id, 0, len(requests))])
         return entry
 
     def dispatch(self, *batches: list[Run]) -> list[Batch]:

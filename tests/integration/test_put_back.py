@@ -10,8 +10,12 @@ import pytest
 
 from carpool.errors import CANCELLED
 from carpool.keys import Keys
+<<<<<<< HEAD
 from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
+=======
+from carpool.messages import JSON, Dispatch, Entry, Refusal, Run, TicketRange
+>>>>>>> order2
 from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_batch
@@ -41,7 +45,7 @@ class Waiting:
         assert entry.id == entry_id.decode()
         if with_tickets:
             assert issue_tickets(entry)
-            self.store.admit([entry])
+            self.store.admit([TicketRange(entry.id, 0, sum(map(len, entry.runs)))])
         return entry
 
     def read(self) -> list[Entry]:

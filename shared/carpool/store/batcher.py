@@ -22,7 +22,11 @@ from carpool.messages import (
     Refusal,
     Result,
     Run,
+<<<<<<< HEAD
     stored_names,
+=======
+    TicketRange,
+>>>>>>> order2
     tickets_of_each,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
@@ -39,8 +43,8 @@ from carpool.store.results import (
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.requests import encode_runs, tickets_of
 
-_ADMIT: Final = Script("ordering/admit", after=("arguments", "deliver", "ordering/tickets", "ordering/order"))
-_DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
+_ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
+_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
 _MISSING: Final = Script("missing")
 
@@ -86,6 +90,7 @@ class DispatchOutcome(NamedTuple):
 
     batches: list[Dispatched | None]
     entries: EntryChanges
+    tickets: int | None  # in the order of results; None if none were put there
 
 
 class BatcherStore:
@@ -112,21 +117,16 @@ class BatcherStore:
         """Which of these entries are no longer in the stream."""
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
-    def admit(self, entries: Sequence[Entry]) -> Admission:
-        """Put all requests of these entries into the order of results.
+    def admit(self, arrivals: Sequence[TicketRange], claimants: Sequence[Entry] = ()) -> Admission:
+        """Put the tickets of entries that arrived into the order of results.
 
-        Those of an entry that was put back are in it already: only verify that.
+        Those of the `claimants`, which were put back, are in it already: only verify that.
         """
-        own: list[str] = []
         claims: list[Group] = []
-        claimants: list[Entry] = []
-        for entry in entries:
-            if entry.claimed_tickets is None:
-                own.append(f"{entry.id} {sum(map(len, entry.runs))}")
-            else:
-                claims.append([entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges)))])
-                claimants.append(entry)
-        args = [" ".join(own), *group_list_args(claims)]
+        for entry in claimants:
+            assert entry.claimed_tickets is not None
+            claims.append([entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges)))])
+        args = [_arrivals_arg(arrivals), *group_list_args(claims)]
         tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], args)
         return Admission(tickets, [claimants[index - 1] for index in forged])
 
@@ -143,21 +143,27 @@ class BatcherStore:
             first = release(self._link, self.keys, free_lost=True)
         return 0 if first is None else first.tickets
 
-    def dispatch(self, dispatches: Sequence[Dispatch], result_ttl_ms: int) -> DispatchOutcome:
-        """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back."""
+    def dispatch(
+        self, dispatches: Sequence[Dispatch], result_ttl_ms: int, arrivals: Sequence[TicketRange] = ()
+    ) -> DispatchOutcome:
+        """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
+
+        `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
+        """
         entries = dict.fromkeys(run.entry for dispatch in dispatches for run in dispatch.runs)
         indexes = {entry: index for index, entry in enumerate(entries, 1)}
         decided = frozenset(run for dispatch in dispatches for run in dispatch.runs)
         remaining = {entry: parts for entry in entries if (parts := _parts_to_put_back(entry, decided))}
-        args = list_args([entry.id for entry in indexes])
+        args: list[Argument] = [_arrivals_arg(arrivals), *list_args([entry.id for entry in indexes])]
         args += group_list_args(
             [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         )
         args += group_list_args(
             [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
         )
-        missing, new_ids, batch_ids = self._link.run(
-            _DISPATCH, [self.keys.requests, self.keys.batches, self.keys.held], args
+        keys = self.keys
+        missing, new_ids, batch_ids, tickets = self._link.run(
+            _DISPATCH, [keys.requests, keys.batches, keys.held, keys.order], args
         )
 
         missing_ids = {entry_id.decode() for entry_id in missing}
@@ -174,7 +180,7 @@ class BatcherStore:
             ],
             missing=[entry for entry in indexes if entry.id in missing_ids],
         )
-        return DispatchOutcome(batches, changes)
+        return DispatchOutcome(batches, changes, tickets if arrivals else None)
 
     def _dispatch_args(
         self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int
@@ -237,6 +243,10 @@ class BatcherStore:
         Returns how many were answered: none if the batch has been settled meanwhile.
         """
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
+
+
+def _arrivals_arg(arrivals: Sequence[TicketRange]) -> str:
+    return " ".join([f"{entry_id} {size}" for entry_id, _, size in arrivals])
 
 
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:

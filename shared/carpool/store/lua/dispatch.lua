@@ -5,15 +5,20 @@
 -- is dispatched at most once, also when several batchers dispatch, and a withdrawal does not undo the rest of a batch.
 -- XDEL returns whether the entry was there: to check first would copy every body into Lua.
 --
--- KEYS  1 requests   2 batches   3 held
--- ARGV  list of entry IDs
+-- Entries that arrived are put into the order of results first (see ordering/enter.lua): without that, none of their
+-- requests may be dispatched. To do so here saves a round trip.
+--
+-- KEYS  1 requests   2 batches   3 held   4 order
+-- ARGV  1 entries to put into the order, '' if none
+--       2.. list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
 --       list of batches: list of the indexes of its entries; list of its fields
 -- Returns { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
---         { for each batch its ID, '' if all of its entries are missing }
+--         { for each batch its ID, '' if all of its entries are missing },
+--         the number of tickets in the order if ARGV[1] is not '', else -1
 -- O(entries), and O(bytes) for the payloads.
-local take = argument_reader(1)
+local take = argument_reader(2)
 
 local ids, is_missing, missing = take_list(take), {}, {}
 for i = 1, #ids do
@@ -22,6 +27,8 @@ for i = 1, #ids do
     missing[#missing + 1] = ids[i]
   end
 end
+
+if ARGV[1] ~= '' then enter_order(KEYS[4], KEYS[3], ARGV[1]) end
 
 local new_ids = {}
 for p = 1, tonumber(take()) do
@@ -51,4 +58,4 @@ for b = 1, tonumber(take()) do
   end
 end
 
-return { missing, new_ids, batch_ids }
+return { missing, new_ids, batch_ids, ARGV[1] ~= '' and count_tickets(KEYS[4], KEYS[3]) or -1 }

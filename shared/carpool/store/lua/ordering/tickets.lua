@@ -4,10 +4,10 @@
 -- kept for ranges of them, which have the name of their first ticket. A range is an argument ENTRY:FIRST+COUNT.
 --
 --   field         value
---   ENTRY         SIZE [FIRST ...]                the number of its tickets; where ranges of them begin that were put back
+--   ENTRY         SIZE [FIRST ...]                the number of its tickets; where ranges begin that were put back
 --   ENTRY:FIRST   w COUNT ENTRY_ID                these requests were put back in this entry of the request stream
 --                 r COUNT KIND TTL_MS KEY PAYLOAD their results are withheld, in the form that `deliver` needs
---   cursor        ENTRY POSITION DONE             the first entry of the order is done up to this position; see order.lua
+--   cursor        ENTRY POSITION DONE             the first entry of the order is done up to here; see order.lua
 --
 -- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in this
 -- directory lists the transitions.
@@ -81,7 +81,7 @@ local function set_field(held, field, value)
   return redis.pcall('HSETNX', held, field, value) == 1
 end
 
--- mark_waiting(held, range, entry_id): a range was put back in this entry. Returns nothing. O(times that requests of the
+-- mark_waiting(held, range, entry_id): a range was put back in this entry. O(times that requests of the
 -- entry in which they arrived were put back).
 local function mark_waiting(held, range, entry_id)
   local entry, first, count = parse_range(range)
