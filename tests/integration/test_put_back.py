@@ -10,12 +10,8 @@ import pytest
 
 from carpool.errors import CANCELLED
 from carpool.keys import Keys
-<<<<<<< HEAD
-from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
-from carpool.model_settings import ModelSettings
-=======
 from carpool.messages import JSON, Dispatch, Entry, Refusal, Run, TicketRange
->>>>>>> order2
+from carpool.model_settings import ModelSettings
 from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_batch

@@ -22,11 +22,8 @@ from carpool.messages import (
     Refusal,
     Result,
     Run,
-<<<<<<< HEAD
-    stored_names,
-=======
     TicketRange,
->>>>>>> order2
+    stored_names,
     tickets_of_each,
 )
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
