@@ -183,7 +183,7 @@ def put_back_bytes(waiting: Waiting, form: str, size: int, batch_size: int) -> i
     put_back_bytes = dispatched = 0
     while entries:
         dispatches = [decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch)]
-        batches, changes = waiting.store.dispatch(dispatches, TTL_MS)
+        batches, changes, _ = waiting.store.dispatch(dispatches, TTL_MS)
         entries.update_from(changes)
         for batch in batches:
             assert batch is not None
