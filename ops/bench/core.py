@@ -19,8 +19,9 @@ from itertools import count
 from typing import Any, Final, NamedTuple
 
 from carpool.lifecycle import collect_garbage_rarely
-from carpool.messages import Bodies, Entry, Rows, Run
+from carpool.messages import Entry, Run
 from carpool.model_settings import ModelSettings
+from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 
 DEPTHS: Final = (10, 1_000, 100_000)

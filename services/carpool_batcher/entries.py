@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Run, stored_names
+from carpool.messages import Entry, Run
+from carpool.rows import stored_names
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler

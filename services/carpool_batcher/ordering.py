@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from carpool.messages import Entry, Run, TicketRange, Tickets
+from carpool.messages import Entry, Run
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
 from carpool.store.results import FirstTicket
+from carpool.tickets import TicketRange, Tickets
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable
 

@@ -23,7 +23,8 @@ from carpool.errors import (
     InternalError,
     InvalidArgumentError,
 )
-from carpool.messages import MSGPACK, RAW, BatchedRun, Result, ResultColumns, Rows, RunColumns, StoredBody
+from carpool.messages import MSGPACK, RAW, BatchedRun, Result, ResultColumns, RunColumns
+from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
 from carpool_worker.execution import DEATHS_MAX, Execution, Frame

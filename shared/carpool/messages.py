@@ -6,12 +6,14 @@ the millisecond at which Redis accepted it, and no other host's clock decides an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from carpool.errors import OK
+from carpool.rows import Bodies, Body, Rows
+from carpool.tickets import TicketRange, Tickets
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -20,148 +22,6 @@ CONTENT_TYPES: Final = (JSON, MSGPACK, RAW)
 
 PRIORITY_DEFAULT: Final = 4
 PRIORITY_LEVELS: Final = 10
-
-# How long a stored body is kept after the deadline of its request, which may be served late (see
-# `expiration_action`); and without a deadline. Batchers renew it while the request waits.
-BODY_TTL_MS: Final = 24 * 3600 * 1000
-
-
-class StoredBody(NamedTuple):
-    """A large body that its producer stored under a key of its own, `Keys.body(name)`.
-
-    `size_bytes` is what the producer says; workers verify it.
-    """
-
-    name: str
-    size_bytes: int
-
-
-Body = bytes | StoredBody
-
-
-@dataclass(slots=True)
-class Rows:
-    """Bodies of equal length with a common head: body `i` is `head` and the i-th `width` bytes of `data`.
-
-    `head` may be empty, `width` may not be 0, and `data` is a whole number of rows.
-    """
-
-    head: bytes
-    data: bytes | memoryview
-    width: int
-
-    def __len__(self) -> int:
-        return len(self.data) // self.width
-
-    def __getitem__(self, index: int) -> bytes:
-        start = index * self.width
-        return b"".join((self.head, self.data[start : start + self.width]))
-
-    def slice(self, start: int, stop: int) -> Rows:
-        """The rows from `start` to before `stop`, not copied."""
-        return Rows(self.head, memoryview(self.data)[start * self.width : stop * self.width], self.width)
-
-    def copy(self, start: int, stop: int) -> Rows:
-        """The same rows, copied."""
-        view = memoryview(self.data)[start * self.width : stop * self.width]
-        return Rows(self.head, bytes(view), self.width)
-
-    def rest(self, start: int) -> Rows:
-        """The rows from `start`, copied where a slice would keep twice its bytes in memory."""
-        rows = self.slice(start, len(self))
-        view = rows.data
-        assert isinstance(view, memoryview)
-        if 2 * len(view) < len(memoryview(view.obj)):
-            rows.data = bytes(view)
-        return rows
-
-    def select(self, indexes: Sequence[int]) -> Rows:
-        """The rows at these indexes, copied."""
-        view, width = memoryview(self.data), self.width
-        return Rows(self.head, b"".join([view[at * width : (at + 1) * width] for at in indexes]), width)
-
-
-Bodies = Rows | list[Body]
-
-
-def stored_names(bodies: Bodies) -> list[str]:
-    """The names of those of these bodies that are stored under keys of their own."""
-    return [] if isinstance(bodies, Rows) else [body.name for body in bodies if type(body) is StoredBody]
-
-
-class TicketRange(NamedTuple):
-    """Consecutive places in the order of results, as an argument of scripts: `ENTRY:FIRST+COUNT`.
-
-    They belong to the requests from position `first` on of the entry in which these arrived.
-    """
-
-    entry_id: str
-    first: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.entry_id}:{self.first}+{self.size}"
-
-
-class Tickets(NamedTuple):
-    """The places of a run's requests in the order of results, in the order of the requests.
-
-    Usually one range; several after requests were taken out of the middle. No two ranges that follow each
-    other could be one.
-    """
-
-    ranges: tuple[TicketRange, ...]
-
-    @classmethod
-    def of(cls, entry_id: str, first: int, size: int) -> Tickets:
-        """Those of the `size` requests from position `first` on of the entry."""
-        return cls((TicketRange(entry_id, first, size),))
-
-    @classmethod
-    def join(cls, ranges: Iterable[TicketRange]) -> Tickets:
-        """These ranges, one after the other."""
-        joined: list[TicketRange] = []
-        for entry_id, first, size in ranges:
-            if joined:
-                last = joined[-1]
-                if last.entry_id == entry_id and last.first + last.size == first:
-                    joined[-1] = TicketRange(entry_id, last.first, last.size + size)
-                    continue
-            joined.append(TicketRange(entry_id, first, size))
-        return cls(tuple(joined))
-
-    @property
-    def size(self) -> int:
-        """The number of tickets."""
-        return sum(of_range.size for of_range in self.ranges)
-
-    def slice(self, start: int, stop: int) -> Tickets:
-        """Those of the requests from index `start` to before `stop`."""
-        if len(self.ranges) == 1:
-            entry_id, first, _ = self.ranges[0]
-            return Tickets((TicketRange(entry_id, first + start, stop - start),))
-        found: list[TicketRange] = []
-        for entry_id, first, size in self.ranges:
-            if start < size and stop > 0:
-                skipped = max(0, start)
-                found.append(TicketRange(entry_id, first + skipped, min(size, stop) - skipped))
-            start, stop = start - size, stop - size
-        return Tickets(tuple(found))
-
-    def select(self, indexes: Iterable[int]) -> Tickets:
-        """Those of the requests at these ascending indexes."""
-        singles = self.singles()
-        return Tickets.join([singles[at] for at in indexes])
-
-    def singles(self) -> list[TicketRange]:
-        """A range of one for each request."""
-        if self.ranges[0].size == 1 and len(self.ranges) == 1:
-            return [self.ranges[0]]
-        return [
-            TicketRange(entry_id, position, 1)
-            for entry_id, first, size in self.ranges
-            for position in range(first, first + size)
-        ]
 
 
 @dataclass(slots=True, eq=False)

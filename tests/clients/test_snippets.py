@@ -15,7 +15,8 @@ import pytest
 from redis import Redis
 
 from carpool.keys import Keys
-from carpool.messages import JSON, RAW, StoredBody
+from carpool.messages import JSON, RAW
+from carpool.rows import StoredBody
 from carpool_cli.local.embedded import EmbeddedRedis
 from clients.conftest import Build, output
 from clients.languages import HERE, LANGUAGES, Language

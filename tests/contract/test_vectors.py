@@ -12,20 +12,10 @@ import numpy as np
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
-from carpool.messages import (
-    JSON,
-    MSGPACK,
-    BatchedRequest,
-    Refusal,
-    Result,
-    ResultColumns,
-    Rows,
-    Run,
-    StoredBody,
-    TicketRange,
-    Withdrawal,
-)
+from carpool.messages import JSON, MSGPACK, BatchedRequest, Refusal, Result, ResultColumns, Run, Withdrawal
 from carpool.model_settings import ModelSettings
+from carpool.rows import Rows, StoredBody
+from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.requests import decode_entry

@@ -19,7 +19,8 @@ import pytest
 
 from carpool.clock import RedisClock
 from carpool.lifecycle import Loop
-from carpool.messages import JSON, MSGPACK, Batch, BatchedRun, Body
+from carpool.messages import JSON, MSGPACK, Batch, BatchedRun
+from carpool.rows import Body
 from carpool.store.results import FencedError
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import TensorSpec

@@ -20,24 +20,14 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import (
-    RAW,
-    Batch,
-    Dispatch,
-    Entry,
-    Refusal,
-    Result,
-    ResultColumns,
-    Rows,
-    Run,
-    RunColumns,
-    TicketRange,
-)
+from carpool.messages import RAW, Batch, Dispatch, Entry, Refusal, Result, ResultColumns, Run, RunColumns
 from carpool.model_settings import ModelSettings
+from carpool.rows import Rows
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link
 from carpool.store.results import RELEASE, Address, Answer, FencedError, addresses_of
 from carpool.store.worker import WorkerStore
+from carpool.tickets import TicketRange
 from carpool.wire.requests import decode_entry
 from carpool.wire.results import decode_columns
 from carpool_batcher.entries import EntryTable

@@ -10,10 +10,11 @@ import pytest
 
 from carpool.errors import CANCELLED
 from carpool.keys import Keys
-from carpool.messages import JSON, Dispatch, Entry, Refusal, Run, TicketRange
+from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
 from carpool.store.connection import Link
+from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch
 from carpool.wire.requests import decode_entry
 from carpool_batcher.core.scheduler import Scheduler

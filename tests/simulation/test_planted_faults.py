@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from carpool.messages import Bodies, Refusal, Run, Tickets
+from carpool.messages import Refusal, Run
+from carpool.rows import Bodies
+from carpool.tickets import Tickets
 from carpool_batcher.core import capacity, fairness, scheduler
 from carpool_batcher.core.batch_space import BatchSpace
 from carpool_batcher.core.deadlines import Deadlines

@@ -20,8 +20,9 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from carpool.messages import Bodies, Entry, Refusal, Request, Rows, Run, StoredBody
+from carpool.messages import Entry, Refusal, Request, Run
 from carpool.model_settings import ModelSettings
+from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.due_index import NEVER_US

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from carpool.messages import Bodies, Entry, Refusal, Rows, Run
+from carpool.messages import Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
+from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
 MS = 1000

@@ -9,17 +9,10 @@ import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import (
-    CONTENT_TYPES,
-    Body,
-    Entry,
-    Refusal,
-    Run,
-    TicketRange,
-    Withdrawal,
-    tickets_of_each,
-)
+from carpool.messages import CONTENT_TYPES, Entry, Refusal, Run, Withdrawal, tickets_of_each
 from carpool.model_settings import ModelSettings
+from carpool.rows import Body
+from carpool.tickets import TicketRange
 from carpool.wire.requests import Decoded, decode_entry
 from carpool.wire.results import decode_columns, decode_results, encode_results
 

@@ -13,19 +13,11 @@ import pytest
 from hypothesis import given, settings
 
 from carpool.keys import Keys
-from carpool.messages import (
-    JSON,
-    MSGPACK,
-    RAW,
-    BatchedRun,
-    Bodies,
-    Result,
-    Rows,
-    TicketRange,
-    Tickets,
-)
+from carpool.messages import JSON, MSGPACK, RAW, BatchedRun, Result
+from carpool.rows import Bodies, Rows
 from carpool.store.arguments import ScriptKeys
 from carpool.store.results import addresses_of, result_groups
+from carpool.tickets import TicketRange, Tickets
 from carpool.wire.bodies import encode_body
 from carpool.wire.results import decode_columns
 from carpool.wire.tensors import TensorSpec, tensor_head

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from carpool.messages import Body, Entry, Run
+from carpool.messages import Entry, Run
+from carpool.rows import Body
 from carpool.store.batcher import EntryChanges, PutBack
 from carpool.store.reader import RawEntry
 from carpool_batcher.entries import EntryTable

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import Bodies, Entry, Rows, Run, StoredBody
+from carpool.messages import Entry, Run
+from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import NO_WEIGHTS

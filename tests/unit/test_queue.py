@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from carpool.messages import Rows, StoredBody
+from carpool.rows import Rows, StoredBody
 from support.scheduler_harness import SchedulerHarness, run
 
 # --- limits ----------------------------------------------------------------------------------------------

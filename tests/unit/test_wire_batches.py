@@ -15,11 +15,10 @@ from carpool.messages import (
     DeadLetter,
     Dispatch,
     ModelProcessesChanged,
-    Rows,
     Run,
-    StoredBody,
-    Tickets,
 )
+from carpool.rows import Rows, StoredBody
+from carpool.tickets import Tickets
 from carpool.wire.batches import (
     decode_batch,
     decode_settled,

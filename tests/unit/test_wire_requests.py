@@ -17,20 +17,10 @@ from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.keys import CORRELATION_ID
-from carpool.messages import (
-    CONTENT_TYPES,
-    JSON,
-    Entry,
-    Refusal,
-    Result,
-    Rows,
-    Run,
-    StoredBody,
-    TicketRange,
-    Tickets,
-    Withdrawal,
-)
+from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, Withdrawal
 from carpool.model_settings import ModelSettings
+from carpool.rows import Rows, StoredBody
+from carpool.tickets import TicketRange, Tickets
 from carpool.wire.request_fields import MAX_COST, MAX_EXTRA_BYTES, MAX_FIELDS, MAX_LANE_CHARS
 from carpool.wire.requests import (
     MAX_PACKED_BYTES,

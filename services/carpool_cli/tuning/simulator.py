@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import JSON, Bodies, Entry, Refusal, Run
+from carpool.messages import JSON, Entry, Refusal, Run
+from carpool.rows import Bodies
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
 from carpool_cli.tuning.curve import Curve, at

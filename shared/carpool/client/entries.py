@@ -17,7 +17,7 @@ import msgpack
 
 from carpool.client.sinks import Sink
 from carpool.keys import Keys
-from carpool.messages import BODY_TTL_MS
+from carpool.rows import BODY_TTL_MS
 from carpool.store.connection import Command
 
 MAX_ENTRY_BYTES: Final = 1024 * 1024

@@ -14,18 +14,8 @@ from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import (
-    BODY_TTL_MS,
-    Batch,
-    Dispatch,
-    Entry,
-    Refusal,
-    Result,
-    Run,
-    TicketRange,
-    stored_names,
-    tickets_of_each,
-)
+from carpool.messages import Batch, Dispatch, Entry, Refusal, Result, Run, tickets_of_each
+from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.results import (
@@ -37,6 +27,7 @@ from carpool.store.results import (
     release,
     result_groups,
 )
+from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.requests import encode_runs, tickets_of
 

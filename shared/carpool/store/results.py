@@ -10,17 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import (
-    Batch,
-    BatchedRequest,
-    Result,
-    ResultColumns,
-    RunColumns,
-    TicketRange,
-    tickets_of_each,
-)
+from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunColumns, tickets_of_each
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
+from carpool.tickets import TicketRange
 from carpool.wire.results import (
     encode_array_head,
     encode_columns,

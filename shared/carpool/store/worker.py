@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, Body, DeadLetter, Result, RunColumns, StoredBody
+from carpool.messages import Batch, DeadLetter, Result, RunColumns
+from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors

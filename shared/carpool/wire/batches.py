@@ -14,17 +14,13 @@ from carpool.messages import (
     Batch,
     BatchedRun,
     BatchSettled,
-    Bodies,
-    Body,
     DeadLetter,
     Dispatch,
     ModelProcessesChanged,
-    Rows,
     SettledEvent,
-    StoredBody,
-    TicketRange,
-    Tickets,
 )
+from carpool.rows import Bodies, Body, Rows, StoredBody
+from carpool.tickets import TicketRange, Tickets
 
 
 def encode_batch(dispatch: Dispatch) -> bytes:

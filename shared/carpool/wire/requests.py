@@ -21,21 +21,10 @@ import msgpack
 
 from carpool.errors import CarpoolError, InvalidArgumentError, UnimplementedError
 from carpool.keys import CORRELATION_ID, CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
-from carpool.messages import (
-    PRIORITY_DEFAULT,
-    PRIORITY_LEVELS,
-    Bodies,
-    Body,
-    Entry,
-    Refusal,
-    Rows,
-    Run,
-    StoredBody,
-    TicketRange,
-    Tickets,
-    Withdrawal,
-)
+from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run, Withdrawal
 from carpool.model_settings import ModelSettings
+from carpool.rows import Bodies, Body, Rows, StoredBody
+from carpool.tickets import TicketRange, Tickets
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     COLUMN_FIELDS,

@@ -13,7 +13,8 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import OK, InvalidArgumentError
-from carpool.messages import JSON, Result, ResultColumns, Rows
+from carpool.messages import JSON, Result, ResultColumns
+from carpool.rows import Rows
 
 MAX_DETAIL_CHARS: Final = 1000
 
