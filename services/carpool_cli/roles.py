@@ -34,7 +34,7 @@ _CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "tim
 _DELIVER: Final = (
     Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
     Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
-    Grant("order.lua: the ticket of the next result", "lindex lpop lrange", "order"),
+    Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
     Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "held"),
 )
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.

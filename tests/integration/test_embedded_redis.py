@@ -28,11 +28,12 @@ with EmbeddedRedis() as redis:
 
 
 @pytest.fixture(autouse=True)
-def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory for the data of all servers that these tests start."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"carpool-{os.getuid()}"
+def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for the data of all servers that these tests start. Short, for the paths of sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name) / f"carpool-{os.getuid()}"
 
 
 @pytest.fixture(params=find_servers(), ids=str)
@@ -234,7 +235,7 @@ def test_directory_of_a_running_parent_is_not_removed(temporary_directory: Path)
 
 
 def test_server_also_listens_on_a_socket_that_only_its_user_may_use(
-    redis: EmbeddedRedis, temporary_directory: Path, tmp_path: Path
+    redis: EmbeddedRedis, temporary_directory: Path
 ) -> None:
     assert redis.unix_url is not None
     with Redis.from_url(redis.unix_url) as client:

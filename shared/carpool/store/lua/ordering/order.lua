@@ -3,20 +3,15 @@
 -- The list `order` has an element for each entry: ENTRY SIZE BEFORE: the number of its tickets, and of
 -- all that were admitted before it, so that two elements tell how many tickets there are between them.
 
--- read_order(order, held, entries): the place up to which all is done: `entry`, `size` and `position` (entry is nil if
--- no ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it.
--- `entries` is how many of the list are read first; then more and more at once. O(entries).
-local function read_order(order, held, entries)
+-- read_order(order, held): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no
+-- ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it. LINDEX
+-- and not LRANGE: under the ACL rules of Redis 6, a role that may use LRANGE here may use it on every list that it can
+-- read. O(1).
+local function read_order(order, held)
   local place = { order = order, held = held, popped = 0, fields = {}, position = 0 }
-  local elements, read = {}, 0 -- elements[1] follows the first `read` of the list
   function place.read()
-    if place.popped >= read + #elements then
-      read = place.popped
-      elements = redis.pcall('LRANGE', order, read, read + entries - 1)
-      entries = math.min(4 * entries, 1000)
-    end
-    local element = elements[place.popped - read + 1]
-    local entry, size, before = string.match(element or '', '^(%S+) (%d+) (%d+)$')
+    local element = redis.pcall('LINDEX', order, place.popped)
+    local entry, size, before = string.match(type(element) == 'string' and element or '', '^(%S+) (%d+) (%d+)$')
     place.entry, place.size, place.position, place.done = entry, tonumber(size), 0, tonumber(before)
   end
   place.read()
@@ -63,7 +58,7 @@ end
 
 -- count_tickets(order, held): of requests that wait or are in flight, and of withheld results. O(1).
 local function count_tickets(order, held)
-  local place, last = read_order(order, held, 1), redis.pcall('LINDEX', order, -1)
+  local place, last = read_order(order, held), redis.pcall('LINDEX', order, -1)
   local size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
   return place.entry and size and before + size - place.done or 0
 end
@@ -111,7 +106,7 @@ end
 -- Returns whether there is more to deliver. O(arrived + delivered), and O(bytes).
 local function release(order, held, arrived)
   local results_max, bytes_max = 1000, 8388608
-  local place, parts, results, size_bytes = read_order(order, held, #arrived + 1), {}, 0, 0
+  local place, parts, results, size_bytes = read_order(order, held), {}, 0, 0
   local has_more = false
   while place.entry do
     local field = next_ticket(place)

@@ -37,7 +37,7 @@ local function read_batches()
   end
 end
 
-local place, freed, is_in_flight = read_order(KEYS[1], KEYS[2], 1), 0, nil
+local place, freed, is_in_flight = read_order(KEYS[1], KEYS[2]), 0, nil
 local reply = { 'MORE' }
 while freed < 1000 do
   if not place.entry then
