@@ -86,6 +86,20 @@ def test_withdrawn_urgent_request_does_not_hurry_others() -> None:
     assert harness.poll(1000) == ["delay: b"]
 
 
+def test_urgent_request_expires_also_after_a_queue_delay_was_introduced_again() -> None:
+    # Given a request that is urgent, and no process
+    harness = SchedulerHarness(processes=0, max_queue_delay_ms=1000)
+    harness.offer("a", expiration=100)
+    assert harness.poll(98) == []
+    # When the delay is removed, and set again
+    for delay_ms in (0, 1000):
+        harness.scheduler.settings = ModelSettings(max_queue_delay_ms=delay_ms)
+        assert harness.poll(99) == []
+    # Then it still expires
+    assert harness.wake_at_ms() == 100
+    assert harness.poll(100) == ["DEADLINE_EXCEEDED: a"]
+
+
 # --- expiration in the queue -----------------------------------------------------------------------------
 
 

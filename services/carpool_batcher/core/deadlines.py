@@ -118,9 +118,7 @@ class Deadlines:
             elif type(timer) is EntryTimer:
                 if timer == self._latest:
                     self._latest = None
-                for run in timer.entry.runs:
-                    if (run.deadline_us, run.lane) == (timer.deadline_us, timer.lane) and run in self._queue:
-                        decisions += self._check_run(run, timer.deadline_us, settings, now_us)
+                decisions += self._check_entry(timer, settings, now_us)
         return decisions
 
     def _check_batch(self, batch_id: str, now_us: int) -> list[Decision]:
@@ -133,20 +131,29 @@ class Deadlines:
         self.watch_batch(batch_id, batch.expiring)
         return expired
 
-    def _check_run(self, run: Run, deadline_us: int, settings: ModelSettings, now_us: int) -> list[Decision]:
-        """Mark a waiting run as urgent, or expire it if it is past its deadline."""
-        lane = self._queue.lanes[run.lane]
-        if run in lane.expired:
+    def _check_entry(self, timer: EntryTimer, settings: ModelSettings, now_us: int) -> list[Decision]:
+        """Mark the waiting runs of an entry as urgent, or expire them if they are past their deadline."""
+        runs = [
+            run
+            for run in timer.entry.runs
+            if (run.deadline_us, run.lane) == (timer.deadline_us, timer.lane) and run in self._queue
+        ]
+        if not runs:
             return []
-        if deadline_us > now_us:
-            if run not in lane.urgent:
-                self._queue.mark_urgent(run)
-                self._set(EntryTimer(deadline_us, run.entry, run.lane, deadline_us))
-            return []
+        in_time = [run for run in runs if run not in self._queue.lanes[timer.lane].expired]
+        if timer.deadline_us <= now_us:
+            return [decision for run in in_time for decision in self._expire(run, settings)]
+        for run in in_time:
+            self._queue.mark_urgent(run)
+        if in_time:
+            self._set(timer._replace(at_us=timer.deadline_us))
+        return []
+
+    def _expire(self, run: Run, settings: ModelSettings) -> list[Decision]:
         if settings.delays_expired(run.priority):
             self._queue.move_expired(run)
             return []
         self._queue.remove(run)
-        expiration_ms = (deadline_us - run.arrival_us) // 1000
+        expiration_ms = ((run.deadline_us or 0) - run.arrival_us) // 1000
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
         return [refusal(run, DEADLINE_EXCEEDED, "waiting", detail)]
