@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from carpool.messages import Refusal, Run
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
-from carpool_batcher.core import capacity, fairness, scheduler
+from carpool_batcher.core import capacity, scheduler
 from carpool_batcher.core.batch_space import BatchSpace
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.fairness import FairQueue
@@ -110,10 +110,6 @@ def forget_only_the_first_run(patch: Patch) -> None:
     patch.setattr(Queue, "forget", forget)
 
 
-def serve_a_run_without_turns(patch: Patch) -> None:
-    patch.setattr(fairness, "_in_one_turn", lambda *_: 1 << 30)
-
-
 def expire_only_single_requests(patch: Patch) -> None:
     def watch(deadlines: Deadlines, run: Run, *arguments: Any) -> None:
         if len(run) == 1:
@@ -174,7 +170,6 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     ignore_cost_of_all_but_one,
     admit_more_than_fits,
     forget_only_the_first_run,
-    serve_a_run_without_turns,
     expire_only_single_requests,
     count_positions_by_run,
     refuse_the_wrong_requests,
