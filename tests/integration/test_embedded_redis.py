@@ -45,7 +45,7 @@ def redis(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
 def answers(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it ends at this very moment
         return False
     return True
 
