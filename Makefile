@@ -9,7 +9,7 @@ JOBS   ?= 3
 PIP    := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock audit bench clean
+.PHONY: help install demo test check lock audit bench profile soak clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -30,8 +30,19 @@ check: install ## Check style, format, types, and imports between layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install ## Measure throughput and latency
-	@$(BIN)/python ops/bench/throughput.py
+# The interpreter for all systems is the one of .venv, unless PYTHON is given. The grid runs in ops/bench.
+GRID    = cd ops/bench && ../../$(BIN)/python -m
+PYTHONS = $(if $(filter command environment,$(origin PYTHON)),--python $(PYTHON))
+BENCH  ?= --write
+bench: install ## Measure Carpool and others side by side (BENCH=--help)
+	@$(GRID) grid $(PYTHONS) $(BENCH)
+
+profile: install ## Write where each microsecond of a request goes into docs/profile.md
+	@$(GRID) grid.profile $(PYTHONS) --write
+
+SOAK_MINUTES ?= 60
+soak: install ## Run a mixed load for SOAK_MINUTES (default 60): does memory grow?
+	@$(GRID) grid.soak --minutes $(SOAK_MINUTES)
 
 $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

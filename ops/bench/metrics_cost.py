@@ -16,7 +16,7 @@ from typing import Final
 from prometheus_client import generate_latest
 
 from carpool.errors import OK
-from carpool.messages import MSGPACK, Batch, BatchedRequest, Entry, Request, Result
+from carpool.messages import MSGPACK, Batch, BatchedRun, Entry, Result, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
@@ -35,9 +35,9 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     metrics = BatcherMetrics()
     meter = Meter(metrics, MODEL)
     scheduler = Scheduler(ModelSettings(max_batch_size=size), model_processes=1)
-    requests = [Request(Entry("1-1", 1000 + at), str(at), b"") for at in range(size)]
-    batches = [Dispatch(requests, "full", "")]
-    in_flight = InFlightBatch(2_000, size, "", {}, [request.arrival_us for request in requests])
+    runs = [Run(Entry("1-1", 1000 + at), [str(at)], [b""], arrival_us=1000 + at) for at in range(size)]
+    batches = [Dispatch(runs, "full", "")]
+    in_flight = InFlightBatch(2_000, size, "", {}, [(run.arrival_us, 1) for run in runs])
 
     def record() -> None:
         meter.dispatched(batches, scheduler, 5_000)
@@ -49,10 +49,8 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
 def committed(size: int) -> tuple[Callable[[], None], WorkerMetrics]:
     """What a worker records for one batch."""
     metrics = WorkerMetrics(MODEL)
-    requests = [
-        BatchedRequest("1-1", str(at), MSGPACK, None, 1000 + at, None, b"", None) for at in range(size)
-    ]
-    batch = Batch("1-1", 1, requests, "full", 2_000, "")
+    runs = [BatchedRun("1-1", [str(at)], [b""], MSGPACK, None, 1000 + at, None, None) for at in range(size)]
+    batch = Batch("1-1", 1, runs, "full", 2_000, "")
     execution = Execution(batch, input_us=30, compute_us=900, frames_executed=1)
     execution.results = {at: Result(str(at), OK, MSGPACK, b"") for at in range(size)}
     return lambda: metrics.committed(execution, 70, 5_000), metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from carpool.wire.tensors import Array, TensorSpec
 
 
@@ -9,7 +11,7 @@ class Noop:
     """Returns the batch unchanged."""
 
     name = "noop"
-    max_batch_size = 256
+    max_batch_size = int(os.environ.get("BENCH_BATCH_SIZE", "256"))
     inputs = (TensorSpec("x", "FP32", (128,)),)
     outputs = (TensorSpec("y", "FP32", (128,)),)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from carpool.messages import Refusal, Request
+from carpool.messages import Refusal, Run
 from carpool_batcher.core.scheduler import Decision, Dispatch, DispatchReason
 
 
@@ -17,12 +17,12 @@ class CountOrTimeout:
     def __init__(self, max_size: int, timeout_us: int) -> None:
         self._max_size = max_size
         self._timeout_us = timeout_us
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[Run] = deque()
 
-    def offer(self, request: Request, _now_us: int) -> Refusal | None:
-        """Append to the queue, which has no limit."""
-        self._waiting.append(request)
-        return None
+    def offer(self, run: Run, _now_us: int) -> list[Refusal]:
+        """Append a request, which is a run of one, to the queue, which has no limit."""
+        self._waiting.append(run)
+        return []
 
     def poll(self, now_us: int) -> list[Decision]:
         """Dispatch full batches, and those that are due."""
@@ -59,12 +59,12 @@ class Aimd:
         self._objective_us = objective_us
         self._idle_workers = workers
         self._size = float(max_size)  # starting at the largest size, it converges sooner
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[Run] = deque()
 
-    def offer(self, request: Request, _now_us: int) -> Refusal | None:
-        """Append to the queue, which has no limit."""
-        self._waiting.append(request)
-        return None
+    def offer(self, run: Run, _now_us: int) -> list[Refusal]:
+        """Append a request, which is a run of one, to the queue, which has no limit."""
+        self._waiting.append(run)
+        return []
 
     def poll(self, _now_us: int) -> list[Decision]:
         """Dispatch a batch to each idle worker."""

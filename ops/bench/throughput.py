@@ -1,11 +1,12 @@
 """Cost of a request: latency of a lone one, requests/s with 64 and 1,024 in flight, CPU time by process.
 
-    .venv/bin/python ops/bench/throughput.py [--requests N] [--rounds N] [--append-only]
+    .venv/bin/python ops/bench/throughput.py [--requests N] [--rounds N] [--batch-size N] [--unix] [--ordered]
 
 A no-op model on float32[128] and one AsyncClient, all on one machine. Rounds alternate between the numbers in
-flight; the median is printed with the range, because a single figure means little on a shared machine. To
-compare machines, two yardsticks are printed: `PING`, a single call to the same Redis server, and `loop`, a
-fixed piece of Python.
+flight, and with `--ordered` between `preserve_ordering` off and on; the median is printed with the range,
+because a single figure means little on a shared machine. To compare machines, two yardsticks are printed:
+`PING`, a single call to the same Redis server, and `loop`, a fixed piece of Python. The first line says how
+the interpreter was built.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,11 +28,14 @@ import numpy as np
 
 from carpool.client.aio import AsyncClient
 from carpool.errors import NotFoundError
+from carpool.keys import DEFAULT_PREFIX
 from carpool.store.connection import Link
+from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
 
 LONE_REQUESTS: Final = 1000
 IN_FLIGHT: Final = (64, 1024)
+SETTING_APPLIES_S: Final = 1.5  # a batcher applies a change of a setting within a second
 _TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -98,32 +103,50 @@ def yardsticks(url: str) -> tuple[float, float]:
     return statistics.median(pings) * 1e6, min(loops) * 1e3
 
 
-async def measure(url: str, pids: dict[str, int], requests: int, rounds: int) -> None:
-    """Run all rounds, and print the figures."""
+async def measure(
+    url: str, pids: dict[str, int], requests: int, rounds: int, orders: tuple[bool, ...]
+) -> None:
+    """Run all rounds, each with every setting of `preserve_ordering` in `orders`, and print the figures."""
     body = np.random.default_rng(0).random(128, dtype=np.float32)
+    latencies: dict[bool, list[tuple[float, float]]] = {on: [] for on in orders}
+    results: dict[tuple[int, bool], list[Round]] = {(number, on): [] for number in IN_FLIGHT for on in orders}
     async with AsyncClient(url) as client:
         await until_served(client, body)
         pids = {**pids, "model": child_of(pids["worker"]), "producer": os.getpid()}
         await many(client, body, IN_FLIGHT[-1], requests // 4, pids)  # warm up
-        latencies, results = [], {number: [] for number in IN_FLIGHT}  # type: ignore[var-annotated]
         for number in range(rounds):
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-            latencies.append(await lone(client, body))
-            for in_flight in IN_FLIGHT:
-                results[in_flight].append(await many(client, body, in_flight, requests, pids))
+            for on in orders if number % 2 == 0 else orders[::-1]:
+                if len(orders) > 1:
+                    await preserve_ordering(url, on)
+                latencies[on].append(await lone(client, body))
+                for in_flight in IN_FLIGHT:
+                    results[in_flight, on].append(await many(client, body, in_flight, requests, pids))
     ping_us, loop_ms = yardsticks(url)
     print(f"yardsticks: PING {ping_us:.0f} us, loop {loop_ms:.1f} ms; {os.cpu_count()} cores")
-    p50s, p99s = zip(*latencies, strict=True)
-    print(f"lone request: p50 {spread(p50s, '.3f')} ms, p99 {statistics.median(p99s):.3f} ms")
-    for in_flight, of_rounds in results.items():
-        per_second = spread([result.per_second for result in of_rounds], ",.0f")
-        print(f"{in_flight:5} in flight: {per_second} requests/s")
-        cpu_us = {
-            name: statistics.median(result.cpu_us[name] for result in of_rounds)
-            for name in of_rounds[0].cpu_us
-        }
-        listed = ", ".join(f"{name} {us:.1f}" for name, us in cpu_us.items())
-        print(f"       CPU us per request: {listed}; total {sum(cpu_us.values()):.1f}")
+    titles = {False: "", True: ", in order"}
+    for on, of_lone in latencies.items():
+        p50s, p99s = zip(*of_lone, strict=True)
+        p99_ms = statistics.median(p99s)
+        print(f"lone request{titles[on]}: p50 {spread(p50s, '.3f')} ms, p99 {p99_ms:.3f} ms")
+    for (in_flight, on), of_rounds in results.items():
+        print_rounds(f"{in_flight:5} in flight{titles[on]}", of_rounds)
+
+
+def print_rounds(title: str, rounds: list[Round]) -> None:
+    """Requests/s, and the CPU time of each process."""
+    print(f"{title}: {spread([result.per_second for result in rounds], ',.0f')} requests/s")
+    cpu_us = {name: statistics.median(result.cpu_us[name] for result in rounds) for name in rounds[0].cpu_us}
+    listed = ", ".join(f"{name} {us:.1f}" for name, us in cpu_us.items())
+    print(f"       CPU us per request: {listed}; total {sum(cpu_us.values()):.1f}")
+
+
+async def preserve_ordering(url: str, on: bool) -> None:
+    """Set it, and wait until the batcher has applied it."""
+    link = Link(url, name="bench-config")
+    Directory(link, DEFAULT_PREFIX).configure("noop", {"preserve_ordering": str(on).lower()}, [])
+    link.close()
+    await asyncio.sleep(SETTING_APPLIES_S)
 
 
 async def until_served(client: AsyncClient, body: np.ndarray) -> None:
@@ -143,6 +166,23 @@ def spread(values: tuple[float, ...] | list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}} .. {max(values):{form}}]"
 
 
+def interpreter_build() -> str:
+    """How this interpreter was built, as far as its build flags tell, and what that means for the figures."""
+    flags = " ".join(
+        str(sysconfig.get_config_var(name)) for name in ("CONFIG_ARGS", "PY_CORE_CFLAGS", "PY_CORE_LDFLAGS")
+    )
+    pgo = any(flag in flags for flag in ("--enable-optimizations", "-fprofile-use", "-fprofile-instr-use"))
+    lto = any(flag in flags for flag in ("--with-lto", "-flto"))
+    found = " and ".join(name for name, is_found in (("PGO", pgo), ("LTO", lto)) if is_found)
+    meaning = (
+        ""
+        if pgo
+        else "; an interpreter without PGO takes 1.3 to 1.5 times the CPU (those of Debian and Ubuntu are "
+        "built with it, and do not tell: compare the yardstick `loop`)"
+    )
+    return f"Python {sys.version.split()[0]}, built with {found or 'no sign of PGO or LTO'}{meaning}"
+
+
 def main() -> None:
     """Start the stack, measure, stop it."""
     parser = argparse.ArgumentParser(
@@ -153,10 +193,24 @@ def main() -> None:
     parser.add_argument(
         "--append-only", action="store_true", help="with Redis's append-only file, as in `carpool up`"
     )
+    parser.add_argument("--batch-size", type=int, default=256, help="the model's max_batch_size")
+    parser.add_argument("--unix", action="store_true", help="connect by a Unix socket, as in `carpool up`")
+    parser.add_argument(
+        "--ordered", action="store_true", help="every round without and with `preserve_ordering`"
+    )
     options = parser.parse_args()
+    orders = (False, True) if options.ordered else (False,)
+    print(interpreter_build())
     noop = Path(__file__).with_name("noop.py")
     with EmbeddedRedis(append_only=options.append_only) as server, tempfile.TemporaryFile() as log:
-        environment = {**os.environ, "CARPOOL_REDIS_URL": server.url}
+        url = server.unix_url if options.unix else server.url
+        if url is None:
+            raise SystemExit("the path of the temporary directory is too long for a Unix socket; set TMPDIR")
+        environment = {
+            **os.environ,
+            "CARPOOL_REDIS_URL": url,
+            "BENCH_BATCH_SIZE": str(options.batch_size),
+        }
         services = {
             name: subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
             for name, command in {
@@ -167,7 +221,7 @@ def main() -> None:
         pids = {"redis": server.pid, **{name: service.pid for name, service in services.items()}}
         try:
             print(f"Redis {server.version}", file=sys.stderr)
-            asyncio.run(measure(server.url, pids, options.requests, options.rounds))
+            asyncio.run(measure(url, pids, options.requests, options.rounds, orders))
         finally:
             for service in services.values():
                 service.terminate()

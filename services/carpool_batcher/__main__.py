@@ -9,7 +9,7 @@ import structlog
 
 from carpool.address import without_password
 from carpool.health import serve_health
-from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
+from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.plugins import find_object
 from carpool.process_names import new_process_name
@@ -21,6 +21,7 @@ from carpool_batcher.service import BatcherService
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT. Returns 1 if the service cannot start."""
     settings = read_settings(BatcherSettings, argv, "carpool batcher")
+    keep_freed_memory()
     configure_logs(settings.log_level, "batcher")
     stop = stop_on_signals()
     log = structlog.get_logger()

@@ -28,6 +28,7 @@ class EffectiveSettings:
         self._policies = policies
         self._log = log
         self.rejected_settings = ""  # why the settings in Redis are rejected; "" if they are in effect
+        self._accepted: tuple[Mapping[str, str], Mapping[str, str], ModelSettings] | None = None
 
     def read(self, snapshot: ModelSnapshot, current: ModelSettings | None) -> ModelSettings:
         """The settings in this snapshot, or if they must be rejected, `current`.
@@ -35,6 +36,10 @@ class EffectiveSettings:
         A batcher that has just taken over has no `current` settings. It falls back to the registered settings
         without the overrides, then to these with the default policy, then to the defaults of all settings.
         """
+        source = (snapshot.registration, snapshot.config)
+        if self._accepted is not None and self._accepted[:2] == source:  # parsing takes 50 µs
+            return self._accepted[2]
+        self._accepted = None
         try:
             settings = self._parse({**snapshot.registration, **snapshot.config})
         except ValueError as error:
@@ -43,6 +48,7 @@ class EffectiveSettings:
             self.rejected_settings = str(error)
         else:
             self.rejected_settings = ""
+            self._accepted = (*source, settings)
             return settings
         if current is not None:
             return current

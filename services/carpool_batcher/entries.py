@@ -2,39 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Request
+from carpool.messages import Entry, Run
+from carpool.rows import stored_names
 from carpool.store.batcher import BatcherStore, EntryChanges
+from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
 
 SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be committed, and its `settled` entry still unread
 LOOKUP_ENTRIES: Final = 1000  # in one script
 
 
+class Updated(NamedTuple):
+    """Runs whose entries are missing in Redis, and runs that are in another entry than before."""
+
+    missing: list[Run]
+    moved: list[Run]
+
+
 class EntryTable(dict[str, Entry]):
     """Every entry of the request stream that has been read and not removed, by its current ID.
 
-    Once an entry is in here, only this class changes its `id` and `requests`.
+    Once an entry is in here, only this class changes its `id`; see `messages.Entry`.
+
+    What this batcher puts back has a new ID, and is read later, as every entry. It is known by then, or was
+    dispatched meanwhile: it must not be offered again. So these IDs are remembered until they were read.
     """
 
-    def update_from(self, changes: EntryChanges) -> list[Request]:
-        """Follow what a script did in Redis. Returns the requests of entries missing there."""
-        missing: list[Request] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self._put_back_ids: deque[bytes] = deque()  # in ascending order, as Redis assigns them
+
+    def not_put_back(self, arrived: Sequence[RawEntry]) -> Sequence[RawEntry]:
+        """Those of these entries, which were read in their order, that this batcher did not put back."""
+        if not self._put_back_ids:
+            return arrived
+        put_back = set(self._put_back_ids)
+        last_read = id_order(arrived[-1][0])
+        while self._put_back_ids and id_order(self._put_back_ids[0]) <= last_read:
+            self._put_back_ids.popleft()
+        return [entry for entry in arrived if entry[0] not in put_back]
+
+    def update_from(self, changes: EntryChanges) -> Updated:
+        """Follow what a script did in Redis."""
+        missing: list[Run] = []
+        moved: list[Run] = []
         for entry in changes.removed:
             self._remove(entry)
         for entry in changes.missing:
             missing += self._remove(entry)
-        for entry, new_id, waiting in changes.put_back:
+        for entry, parts in changes.put_back:
             self._remove(entry)
-            entry.id, entry.requests = new_id, waiting
-            self[new_id] = entry
-        return missing
+            (entry.id, entry.runs), *others = parts
+            self._add_put_back(entry)
+            for new_id, runs in others:
+                divided = Entry(new_id, entry.arrival_us, runs)
+                for run in runs:
+                    run.entry = divided
+                moved += runs
+                self._add_put_back(divided)
+        return Updated(missing, moved)
 
-    def _remove(self, entry: Entry) -> list[Request]:
+    def _add_put_back(self, entry: Entry) -> None:
+        self[entry.id] = entry
+        self._put_back_ids.append(entry.id.encode())
+
+    def _remove(self, entry: Entry) -> list[Run]:
         self.pop(entry.id, None)
-        requests, entry.requests = entry.requests, []
-        return requests
+        runs, entry.runs = entry.runs, []
+        return runs
+
+
+def bodies_waiting_since(entries: EntryTable, arrival_us: int) -> list[str]:
+    """The names of the stored bodies of requests that wait, and arrived before this time."""
+    return [
+        name
+        for entry in entries.values()
+        if entry.arrival_us < arrival_us
+        for run in entry.runs
+        for name in stored_names(run.bodies)
+    ]
 
 
 def forget_missing_entries(
@@ -49,7 +99,7 @@ def forget_missing_entries(
     known = list(entries)
     for start in range(0, len(known), LOOKUP_ENTRIES):
         for entry_id in store.missing(store.keys.requests, known[start : start + LOOKUP_ENTRIES]):
-            scheduler.forget(entries.pop(entry_id).requests)
+            scheduler.forget(entries.pop(entry_id).runs)
 
 
 def forget_missing_batches(

@@ -7,12 +7,13 @@ Withheld results count as waiting (`max_queue_size`), because they use Redis's m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from carpool.messages import Entry, Request
+from carpool.messages import Entry, Run
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
-from carpool.wire.requests import ticket_of
+from carpool.store.results import FirstTicket
+from carpool.tickets import TicketRange, Tickets
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable
 
@@ -25,33 +26,85 @@ class ResultOrder:
         self._store = store
         self._scheduler = scheduler
         self._unread_entries = unread_entries
+        self._arrivals: list[TicketRange] = []  # issued, and not in the order yet
+        self._in_flight: dict[str, list[TicketRange]] = {}  # by batch; those of settled ones are removed late
 
     def before_admission(self) -> None:
         """Count withheld results anew if the queue may be full: some may have been delivered since."""
         scheduler = self._scheduler
         counted = scheduler.waiting + scheduler.withheld
         if scheduler.withheld and 2 * counted > scheduler.settings.max_queue_size:
-            self._count_withheld(self._store.admit(()))
+            self.enter()
 
-    def admit(self, entries: Sequence[Entry]) -> None:
-        """These entries were read. Their requests enter the order with their tickets, if it is preserved.
-
-        A request that was put back is in the order already, and keeps its place.
-        """
+    def verify(self, entries: Sequence[Entry]) -> None:
+        """These entries were read. Those that were put back keep their tickets; those that only say so have
+        none. Before any request of them is refused, dispatched or put back."""
         self._unread_entries = max(0, self._unread_entries - len(entries))
+        claimed = [entry for entry in entries if entry.claimed_tickets is not None]
+        if claimed:
+            for entry in self.enter(claimed):
+                for run in entry.runs:
+                    run.tickets = None
+
+    def admit(self, arrived: Sequence[Run]) -> None:
+        """These runs arrived, and those of them that are refused on arrival are no longer in their entries.
+        The others get tickets, if order is preserved. These enter the order with the next dispatch, or by
+        `enter`, which must be called before any of the requests is refused."""
         if self._scheduler.settings.preserve_ordering:
-            self._count_withheld(self._store.admit(entries))
+            for entry in dict.fromkeys(run.entry for run in arrived):
+                if issue_tickets(entry):
+                    self._arrivals.append(TicketRange(entry.id, 0, sum(map(len, entry.runs))))
+
+    def enter(self, claimants: Sequence[Entry] = ()) -> list[Entry]:
+        """Put tickets into the order that are not there yet, and count withheld results.
+
+        Returns those of the `claimants`, entries that were put back, whose tickets are not theirs.
+        """
+        tickets, forged = self._store.admit(self.take_arrivals(), claimants)
+        self._count_withheld(tickets)
+        return forged
+
+    def enter_if_any(self) -> None:
+        """Put tickets into the order, if some are not there yet."""
+        if self._arrivals:
+            self.enter()
+
+    def take_arrivals(self) -> list[TicketRange]:
+        """The tickets that are not in the order yet: the caller puts them there."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def dispatched(self, tickets: int | None) -> None:
+        """A dispatch put tickets into the order; there are as many, None if it put none there."""
+        if tickets is not None:
+            self._count_withheld(tickets)
+
+    def launched(self, batch_id: str, runs: Iterable[Run]) -> None:
+        """These runs are in flight in this batch."""
+        ranges = [of_range for run in runs if run.tickets is not None for of_range in run.tickets.ranges]
+        if ranges:
+            self._in_flight[batch_id] = ranges
 
     def refresh(self, snapshot: ModelSnapshot, entries: EntryTable) -> None:
         """Count withheld results, and release those that only wait for a ticket whose request was lost.
 
         The tickets are there also after an operator turned `preserve_ordering` off.
         """
+        has_tickets = snapshot.entries_in_order or self._arrivals
+        self.enter_if_any()
         if snapshot.waiting_entries <= len(entries):
             self._unread_entries = 0  # some of them were withdrawn before they were read
-        self._count_withheld(snapshot.tickets)
-        if snapshot.tickets:
-            self._store.release(entries, self._scheduler.in_flight())
+        in_flight = self._scheduler.in_flight()
+        self._in_flight = {name: ranges for name, ranges in self._in_flight.items() if name in in_flight}
+
+        def is_known(first: FirstTicket) -> bool:
+            return first.waiting_in in entries or any(
+                of_range.entry_id == first.entry_id and 0 <= first.position - of_range.first < of_range.size
+                for ranges in self._in_flight.values()
+                for of_range in ranges
+            )
+
+        self._count_withheld(self._store.release(is_known) if has_tickets else 0)
 
     def _count_withheld(self, tickets: int) -> None:
         """Tickets that belong neither to waiting requests nor to requests in flight have withheld results.
@@ -65,7 +118,12 @@ class ResultOrder:
         scheduler.set_withheld(0 if self._unread_entries else withheld)
 
 
-def issue_ticket(request: Request, position: int) -> None:
-    """Give a request its ticket, unless it was put back with one. `position` is its place in its entry."""
-    if request.ticket is None:
-        request.ticket = ticket_of(request.entry.id, position)
+def issue_tickets(entry: Entry) -> bool:
+    """Give the runs of an entry their tickets. Returns False if it has none, or was put back with them."""
+    if entry.claimed_tickets is not None:
+        return False
+    first = 0
+    for run in entry.runs:
+        run.tickets = Tickets.of(entry.id, first, len(run))
+        first += len(run)
+    return first > 0

@@ -1,30 +1,68 @@
-"""The batcher service: one ModelBatcher, on a thread of its own, for every registered model."""
+"""The batcher service: one loop over all registered models.
+
+    leases      twice a second, of all models: which are registered, which leases this batcher holds
+    compare     four times a second, each busy model: with a snapshot of its state in Redis; of the idle
+                ones a few at a time, so that each is compared every 3 s
+    read        wait for entries of any model, or until one is due
+    turn        each model for which something arrived, or that is due: decide and act
+
+A model that is idle costs its share of the leases and the comparisons, and nothing else. Three connections
+are used: two of the reader, and one for everything else, which is never blocked.
+
+An error that concerns one model ends its session, and it is tried again after a pause. An error of a
+connection ends all sessions.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Event
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
+from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.lifecycle import Loop
-from carpool.store.connection import Link
-from carpool.store.directory import Directory
+from carpool.lifecycle import Backoff, Loop
+from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.reader import StreamReader, Subscription
+from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher
 from carpool_batcher.effective_settings import Policies
 from carpool_batcher.meter import BatcherMetrics, Meter
 
-DISCOVER_EVERY_S: Final = 0.5
+LEASE_MS: Final = 2000
+LEASES_INTERVAL_S: Final = 0.5
+COMPARE_INTERVAL_S: Final = 0.25
+IDLE_ROUNDS: Final = 6  # of leases, in which every idle model is compared once
+REPORT_TTL_MS: Final = 5000
 DISCOVERY_AGE_MAX_S: Final = 5.0  # reconnecting takes less
-LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration blocks for 1 s, and Redis's timeout is 5 s
+STOP_S_MAX: Final = 5.0
+LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration waits for 0.5 s, and Redis's timeout is 5 s
+
+
+class _Model:
+    """A registered model: its batcher, and how it fails."""
+
+    def __init__(self, batcher: ModelBatcher, meter: Meter) -> None:
+        self.batcher = batcher
+        self.meter = meter
+        self.failing: str | None = None
+        self.retry_at_s = 0.0
+        self.backoff = Backoff()
+
+    def recover(self) -> None:
+        """It has not failed since its leases were looked at last."""
+        self.failing = None
+        self.backoff.reset()
 
 
 class BatcherService:
-    """Runs a loop for each registered model. `run_once` finds new models; no list is configured. A model that
-    is no longer registered keeps its loop until this process ends."""
+    """Serves every registered model; no list is configured. `run_once` is one iteration of the loop.
+
+    A model that is no longer registered is served until it is idle.
+    """
 
     def __init__(
         self,
@@ -39,65 +77,246 @@ class BatcherService:
         self._name = name
         self._metrics = metrics
         self._policies = policies
-        self._directory = Directory(Link(url, name=f"{name}:directory"), prefix)
-        self._discovery = Loop("discovery", self._discover, self._report_discovery_error)
-        self._batchers: dict[str, ModelBatcher] = {}
-        self._loops: dict[str, Loop] = {}
+        self._clock = RedisClock()
+        self._link = Link(url, name=f"{name}:moves")
+        self._upkeep = Upkeep(self._link, prefix, name, self._clock)
+        self._reader = StreamReader(url, name)
+        self._models: dict[str, _Model] = {}
+        self._subscribed: dict[Subscription, _Model] = {}  # those whose lease this batcher holds
+        self._busy: dict[_Model, None] = {}
+        self._idle: list[_Model] = []  # to be compared in this round
+        self._leases_at_s = 0.0
+        self._compare_at_s = 0.0
         self._invalid_names: set[str] = set()
         self._discovered_s = float("-inf")  # when discovery succeeded last
+        self._discovery_error = ""
+        self._current = ""  # the model whose turn it is
         self._stopping = Event()
+        self._loop = Loop("batcher", self.run_once, self._report_error)
         self._log = structlog.get_logger()
 
     def start(self) -> None:
-        """Start discovery, which starts a loop for each model it finds."""
-        self._discovery.start()
+        """Start the loop."""
+        self._loop.start()
 
     def run_once(self) -> None:
-        """Start serving the models that are new."""
-        for model in self._directory.models():
-            if model not in self._loops and model not in self._invalid_names:
-                self._start_model(model)
-        self._discovered_s = time.monotonic()
+        """Keep up what is due, then wait for something to happen, and give turns."""
+        try:
+            self._keep_up()
+            self._take_turns()
+        except BaseException:
+            self._start_over()
+            raise
+
+    # --- keeping up: leases and comparisons ----------------------------------------------------------------
+
+    def _keep_up(self) -> None:
+        now_s = time.monotonic()
+        due = [model for model in self._busy if model.batcher.needs_snapshot]
+        if now_s >= self._compare_at_s:
+            self._compare_at_s = now_s + COMPARE_INTERVAL_S
+            due = list(self._busy)
+        if now_s >= self._leases_at_s:
+            self._hold_leases(now_s)
+            due += self._next_idle_models()
+        if due:
+            self._compare(due)
+
+    def _hold_leases(self, now_s: float) -> None:
+        """Find the registered models; become or stay the active batcher of each of them, if possible."""
+        late_us = int((now_s - self._leases_at_s) * 1e6) if self._leases_at_s else 0
+        self._leases_at_s = now_s + LEASES_INTERVAL_S
+        self._discover()
+        models = [model for model in self._models.values() if model.retry_at_s <= now_s]
+        acquired: list[_Model] = []
+        for model, held in zip(models, self._upkeep.hold_leases(_keys_of(models), LEASE_MS), strict=True):
+            if isinstance(held, CommandError):
+                self._fail(model, held)
+            elif held and not model.batcher.active:
+                acquired.append(model)
+            else:
+                model.recover()
+                if held:
+                    model.meter.renewed(late_us)
+                elif model.batcher.active:
+                    model.batcher.log_lost_lease()
+                    self._end(model)
+        if acquired:
+            self._begin(acquired)
+
+    def _begin(self, acquired: Sequence[_Model]) -> None:
+        """This batcher has taken these leases: serve the models."""
+        for model, snapshot in zip(acquired, self._upkeep.snapshots(_keys_of(acquired)), strict=True):
+            if isinstance(snapshot, CommandError):
+                self._fail(model, snapshot)
+            elif self._attempt(model, model.batcher.begin, snapshot, self._reader):
+                self._subscribed[model.batcher.subscription] = model
+                self._busy[model] = None
+
+    def _next_idle_models(self) -> list[_Model]:
+        """A share of the idle models, so that IDLE_ROUNDS calls return all of them."""
+        if not self._idle:
+            self._idle = [model for model in self._subscribed.values() if model not in self._busy]
+        share = -(-len(self._subscribed) // IDLE_ROUNDS)
+        models, self._idle = self._idle[:share], self._idle[share:]
+        return [model for model in models if model.batcher.active and model not in self._busy]
+
+    def _compare(self, models: Sequence[_Model]) -> None:
+        """Compare models with Redis, and publish the reports that are due."""
+        models = [model for model in models if model.batcher.active]
+        self._upkeep.set_clock()
+        for model, snapshot in zip(models, self._upkeep.snapshots(_keys_of(models)), strict=True):
+            if isinstance(snapshot, CommandError):
+                self._fail(model, snapshot)
+            elif self._attempt(model, model.batcher.compare, snapshot):
+                self._set_busy(model, not model.batcher.is_idle())
+        now_us = self._clock.now_us()
+        self._publish_reports(
+            [model for model in models if model.batcher.active and model.batcher.report_at_us <= now_us]
+        )
+
+    def _publish_reports(self, models: Sequence[_Model]) -> None:
+        if not models:
+            return
+        reports = [(model.batcher.keys, model.batcher.report()) for model in models]
+        for model, error in zip(models, self._upkeep.publish_reports(reports, REPORT_TTL_MS), strict=True):
+            if error is not None:
+                model.batcher.report_refused(error)
+
+    # --- turns ---------------------------------------------------------------------------------------------
+
+    def _take_turns(self) -> None:
+        """Wait until something arrives or a model is due. Each such model has one turn."""
+        arrived, failed = self._reader.read(self._wait_s())
+        for subscription, error in failed.items():
+            self._fail(self._subscribed[subscription], error)
+        for subscription, entries in arrived.items():
+            model = self._subscribed.get(subscription)
+            if model is not None:
+                if model not in self._busy:
+                    self._set_busy(model, True)
+                    model.batcher.needs_snapshot = True  # after this turn: its last one is old
+                self._attempt(model, model.batcher.turn, entries)
+        now_us = self._clock.now_us()
+        for model in [model for model in self._busy if model.batcher.is_due(now_us)]:
+            self._attempt(model, model.batcher.turn, None)
+
+    def _wait_s(self) -> float:
+        """How long to wait for entries."""
+        until_s = min(self._leases_at_s, self._compare_at_s) if self._busy else self._leases_at_s
+        wait_s = until_s - time.monotonic()
+        due_us = [wake_us for model in self._busy if (wake_us := model.batcher.wake_at_us) is not None]
+        return min(wait_s, (min(due_us) - self._clock.now_us()) / 1e6) if due_us else wait_s
+
+    def _set_busy(self, model: _Model, busy: bool) -> None:
+        self._reader.set_busy(model.batcher.subscription, busy)
+        if busy:
+            self._busy[model] = None
+        else:
+            self._busy.pop(model, None)
+
+    # --- models --------------------------------------------------------------------------------------------
 
     def _discover(self) -> None:
-        self.run_once()
-        self._stopping.wait(DISCOVER_EVERY_S)
-
-    def _start_model(self, model: str) -> None:
+        """Know the registered models. If that fails, those known are served all the same."""
+        self._upkeep.set_clock()
         try:
-            keys = Keys(model, self._prefix)
+            registered = self._upkeep.models()
+        except CommandError as error:
+            self._discovery_error = str(error)
+            self._metrics.error(error)
+            self._log.warning("model discovery failed, retrying", reason=str(error), kind=error.code)
+            return
+        for name in registered - self._models.keys() - self._invalid_names:
+            self._add(name)
+        ended = [self._models[name] for name in self._models.keys() - registered]
+        self._remove([model for model in ended if model not in self._busy])
+        self._discovery_error, self._discovered_s = "", time.monotonic()
+
+    def _add(self, name: str) -> None:
+        try:
+            keys = Keys(name, self._prefix)
         except ValueError as error:
-            self._invalid_names.add(model)
+            self._invalid_names.add(name)
             self._log.error("registered model ignored", reason=str(error))
             return
-        batcher = ModelBatcher(self._url, keys, self._name, Meter(self._metrics, model), self._policies)
-        loop = Loop(f"batcher {model}", batcher.run_once, self._error_reporter(model))
-        self._batchers[model], self._loops[model] = batcher, loop
-        loop.start()
+        meter = Meter(self._metrics, name)
+        self._models[name] = _Model(
+            ModelBatcher(self._link, keys, self._name, self._clock, meter, self._policies), meter
+        )
 
-    def _report_discovery_error(self, error: Exception) -> None:
+    def _remove(self, models: Sequence[_Model]) -> None:
+        """These models are not registered any more."""
+        self._give_back_leases(models)
+        for model in models:
+            self._end(model)
+            del self._models[model.batcher.keys.model]
+
+    def _give_back_leases(self, models: Sequence[_Model]) -> None:
+        held = [model for model in models if model.batcher.active]
+        if held:
+            self._upkeep.hold_leases(_keys_of(held), 0)
+
+    # --- errors --------------------------------------------------------------------------------------------
+
+    def _attempt(self, model: _Model, act: Callable[..., object], *args: Any) -> bool:
+        """Do something for one model. Whether it succeeded: if not, only this model is affected."""
+        self._current = model.batcher.keys.model
+        try:
+            act(*args)
+        except LinkError:
+            raise
+        except (Exception, SystemExit) as error:
+            self._fail(model, error)
+            return False
+        finally:
+            self._current = ""
+        return True
+
+    def _fail(self, model: _Model, error: BaseException) -> None:
+        """End the session of a model, and try again after a pause."""
+        self._end(model)
+        model.failing = str(error) or type(error).__name__
+        model.retry_at_s = time.monotonic() + model.backoff.next_s()
+        self._leases_at_s = min(self._leases_at_s, model.retry_at_s)
         self._metrics.error(error)
-        self._log.warning("model discovery failed, retrying", reason=str(error), kind=type(error).__name__)
+        self._log.warning(
+            "batcher failed, starting over",
+            model=model.batcher.keys.model,
+            reason=str(error),
+            kind=type(error).__name__,
+        )
 
-    def _error_reporter(self, model: str) -> Callable[[Exception], None]:
-        def report(error: Exception) -> None:
-            self._metrics.error(error)
-            self._log.warning(
-                "batcher failed, starting over", model=model, reason=str(error), kind=type(error).__name__
-            )
+    def _end(self, model: _Model) -> None:
+        if model.batcher.active:
+            self._subscribed.pop(model.batcher.subscription, None)
+        self._busy.pop(model, None)
+        model.batcher.end()
 
-        return report
+    def _start_over(self) -> None:
+        """Drop everything that was read, and the connections."""
+        for model in self._models.values():
+            self._end(model)
+        self._link.close()
+        self._reader.close()
+        self._reader = StreamReader(self._url, self._name)
+        self._leases_at_s = 0.0
+
+    def _report_error(self, error: Exception) -> None:
+        self._metrics.error(error)
+        self._log.warning("batcher failed, starting over", reason=str(error), kind=type(error).__name__)
 
     # --- health --------------------------------------------------------------------------------------------
 
     def unhealthy(self) -> list[str]:
-        """What only a restart would mend: a loop that ended or hangs."""
-        return [
-            f"{loop.name}: "
-            f"{f'has been hanging for {loop.silent_s:.0f} s' if loop.alive else 'its thread ended'}"
-            for loop in self._all_loops()
-            if not loop.alive or loop.silent_s > LOOP_SILENCE_MAX_S
-        ]
+        """What only a restart would mend: the loop ended or hangs."""
+        loop, current = self._loop, self._current
+        if not loop.alive:
+            return [f"{loop.name}: its thread ended"]
+        if loop.silent_s > LOOP_SILENCE_MAX_S:
+            model = f", with the model {current}" if current else ""
+            return [f"{loop.name}: has been hanging for {loop.silent_s:.0f} s{model}"]
+        return []
 
     def unready(self) -> list[str]:
         """Why no model is batched now.
@@ -106,30 +325,29 @@ class BatcherService:
         """
         if self._stopping.is_set():
             return ["stopping"]
-        loops = list(self._loops.values())
-        failing = [f"{loop.name}: {loop.failing}" for loop in loops if loop.failing]
-        if loops and len(failing) == len(loops):
+        models = dict(self._models)
+        failing = [f"batcher {name}: {model.failing}" for name, model in models.items() if model.failing]
+        if models and len(failing) == len(models):
             return failing
         if time.monotonic() - self._discovered_s < DISCOVERY_AGE_MAX_S:
             return []
-        why = self._discovery.failing
-        return [f"{self._discovery.name}: {why}" if why else "starting"]
-
-    def _all_loops(self) -> list[Loop]:
-        return [self._discovery, *list(self._loops.values())]
+        why = self._loop.failing or self._discovery_error
+        return [f"{self._loop.name}: {why}" if why else "starting"]
 
     # --- stopping ------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop all loops, and release the leases."""
+        """Stop the loop, and give the leases back, so that another batcher takes over at once."""
         self._stopping.set()
-        self._discovery.stop()
-        self._discovery.join(5.0)
-        for loop in self._loops.values():
-            loop.stop()
-        for batcher in self._batchers.values():
-            batcher.stop()
-        for model, loop in self._loops.items():
-            if loop.join(5.0):
-                self._batchers[model].close()
-        self._directory.close()
+        self._loop.stop()
+        if not self._loop.join(STOP_S_MAX):
+            return
+        try:
+            self._give_back_leases(list(self._models.values()))
+        except LinkError as error:
+            self._log.warning("leases not given back", reason=str(error))
+        self._start_over()
+
+
+def _keys_of(models: Sequence[_Model]) -> list[Keys]:
+    return [model.batcher.keys for model in models]

@@ -10,7 +10,7 @@ import structlog
 
 from carpool.health import serve_health
 from carpool.keys import Keys
-from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
+from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.settings import WorkerSettings, read_settings
 from carpool_worker.devices import devices
@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     draining), or if not everything was committed in time.
     """
     settings = read_settings(WorkerSettings, argv, "carpool worker")
+    keep_freed_memory()
     configure_logs(settings.log_level, "worker")
     os.environ["CARPOOL_LOG_LEVEL"] = settings.log_level  # for the model processes, which have no flags
     stop = stop_on_signals()
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     collect_garbage_rarely()
     while not stop.wait(0.5):
+        worker.batch_log.summarize_if_due()
         if worker.failed.is_set():
             return 1  # what is in hand is redelivered when the lease runs out
     return 0 if worker.drain(settings.drain_s) else 1

@@ -6,35 +6,46 @@ here, in its Execution. No Redis, no processes, no clock.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from carpool.errors import (
     DEADLINE_EXCEEDED,
+    INTERNAL,
     INVALID_ARGUMENT,
     OK,
     CarpoolError,
     InternalError,
     InvalidArgumentError,
 )
-from carpool.messages import MSGPACK, RAW, BatchedRequest, Result
+from carpool.messages import MSGPACK, RAW, BatchedRun, Result, ResultColumns, RunColumns
+from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
-from carpool.wire.tensors import HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
+from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
 from carpool_worker.execution import DEATHS_MAX, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
+from carpool_worker.model_process.frames import Buffer, FrameHeader, OutcomeHeader, Part, Ready
 
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
+EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
+
+# Tensor parts and the bytes of each; for several tensors, a list of the bytes of each. The parts are () for a
+# model that declares no tensors.
+_Decoded = tuple[tuple[Part, ...], Any]
+_Groups = dict[tuple[Part, ...], tuple[list[int], list[Any]]]  # what shares a frame: positions, their data
 
 
 class Codec:
     """Encodes and decodes for one model, as it described itself when it was loaded.
 
     The tensors of a batch usually have the same head (datatype and shape) and differ only in their data, so
-    most bodies need no decoding (HeadMemo).
+    most bodies need no decoding (HeadMemo), and rows with that head are passed on as they are. Not for two
+    threads.
     """
 
     def __init__(self, ready: Ready) -> None:
@@ -46,58 +57,99 @@ class Codec:
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
     def prepare(self, execution: Execution, now_us: int) -> None:
-        """Build the frames of an execution that was just fetched."""
-        execution.frames = self.build_frames(execution, execution.unanswered, now_us)
+        """Build the frames of an execution that was just fetched.
 
-    def build_frames(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
-        """Decode the bodies at these positions into frames.
+        A request that expired or that cannot be decoded gets its result instead.
+        """
+        if execution.is_suspect:
+            execution.frames = self.frames_of_one(execution, execution.unanswered, now_us)
+            return
+        groups: _Groups = {}
+        for start, run in zip(execution.starts, execution.batch.runs, strict=True):
+            positions = range(start, start + len(run.correlation_ids))
+            if _expired(run, now_us):
+                for position in positions:
+                    execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
+            elif type(run.bodies) is Rows and (stacked := self._stacked_rows(run, run.bodies)) is not None:
+                parts, data = stacked
+                _add(groups, parts, positions, data)
+            else:
+                for position in positions:
+                    decoded = self._decode_or_fail(execution, run, position, position - start)
+                    if decoded is not None:
+                        _add(groups, decoded[0], (position,), decoded[1])
+        execution.frames = [self._frame(execution, parts, *group) for parts, group in groups.items()]
+
+    def frames_of_one(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
+        """A frame for each request at these positions, for suspect executions.
 
         A request that expired, that cannot be decoded or that is to be dead-lettered gets its result instead.
         """
-        requests = execution.batch.requests
-        deaths = execution.deaths
-        by_shape: dict[tuple[Part, ...], list[tuple[int, Any]]] = {}
+        built: list[Frame] = []
         for position in positions:
-            request = requests[position]
-            if request.deadline_us is not None and request.deadline_us <= now_us:
-                detail = "expired: a worker received its batch after the request's deadline"
-                execution.fail(position, DEADLINE_EXCEEDED, detail)
-            elif deaths.get(position, 0) >= DEATHS_MAX:
+            run, index = execution.locate(position)
+            if _expired(run, now_us):
+                execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
+            elif execution.deaths.get(position, 0) >= DEATHS_MAX:
                 execution.dead_letter(position)
             else:
-                try:
-                    parts, value = self._decode(request)
-                except CarpoolError as error:
-                    execution.fail(position, error.status, error.detail)
-                except Exception as error:  # an unforeseen case must not fail the other requests
-                    execution.fail(position, INVALID_ARGUMENT, f"body: cannot be decoded ({error})")
-                else:
-                    by_shape.setdefault(parts, []).append((position, value))
-        is_suspect = execution.is_suspect
-        return [
-            self._frame(execution, parts, group)
-            for parts, same_shape in by_shape.items()
-            for group in ([[item] for item in same_shape] if is_suspect else [same_shape])
-        ]
+                decoded = self._decode_or_fail(execution, run, position, index)
+                if decoded is not None:
+                    built.append(self._frame(execution, decoded[0], [position], [decoded[1]]))
+        return built
 
-    def _decode(self, request: BatchedRequest) -> tuple[tuple[Part, ...], Any]:
-        """A body as (tensor parts, its bytes), or as ((), its bytes) for a model that declares no tensors.
+    def _stacked_rows(self, run: BatchedRun, rows: Rows) -> _Decoded | None:
+        """The rows of a run as they are, if each is a tensor's data; None: decode each body.
 
-        For several tensors, a list of the bytes of each.
+        In msgpack they are if the head of the run is that of the tensor, in octet-stream if it has none.
         """
-        body = request.body
-        if not self.inputs:
-            return (), _pack(decode_body(request.content_type, body))
-        memo = self._memo
-        if request.content_type == MSGPACK and (data := memo.data_of(body)) is not None:
-            return ((self.inputs[0].name, memo.datatype, memo.shape),), data
-        return self._decode_tensors(request)
+        if len(self.inputs) != 1 or len(rows) < 2:
+            return None
+        spec = self.inputs[0]
+        if run.content_type == RAW:
+            if rows.head or spec.fixed_bytes != rows.width:
+                return None
+            return ((spec.name, spec.datatype, spec.shape),), rows.data
+        if run.content_type != MSGPACK:
+            return None
+        first = rows[0]
+        data = self._memo.data_of(first)
+        if data is None:
+            with contextlib.suppress(Exception):  # what is wrong is reported when each body is decoded
+                self._decode_tensors(MSGPACK, first)  # which remembers the head
+            data = self._memo.data_of(first)
+        if data is None or len(data) != rows.width:
+            return None
+        return ((spec.name, self._memo.datatype, self._memo.shape),), rows.data
 
-    def _decode_tensors(self, request: BatchedRequest) -> tuple[tuple[Part, ...], Any]:
+    def _decode_or_fail(
+        self, execution: Execution, run: BatchedRun, position: int, index: int
+    ) -> _Decoded | None:
+        """One body decoded; None if it cannot be: then its request has a result."""
+        body = run.bodies[index]
+        if isinstance(body, StoredBody):  # it could not be loaded, so its request has a result
+            return None
+        try:
+            return self._decode(run.content_type, body)
+        except CarpoolError as error:
+            execution.fail(position, error.status, error.detail)
+        except Exception as error:  # an unforeseen case must not fail the other requests
+            execution.fail(position, INVALID_ARGUMENT, f"body: cannot be decoded ({error})")
+        return None
+
+    def _decode(self, content_type: str, body: bytes) -> _Decoded:
+        if not self.inputs:
+            return (), _pack(decode_body(content_type, body))
+        memo = self._memo
+        if content_type == MSGPACK and (data := memo.data_of(body)) is not None:
+            return ((self.inputs[0].name, memo.datatype, memo.shape),), data
+        return self._decode_tensors(content_type, body)
+
+    def _decode_tensors(self, content_type: str, body: bytes) -> _Decoded:
         inputs = self.inputs
-        if request.content_type == RAW:
-            return self._raw_tensor(request.body)
-        value = decode_body(request.content_type, request.body)
+        if content_type == RAW:
+            return self._raw_tensor(body)
+        value = decode_body(content_type, body)
         if len(inputs) == 1 and not (isinstance(value, dict) and value.keys() == {inputs[0].name}):
             value = {inputs[0].name: value}
         if not isinstance(value, dict) or value.keys() != {spec.name for spec in inputs}:
@@ -113,11 +165,8 @@ class Codec:
             data.append(item)
         if len(parts) > 1:
             return tuple(parts), data
-        if request.content_type == MSGPACK and inputs[0].datatype != "BYTES":
-            memo = HeadMemo()  # replaced, never changed: fetcher and committer both decode, on two threads
-            memo.remember(request.body, parts[0][1], parts[0][2], len(data[0]))
-            if memo.datatype:
-                self._memo = memo
+        if content_type == MSGPACK and inputs[0].datatype != "BYTES":
+            self._memo.remember(body, parts[0][1], parts[0][2], len(data[0]))
         return tuple(parts), data[0]
 
     def _raw_tensor(self, body: bytes) -> tuple[tuple[Part, ...], bytes]:
@@ -134,26 +183,26 @@ class Codec:
             )
         return ((spec.name, spec.datatype, spec.shape),), body
 
-    def _frame(self, execution: Execution, parts: tuple[Part, ...], group: list[tuple[int, Any]]) -> Frame:
-        positions = [position for position, _ in group]
-        values = [value for _, value in group]
+    def _frame(
+        self, execution: Execution, parts: tuple[Part, ...], positions: list[int], values: list[Any]
+    ) -> Frame:
         fields: list[frames.RequestFields] = []
         if self.wants_requests:
-            batch = execution.batch
-            requests = [batch.requests[position] for position in positions]
-            fields = [(request.correlation_id, batch.lane, request.extra or {}) for request in requests]
+            located = [execution.locate(position) for position in positions]
+            lane = execution.batch.lane
+            fields = [(run.correlation_ids[index], lane, run.extra or {}) for run, index in located]
         header = FrameHeader(positions[0], len(positions), parts, fields)
         if not parts:
             return Frame(positions, header, _array_of_packed(values))
         if len(parts) == 1:
-            return Frame(positions, header, b"".join(values))
+            return Frame(positions, header, values)
         by_tensor = zip(*values, strict=True)
-        return Frame(positions, header, b"".join([item for items in by_tensor for item in items]))
+        return Frame(positions, header, [item for items in by_tensor for item in items])
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
     def take_outcome(
-        self, execution: Execution, frame: Frame, outcome: OutcomeHeader, payload: bytearray
+        self, execution: Execution, frame: Frame, outcome: OutcomeHeader, payload: Buffer
     ) -> None:
         """Give each request of an executed frame its result."""
         if outcome.size != len(frame.positions) or outcome.first != frame.positions[0]:
@@ -162,36 +211,118 @@ class Codec:
             )  # never: frames and outcomes are in order
         execution.compute_us += outcome.compute_us
         execution.frames_executed += 1
-        requests = execution.batch.requests
         failures = outcome.failures
-        for index, (status, detail) in failures.items():
-            execution.fail(frame.positions[index], status, detail)
-        succeeded = [position for index, position in enumerate(frame.positions) if index not in failures]
-        encoded: Iterable[bytes | CarpoolError]
+        succeeded = frame.positions
+        if failures:
+            for index, (status, detail) in failures.items():
+                execution.fail(succeeded[index], status, detail)
+            succeeded = [position for index, position in enumerate(succeeded) if index not in failures]
         if outcome.parts:
-            encoded = _encode_stacked([requests[position] for position in succeeded], outcome.parts, payload)
+            self._take_rows(execution, succeeded, outcome.parts, payload)
         else:
             values = _unpack(payload)
-            encoded = (
-                _encode(requests[position], value) for position, value in zip(succeeded, values, strict=True)
-            )
-        for position, encoded_body in zip(succeeded, encoded, strict=True):
-            request, body = requests[position], encoded_body
-            if isinstance(body, bytes) and len(body) > RESULT_BYTES_MAX:
-                body = InternalError(f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}")
-            if isinstance(body, CarpoolError):
-                execution.fail(position, body.status, body.detail)
+            if len(values) != len(succeeded):
+                raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
+            for run, start, of_run in _by_run(execution, succeeded):
+                encoded = [_encode(run.content_type, value) for value in values[of_run.start : of_run.stop]]
+                _take_bodies(execution, run, start, succeeded[of_run.start : of_run.stop], encoded)
+
+    def _take_rows(
+        self, execution: Execution, positions: Sequence[int], parts: Sequence[Part], payload: Buffer
+    ) -> None:
+        """Stacked results. One tensor in msgpack is a head and a row: no decoding, and columns for a run."""
+        row_bytes = frames.part_bytes(parts[0], 1)
+        heads = {}
+        if len(parts) == 1:
+            heads = {MSGPACK: tensor_head(parts[0][1], parts[0][2], row_bytes), RAW: b""}
+        view = memoryview(payload)
+        arrays: dict[str, Array] = {}
+        for run, start, of_run in _by_run(execution, positions):
+            head = heads.get(run.content_type)
+            if head is None:
+                arrays = arrays or frames.unstack(parts, len(positions), payload)
+                bodies = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
+            elif len(of_run) > 1 and _takes_columns(run) and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
+                _take_columns(execution, run, start, positions[of_run.start : of_run.stop], rows)
+                continue
             else:
-                execution.results[position] = Result(
-                    request.correlation_id,
-                    OK,
-                    request.content_type,
-                    body,
-                    None,
-                    len(requests),
-                    max(0, execution.batch.dispatched_us - request.arrival_us),
-                    execution.compute_us,
-                )
+                bodies = [
+                    b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
+                ]
+            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies)
+
+
+def _expired(run: BatchedRun, now_us: int) -> bool:
+    return run.deadline_us is not None and run.deadline_us <= now_us
+
+
+def _add(groups: _Groups, parts: tuple[Part, ...], positions: Iterable[int], data: Any) -> None:
+    """Add the data of the requests at these positions to the frame of their shape."""
+    group = groups.get(parts)
+    if group is None:
+        group = groups[parts] = ([], [])
+    group[0].extend(positions)
+    group[1].append(data)
+
+
+def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[BatchedRun, int, range]]:
+    """The runs of the requests at these ascending positions, each with its first position in the batch, and
+    the indexes in `positions` of its requests."""
+    starts, runs = execution.starts, execution.batch.runs
+    index = number = 0
+    count = len(positions)
+    if count == execution.batch.size:  # the usual case: all of them
+        for run, start in zip(runs, starts, strict=True):
+            yield run, start, range(start, start + len(run.correlation_ids))
+        return
+    while index < count:
+        number = bisect_right(starts, positions[index], number) - 1
+        run, start = runs[number], starts[number]
+        size = len(run.correlation_ids)
+        stop = index + 1 if size == 1 else bisect_left(positions, start + size, index)
+        yield run, start, range(index, stop)
+        index = stop
+
+
+def _takes_columns(run: BatchedRun) -> bool:
+    """Whether results of this run may be columns: not on lists."""
+    return run.reply_columns and run.reply_to is not None
+
+
+def _take_columns(
+    execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], rows: Rows
+) -> None:
+    ids, tickets = run.correlation_ids, run.tickets
+    if len(positions) < len(ids):
+        indexes = [position - start for position in positions]
+        ids = [ids[at] for at in indexes]
+        tickets = None if tickets is None else tickets.select(indexes)
+    columns = ResultColumns(
+        ids, run.content_type, rows, execution.batch.size, execution.queue_us(run), execution.compute_us
+    )
+    execution.columns.append(RunColumns(run, positions, columns, tickets))
+
+
+def _take_bodies(
+    execution: Execution,
+    run: BatchedRun,
+    start: int,
+    positions: Sequence[int],
+    bodies: Sequence[bytes | CarpoolError],
+) -> None:
+    """Single results of requests of one run. An error in place of a body fails its request."""
+    ids, content_type, results = run.correlation_ids, run.content_type, execution.results
+    served = (execution.batch.size, execution.queue_us(run), execution.compute_us)
+    for position, body in zip(positions, bodies, strict=True):
+        if type(body) is not bytes:
+            assert isinstance(body, CarpoolError)
+            execution.fail(position, body.status, body.detail)
+        elif len(body) > RESULT_BYTES_MAX:
+            detail = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
+            execution.fail(position, INTERNAL, detail)
+        else:
+            results[position] = Result(ids[position - start], OK, content_type, body, None, *served)
 
 
 def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
@@ -238,7 +369,7 @@ def _wrong_shape(shape: Sequence[int], spec: TensorSpec) -> InvalidArgumentError
     )
 
 
-def _unpack(payload: bytearray) -> list[Any]:
+def _unpack(payload: Buffer) -> list[Any]:
     """The model's results; an exception replaces one that cannot be unpacked."""
     try:
         values: list[Any] = frames.unpack_values(payload)
@@ -247,35 +378,19 @@ def _unpack(payload: bytearray) -> list[Any]:
     return values
 
 
-def _encode(request: BatchedRequest, value: Any) -> bytes | CarpoolError:
+def _encode(content_type: str, value: Any) -> bytes | CarpoolError:
     if isinstance(value, Exception):
         return InternalError(f"the model's result cannot be encoded: {value}")
     try:
-        return encode_body(request.content_type, value)
+        return encode_body(content_type, value)
     except CarpoolError as error:
         return error
 
 
-def _encode_stacked(
-    requests: Sequence[BatchedRequest], parts: Sequence[Part], payload: bytearray
-) -> Iterable[bytes | CarpoolError]:
-    """The rows of stacked results as bodies. One tensor in msgpack is a head and a slice: no decoding."""
-    count = len(requests)
-    name, datatype, shape = parts[0]
-    row_bytes = frames.part_bytes((name, datatype, shape), 1)
-    head = tensor_head(datatype, shape, row_bytes)
-    arrays = None
-    view = memoryview(payload)
-    for row, request in enumerate(requests):
-        data = view[row * row_bytes : (row + 1) * row_bytes]
-        if len(parts) == 1 and request.content_type == MSGPACK:
-            yield b"".join((head, data))
-        elif len(parts) == 1 and request.content_type == RAW:
-            yield bytes(data)
-        else:
-            arrays = arrays or frames.unstack(parts, count, payload)
-            values = {part: array[row] for part, array in arrays.items()}
-            yield _encode(request, values if len(parts) > 1 else values[name])
+def _row(arrays: dict[str, Array], index: int) -> Any:
+    """One row of stacked results: an array, or several by name."""
+    rows = {name: array[index] for name, array in arrays.items()}
+    return rows if len(rows) > 1 else next(iter(rows.values()))
 
 
 def _pack(value: Any) -> bytes:
@@ -287,7 +402,6 @@ def _pack(value: Any) -> bytes:
         raise InvalidArgumentError(f"body: cannot be encoded for the model: {error}") from None
 
 
-def _array_of_packed(values: Sequence[bytes]) -> bytes:
-    """A msgpack array of values that are already packed."""
-    count = len(values)
-    return b"".join((b"\xdd", count.to_bytes(4, "big"), *values))
+def _array_of_packed(values: Sequence[bytes]) -> list[bytes]:
+    """A msgpack array of values that are already packed, in pieces."""
+    return [b"\xdd" + len(values).to_bytes(4, "big"), *values]

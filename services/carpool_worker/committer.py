@@ -1,89 +1,79 @@
-"""The committer of one replica: wait for outcomes -> results -> commit, all or nothing.
+"""Committing for one replica: the results of an execution, all or nothing.
 
-It works while the model process executes the next batch. Its thread also runs `Replica.finish_next`, which
-replaces a model process that died. Results of suspect or very large executions are answered ahead.
+Results of suspect or very large executions are answered ahead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 import structlog
 
 from carpool.store.connection import CommandError
-from carpool.store.results import Address, Answer, FencedError
+from carpool.store.results import Answer, FencedError, addresses_of
 from carpool.store.worker import WorkerStore
+from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica import Replica
 
-WAIT_S: Final = 0.5
 COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Redis limits to 1 GB
 
 
 class Committer:
-    """`run_once` finishes and commits at most one execution. A failed commit is repeated by the next call."""
+    """Each method may be repeated after it raised. FencedError: another worker has the batch."""
 
-    def __init__(self, replica: Replica, store: WorkerStore, metrics: WorkerMetrics) -> None:
-        self._replica = replica
+    def __init__(
+        self, consumer: str, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
+    ) -> None:
+        self._consumer = consumer
         self._metrics = metrics
+        self._batch_log = batch_log
         self._store = store
         self._log = structlog.get_logger()
 
-    def run_once(self) -> None:
-        """Wait for a finished execution and commit it; return after half a second without any in hand."""
-        try:
-            execution = self._replica.finish_next(self._record_start, WAIT_S)
-            if execution is None:
-                return
-            started_ns = time.monotonic_ns()
-            for position in self._commit(execution):  # answered by a batcher when its deadline passed
-                del execution.results[position]
-        except FencedError as fenced:
-            self._metrics.fenced()
-            lost = next(held for held in self._replica.executions() if held.batch.id == str(fenced))
-            self._log.warning(
-                "commit discarded, another worker has the batch",
-                model=self._store.keys.model,
-                batch=lost.batch.id,
-                epoch=lost.batch.epoch,
-            )
-            self._replica.remove(lost)
-            return
-        self._replica.remove(execution)
+    def commit(self, execution: Execution) -> None:
+        """Commit an execution in which each request has a result."""
+        started_ns = time.monotonic_ns()
+        with _emptied_is_fenced(execution):
+            self._answer_large_results(execution)
+            while answered := self._commit(execution):
+                execution.drop(answered)  # a batcher answered them when their deadlines passed
         output_us = (time.monotonic_ns() - started_ns) // 1000
         self._metrics.committed(execution, output_us, self._store.clock.now_us())
-        self._log_batch(execution)
+        statuses, _ = execution.counts()
+        self._batch_log.committed(
+            self._consumer,
+            execution.batch,
+            statuses,
+            execution.compute_us,
+            len(execution.dead_letters),
+        )
 
     def _commit(self, execution: Execution) -> set[int]:
-        """Commit an execution. Returns the positions that were answered elsewhere meanwhile."""
-        self._answer_large_results(execution)
-        requests = execution.batch.requests
-        results = {
-            position: (Address.of(requests[position]), result)
-            for position, result in execution.results.items()
-            if position not in execution.answered_ahead
-        }
-        try:
-            return self._store.commit(
-                self._replica.consumer,
-                execution.batch,
-                results,
-                execution.dead_letters,
-                execution.compute_us,
-            )
-        except CommandError as error:
-            if error.code != "NOGROUP":
-                raise
-            raise FencedError(execution.batch.id) from error  # Redis was emptied: there is nothing to commit
+        """Empty if the batch is committed; else positions that were answered elsewhere: leave them out."""
+        batch, results = execution.batch, execution.results
+        addresses = addresses_of(batch) if results else []
+        return self._store.commit(
+            self._consumer,
+            batch,
+            {
+                position: (addresses[position], result)
+                for position, result in results.items()
+                if position not in execution.answered_ahead
+            },
+            execution.dead_letters,
+            execution.compute_us,
+            execution.columns,
+        )
 
     def _answer_large_results(self, execution: Execution) -> None:
         """Answer ahead, in several commands, if the results are too large for one commit."""
-        total_bytes = sum(len(result.body or b"") for result in execution.results.values())
-        if total_bytes <= COMMIT_BYTES_MAX:
+        if execution.result_bytes <= COMMIT_BYTES_MAX:
             return
+        execution.separate()
         positions: list[int] = []
         size_bytes = 0
         for position in execution.results.keys() - execution.answered_ahead:
@@ -94,40 +84,42 @@ class Committer:
                 positions, size_bytes = [], 0
         self._answer(execution, positions, None)
 
-    def _record_start(self, execution: Execution, position: int) -> None:
+    def record_start(self, execution: Execution, position: int) -> None:
         """Before a request is executed alone: store the results so far, and that this request is started.
 
         Should this worker die, the next one executes only the rest, and knows which request was being
         executed.
         """
-        self._answer(execution, list(execution.results.keys() - execution.answered_ahead), position)
+        execution.separate()
+        with _emptied_is_fenced(execution):
+            self._answer(execution, list(execution.results.keys() - execution.answered_ahead), position)
 
     def _answer(self, execution: Execution, positions: list[int], starting: int | None) -> None:
-        requests = execution.batch.requests
+        addresses = addresses_of(execution.batch)
         answers = [
-            Answer(position, Address.of(requests[position]), execution.results[position])
-            for position in positions
+            Answer(position, addresses[position], execution.results[position]) for position in positions
         ]
-        written = self._store.answer(self._replica.consumer, execution.batch, answers, starting)
-        for position in set(positions) - written:  # answered by a batcher when its deadline passed
-            del execution.results[position]
+        written = self._store.answer(self._consumer, execution.batch, answers, starting)
+        execution.drop(set(positions) - written)  # a batcher answered them when their deadlines passed
         execution.answered_ahead |= written
 
-    def _log_batch(self, execution: Execution) -> None:
-        """Log the batch in one line, without its payloads."""
-        batch = execution.batch
-        statuses = Counter(result.status for result in execution.results.values())
-        oldest_us = min((request.arrival_us for request in batch.requests), default=batch.dispatched_us)
-        self._log.info(
-            "batch",
+    def discard(self, execution: Execution) -> None:
+        """Another worker has the batch: nothing of it is written here."""
+        self._metrics.fenced()
+        self._log.warning(
+            "commit discarded, another worker has the batch",
             model=self._store.keys.model,
-            batch=batch.id,
-            reason=batch.reason,
-            size=len(batch.requests),
-            **statuses,
-            queue_ms=max(0, batch.dispatched_us - oldest_us) / 1000,
-            compute_ms=execution.compute_us / 1000,
-            epoch=batch.epoch,
-            dead=len(execution.dead_letters),
-            worker=self._replica.consumer,
+            batch=execution.batch.id,
+            epoch=execution.batch.epoch,
         )
+
+
+@contextlib.contextmanager
+def _emptied_is_fenced(execution: Execution) -> Iterator[None]:
+    """If Redis was emptied, the batch no longer exists: nothing can be written for it."""
+    try:
+        yield
+    except CommandError as error:
+        if error.code != "NOGROUP":
+            raise
+        raise FencedError(execution.batch.id) from error

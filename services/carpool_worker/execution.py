@@ -1,18 +1,22 @@
 """An execution: one batch that a worker has fetched or reclaimed, until it is committed or lost.
 
 Its requests are addressed by their positions in the batch. Every position that had no result when
-this worker took the batch gets one here; then the execution can be committed.
+this worker took the batch gets one here; then the execution can be committed. Requests of one run that all
+succeeded have their results as columns; whatever concerns a single one of them separates these first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, NamedTuple, Protocol
 
-from carpool.errors import ABORTED, INTERNAL
-from carpool.messages import Batch, DeadLetter, Result
-from carpool_worker.model_process.frames import FrameHeader
+from carpool.errors import ABORTED, INTERNAL, OK
+from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunColumns
+from carpool_worker.model_process.frames import Buffer, FrameHeader
 
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
 
@@ -21,19 +25,20 @@ class Frame(NamedTuple):
     """Requests of an execution that are sent to the model process together.
 
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
-    execution (one of its requests may have killed a process), one for each request.
+    execution (one of its requests may have killed a process), one for each request. `positions` ascend. The
+    payload is in pieces, so that large bodies are not copied.
     """
 
-    positions: list[int]
+    positions: Sequence[int]
     header: FrameHeader
-    payload: bytes
+    payload: Sequence[Buffer]
 
 
 class FrameBuilder(Protocol):
     """What decodes requests into frames: the codec."""
 
-    def build_frames(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
-        """Frames of the requests at these positions; those that cannot be executed get a result instead."""
+    def frames_of_one(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
+        """A frame for each request at these positions; one that cannot be executed gets a result instead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +49,9 @@ class Execution:
     answered: frozenset[int] = frozenset()  # positions that had a result before this worker took the batch
     deaths: dict[int, int] = field(default_factory=dict)  # processes that died while executing this position
     frames: list[Frame] = field(default_factory=list)
-    sent: bool = False  # every frame is in the model process's pipe, or being written to it
-    results: dict[int, Result] = field(default_factory=dict)
+    frames_sent: int = 0  # how many of these, from the first, were sent to the model process
+    results: dict[int, Result] = field(default_factory=dict)  # single results, by position
+    columns: list[RunColumns] = field(default_factory=list)  # the results of other positions
     answered_ahead: set[int] = field(
         default_factory=set
     )  # positions whose result is written, before the commit
@@ -53,6 +59,11 @@ class Execution:
     input_us: int = 0  # time spent decoding
     compute_us: int = 0  # time spent in the model, over all frames
     frames_executed: int = 0
+    starts: list[int] = field(init=False)  # the position of the first request of each run
+
+    def __post_init__(self) -> None:
+        sizes = [len(run.correlation_ids) for run in self.batch.runs]
+        self.starts = list(accumulate(sizes, initial=0))[:-1]
 
     @property
     def is_suspect(self) -> bool:
@@ -65,17 +76,24 @@ class Execution:
     @property
     def unanswered(self) -> Sequence[int]:
         """The positions that need a result from this execution."""
-        positions = range(len(self.batch.requests))
+        positions = range(self.batch.size)
         if not self.answered:
             return positions
         return [position for position in positions if position not in self.answered]
+
+    def locate(self, position: int) -> tuple[BatchedRun, int]:
+        """The run of the request at this position, and the request's index in it. O(log runs)."""
+        number = bisect_right(self.starts, position) - 1
+        return self.batch.runs[number], position - self.starts[number]
 
     def split(self, frame: Frame, builder: FrameBuilder, now_us: int) -> None:
         """The model process died on this frame: replace it by a frame for each of its requests."""
         for position in frame.positions:
             self.deaths[position] = self.deaths.get(position, 0) + 1
         others = [other for other in self.frames if other is not frame]
-        self.frames = builder.build_frames(self, frame.positions, now_us) + others
+        self.frames = builder.frames_of_one(self, frame.positions, now_us) + others
+
+    # --- results -------------------------------------------------------------------------------------------
 
     def dead_letter(self, position: int) -> None:
         """Give up a request: keep it as a dead letter, and answer its producer ABORTED."""
@@ -91,13 +109,56 @@ class Execution:
 
     def fail(self, position: int, status: str, detail: str) -> None:
         """Give a request an error result."""
-        request = self.batch.requests[position]
+        run, index = self.locate(position)
         self.results[position] = Result(
-            request.correlation_id,
+            run.correlation_ids[index],
             status,
-            request.content_type,
-            detail=detail,
-            batch_size=len(self.batch.requests),
-            queue_us=max(0, self.batch.dispatched_us - request.arrival_us),
-            compute_us=self.compute_us,
+            run.content_type,
+            None,
+            detail,
+            self.batch.size,
+            self.queue_us(run),
+            self.compute_us,
         )
+
+    def queue_us(self, run: BatchedRun) -> int:
+        """How long the requests of this run waited until they were dispatched."""
+        return max(0, self.batch.dispatched_us - run.arrival_us)
+
+    @property
+    def result_bytes(self) -> int:
+        """The bytes of all results together, without heads of columns."""
+        size_bytes = sum(len(columns.columns.rows.data) for columns in self.columns)
+        return size_bytes + sum([len(result.body or b"") for result in self.results.values()])
+
+    def separate(self, positions: frozenset[int] | None = None) -> None:
+        """Replace columns by single results: those that have any of these positions, or all."""
+        kept: list[RunColumns] = []
+        for columns in self.columns:
+            if positions is None or not positions.isdisjoint(columns.positions):
+                self.results.update(zip(columns.positions, columns.columns.results(), strict=True))
+            else:
+                kept.append(columns)
+        self.columns = kept
+
+    def drop(self, positions: Iterable[int]) -> None:
+        """Forget the results of these positions, which were answered elsewhere meanwhile."""
+        dropped = frozenset(positions)
+        self.separate(dropped)
+        for position in dropped:
+            self.results.pop(position, None)
+            self.answered_ahead.discard(position)
+
+    def counts(self) -> tuple[Counter[str], list[tuple[BatchedRun, int]]]:
+        """How many results there are: of each status, and for each run that has any."""
+        statuses = Counter([result.status for result in self.results.values()])
+        if len(self.results) == self.batch.size:
+            return statuses, [(run, len(run.correlation_ids)) for run in self.batch.runs]
+        of_runs = [(columns.run, len(columns.positions)) for columns in self.columns]
+        in_columns = sum(number for _, number in of_runs)
+        if in_columns:
+            statuses[OK] += in_columns
+        if self.results:
+            numbers = Counter(bisect_right(self.starts, position) - 1 for position in self.results)
+            of_runs += [(self.batch.runs[at], number) for at, number in numbers.items()]
+        return statuses, of_runs

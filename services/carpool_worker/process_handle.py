@@ -8,20 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
+from itertools import islice
 from typing import Final
 
 from carpool_worker.model_process.frames import (
+    Buffer,
     FrameHeader,
     LoadFailed,
     MessageReader,
     OutcomeHeader,
     ProcessGoneError,
     Ready,
+    message_parts,
     receive_load_result,
-    send_message,
 )
 
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
+_PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
 STOP_S: Final = 10.0
 
 
@@ -34,7 +38,12 @@ class ModelLoadError(Exception):
 
 
 class ProcessHandle:
-    """One model process. After it died, `spawn` and `wait_ready` replace it. `start` does both at once."""
+    """One model process. After it died, `spawn` and `wait_ready` replace it. `start` does both at once.
+
+    Sending never waits. What does not fit into the pipe is the backlog, which `flush` goes on sending once
+    `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
+    cannot take the next frame before it has sent its outcome: both would wait.
+    """
 
     def __init__(self, location: str, device: str) -> None:
         self._location = location
@@ -42,6 +51,7 @@ class ProcessHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
+        self._backlog: deque[Buffer] = deque()
         self.ready = False  # the model is loaded
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
@@ -64,6 +74,7 @@ class ProcessHandle:
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
         self._sent = self._received = 0
+        self._backlog.clear()
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
@@ -71,6 +82,7 @@ class ProcessHandle:
             result = receive_load_result(self._connected_reader())
         except ProcessGoneError:
             reason = f"the model process ended ({self.exit_cause()}) while it loaded the model"
+            self.close(wait_s=0)
             raise ModelLoadError(reason, trace="") from None
         if isinstance(result, LoadFailed):
             self.close()
@@ -88,14 +100,48 @@ class ProcessHandle:
         """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
-    def send(self, header: FrameHeader, payload: bytes) -> None:
-        """Send a frame. Raises ProcessGoneError."""
+    @property
+    def descriptor(self) -> int | None:
+        """The socket to wait on; None before the process is started and after it is closed."""
+        return None if self._sock is None else self._sock.fileno()
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether frames wait until the pipe has room."""
+        return bool(self._backlog)
+
+    @property
+    def has_buffered(self) -> bool:
+        """Whether an outcome can be received without waiting on the socket first."""
+        return self._reader is not None and self._reader.has_buffered
+
+    def send(self, header: FrameHeader, *payload: Buffer) -> None:
+        """Send a frame, or put what does not fit into the pipe into the backlog. Raises ProcessGoneError."""
         if self._sock is None:
             raise ProcessGoneError("not started")
         self._sent += 1
-        send_message(self._sock, header._replace(number=self._sent), payload)
+        self._backlog += message_parts(header._replace(number=self._sent), *payload)
+        self.flush()
 
-    def receive(self) -> tuple[OutcomeHeader, bytearray]:
+    def flush(self) -> None:
+        """Send what the pipe has room for. Raises ProcessGoneError."""
+        backlog = self._backlog
+        try:
+            while backlog:
+                if self._sock is None:
+                    raise ProcessGoneError("not started")
+                sent_bytes = self._sock.sendmsg(islice(backlog, _PARTS_MAX), (), socket.MSG_DONTWAIT)
+                while backlog and sent_bytes >= len(backlog[0]):
+                    sent_bytes -= len(backlog.popleft())
+                if sent_bytes:
+                    backlog[0] = memoryview(backlog[0])[sent_bytes:]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            backlog.clear()
+            raise ProcessGoneError(str(error)) from error
+
+    def receive(self) -> tuple[OutcomeHeader, Buffer]:
         """The outcome of the oldest frame that has none.
 
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
@@ -104,7 +150,7 @@ class ProcessHandle:
         fields, payload = self._connected_reader().receive()
         header = OutcomeHeader(*fields)
         self._received += 1
-        if header.number != self._received:
+        if header.number != self._received or header.number > self._sent:
             self.close(wait_s=0)
             raise ProcessGoneError(f"outcome {header.number} received for frame {self._received}")
         return header, payload

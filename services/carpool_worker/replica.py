@@ -1,28 +1,33 @@
-"""A replica: one model process and the executions in its hands.
+"""A replica: one model process, the executions in its hands, and the loop that moves them on.
 
-It has at most two executions: one is executed, while the other waits in the pipe or is being committed.
-Two loops meet here. The fetcher adds executions; the committer takes them finished, in order. When the
-committer's thread sees that the model process died, it starts another, which executes again what was not
-finished. The frame it died on is split into one frame for each request, because one of them may be the
-cause. The execution of that frame, like each that was reclaimed, is suspect: it has one frame for each
-request, and these are not sent ahead, but one at a time.
+    Redis ──fetch──▶ prepare ──send──▶ model process ──outcome──▶ results ──commit──▶ Redis
+
+One thread waits for the reply to a fetch, for the model process and for the time, whichever is first.
+There are at most two executions: one is executed, while the other waits in the pipe or is being committed.
+Only a commit is waited for.
+
+When the model process dies, another is started, which executes again what was not finished. The frame it
+died on is split into one frame for each request, because one of them may be the cause. The execution of that
+frame, like each that was reclaimed, is suspect: it has one frame for each request, and these are not sent
+ahead, but one at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 import structlog
 
 from carpool.clock import RedisClock
+from carpool.readiness import wait_until_ready
+from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
+from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution, Frame
+from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
@@ -33,166 +38,223 @@ EXECUTIONS_MAX: Final = 2
 PREFETCH_LEAD_S: Final = 0.002
 EARLY_FINISH_RATIO: Final = 0.8  # of the usual execution time: a batch may finish that early
 SMOOTHING: Final = 0.2  # the weight of the latest batch in the usual execution time
-
-RecordStart = Callable[[Execution, int], None]
+WAIT_S: Final = 0.5  # a drain is noticed after this time
 
 
 class Replica:
-    """See the module. `consumer` is this replica's name in the consumer group of workers."""
+    """See the module. `consumer` is this replica's name in the consumer group of workers.
+
+    Its loop calls `run_once`. The heartbeat's thread and the main thread call `batches`, `drain`,
+    `wait_until_drained` and `close`.
+    """
 
     def __init__(
         self, consumer: str, process: ProcessHandle, clock: RedisClock, metrics: WorkerMetrics
     ) -> None:
         self.consumer = consumer
-        self._metrics = metrics
         self.process = process
-        self.codec: Codec | None = None  # known once the model is loaded
+        self._metrics = metrics
         self._clock = clock
-        self._executions: deque[Execution] = deque()
-        self._changed = threading.Condition()  # an execution was removed
-        self._added: queue.SimpleQueue[Execution] = queue.SimpleQueue()  # from the fetcher to the committer
-        self._oldest: Execution | None = None  # what the committer works on
-        self._pipe = threading.Lock()  # for sending, and for `sent`; held while a full pipe blocks the sender
+        self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
         self._busy_since_s = 0.0
         self._usual_s: float | None = None  # usual execution time of a batch; unknown before the first
+        self._draining = False
+        self._drained = threading.Event()
         self._closing = False
+        self._closed = threading.Event()
         self._log = structlog.get_logger()
 
-    # --- for the fetcher -----------------------------------------------------------------------------------
+    def connect(self, codec: Codec, fetcher: Fetcher, committer: Committer) -> None:
+        """What the loop needs, once the model is loaded and described."""
+        self._codec = codec
+        self._fetcher = fetcher
+        self._committer = committer
 
-    def wait_for_capacity(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` until the next batch should be fetched. Returns whether it should."""
-        until_s = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                now_s = time.monotonic()
-                fetch_at_s = self._fetch_at_s()
-                if fetch_at_s <= now_s:
-                    return True
-                if now_s >= until_s:
-                    return False
-                self._changed.wait(min(fetch_at_s, until_s) - now_s)
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def run_once(self) -> None:
+        """Do everything that is due, then wait for the next event, up to half a second."""
+        if self._closing or self._drained.is_set():
+            # A process ends with the thread that started it (see lifecycle): stay until it has unloaded its
+            # model.
+            self._closed.wait()
+            return
+        if self.process.descriptor is None and not self._closing:
+            self.process.spawn()  # the last one could not load the model
+        try:
+            self._send_due()
+            self._commit_finished()
+        except FencedError as fenced:
+            self._discard(str(fenced))
+        if self._wants_batch():
+            execution = self._fetcher.start()
+            if execution is not None:
+                self.take(execution)
+                return
+        if self._draining and not self._executions and not self._fetcher.waiting:
+            self._drained.set()
+            return
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the model process, for the reply to a fetch, or until a fetch is due; take what came."""
+        process, fetcher = self.process, self._fetcher
+        of_process = process.descriptor
+        if of_process is None:  # closed meanwhile
+            return
+        of_fetch = fetcher.descriptor if fetcher.waiting else None
+        readers = [of_process] if of_fetch is None else [of_process, of_fetch]
+        writers = [of_process] if process.has_backlog else []
+        is_due = process.has_buffered or (fetcher.waiting and of_fetch is None)
+        readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
+        if writable:
+            self._flush()
+        if process.has_buffered or of_process in readable:
+            self._receive()
+        if fetcher.waiting and (of_fetch is None or of_fetch in readable):
+            execution = fetcher.finish()
+            if execution is not None:
+                self.take(execution)
+
+    def _timeout_s(self) -> float:
+        if self._fetcher.waiting or self._draining:
+            return WAIT_S
+        return min(WAIT_S, max(0.0, self._fetch_at_s() - time.monotonic()))
+
+    # --- fetching ------------------------------------------------------------------------------------------
+
+    def _wants_batch(self) -> bool:
+        if self._fetcher.waiting or self._draining:
+            return False
+        return self._fetch_at_s() <= time.monotonic()
 
     def _fetch_at_s(self) -> float:
+        if not self.process.ready:
+            return float("inf")
         if not self._executions:
             return 0.0
         if len(self._executions) >= EXECUTIONS_MAX or self._usual_s is None:
             return float("inf")
         return self._busy_since_s + EARLY_FINISH_RATIO * self._usual_s - PREFETCH_LEAD_S
 
-    def add(self, execution: Execution) -> None:
-        """Take an execution, and send its frames ahead if everything before it was sent.
+    def take(self, execution: Execution) -> None:
+        """Take a batch that was fetched or reclaimed, and decode it."""
+        started_ns = time.monotonic_ns()
+        self._codec.prepare(execution, self._clock.now_us())
+        execution.input_us = (time.monotonic_ns() - started_ns) // 1000
+        if not self._executions:
+            self._busy_since_s = time.monotonic()
+        self._executions = (*self._executions, execution)
 
-        It is added before it is sent. Sending blocks while the pipe is full; meanwhile the heartbeat must
-        renew the batch and the committer must receive outcomes, or both processes would wait to send.
-        """
-        with self._pipe:
-            execution.sent = not execution.is_suspect and all(earlier.sent for earlier in self.executions())
-            with self._changed:
-                if not self._executions:
-                    self._busy_since_s = time.monotonic()
-                self._executions.append(execution)
-            self._added.put(execution)
-            if execution.sent:
-                self._send(execution)
+    # --- the model process ---------------------------------------------------------------------------------
 
-    def _send(self, execution: Execution) -> None:
-        """Send all frames of an execution. The caller holds the pipe."""
-        with contextlib.suppress(ProcessGoneError):  # the committer handles it when it waits for the outcome
-            for frame in tuple(execution.frames):  # a copy: the committer removes executed frames
-                self.process.send(frame.header, frame.payload)
+    def _send_due(self) -> None:
+        """Send all frames ahead, in order; those of a suspect execution one at a time, when all is idle."""
+        if not self.process.ready:
+            return
+        for execution in self._executions:
+            if execution.is_suspect and execution.frames:
+                if self._executed() is None:
+                    self._committer.record_start(execution, execution.frames[0].positions[0])
+                    self._send(execution, execution.frames[0])
+                return
+            while execution.frames_sent < len(execution.frames):
+                self._send(execution, execution.frames[execution.frames_sent])
 
-    # --- for the committer ---------------------------------------------------------------------------------
+    def _send(self, execution: Execution, frame: Frame) -> None:
+        execution.frames_sent += 1
+        with contextlib.suppress(ProcessGoneError):  # noticed when its outcome is received
+            self.process.send(frame.header, *frame.payload)
 
-    def finish_next(self, record_start: RecordStart, timeout_s: float) -> Execution | None:
-        """The oldest execution, once each of its requests has a result.
+    def _flush(self) -> None:
+        with contextlib.suppress(ProcessGoneError):
+            self.process.flush()
 
-        None if there is none within `timeout_s`. `record_start(execution, position)` is called before a
-        request of a suspect execution is executed. What it raises is passed on, and the execution remains:
-        call `remove`.
-        """
-        execution = self._oldest
-        if execution is None:
-            try:
-                execution = self._oldest = self._added.get(timeout=timeout_s)
-            except queue.Empty:
-                if not self.process.alive and not self._closing:
-                    self._replace_process("while idle")
-                return None
-        while execution.frames:
-            frame = execution.frames[0]
-            if execution.is_suspect:
-                record_start(execution, frame.positions[0])
-            self._execute(execution, frame)
-        return execution
+    def _executed(self) -> Execution | None:
+        """The execution whose frame the model process executes; None if it is idle."""
+        return next((execution for execution in self._executions if execution.frames_sent), None)
 
-    def _execute(self, execution: Execution, frame: Frame) -> None:
-        assert self.codec is not None
+    def _receive(self) -> None:
+        """Receive an outcome, or that a new model process is ready, or that the process died."""
         try:
-            if not execution.sent:  # none of its frames is in the pipe, and the process is idle: send one
-                with self._pipe:
-                    self.process.send(frame.header, frame.payload)
-                    execution.sent = not execution.is_suspect and frame is execution.frames[-1]
+            if not self.process.ready:
+                self.process.wait_ready()
+                self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+                return
             header, payload = self.process.receive()
         except ProcessGoneError:
-            if self._closing:
-                raise  # this worker closed the connection: no request is the cause
-            batch = execution.batch
-            self._replace_process(f"while executing a batch of {len(batch.requests)}", batch=batch.id)
-            execution.split(frame, self.codec, self._clock.now_us())
+            if not self._closing:  # else this worker closed the connection: no request is the cause
+                self._replace_process()
             return
+        execution = self._executed()
+        assert execution is not None  # the process handle compares the numbers of frames and outcomes
+        frame = execution.frames[0]
         try:
-            self.codec.take_outcome(execution, frame, header, payload)
+            self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
             self._log.exception(
                 "results of the model process unreadable", worker=self.consumer, batch=execution.batch.id
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]
+        execution.frames_sent -= 1
 
-    def _replace_process(self, when: str, **context: str) -> None:
+    def _replace_process(self) -> None:
         """The model process died: start another, to which everything is to be sent again."""
         cause = self.process.exit_cause()
         self._metrics.process_died()
-        self._log.error("model process died", worker=self.consumer, how=cause, when=when, **context)
-        with self._pipe:
-            for execution in self.executions():
-                execution.sent = False
-            self.process.spawn()
-        self.process.wait_ready()
-        self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+        executed = self._executed()
+        for execution in self._executions:
+            execution.frames_sent = 0
+        if executed is None:
+            self._log.error("model process died", worker=self.consumer, how=cause, when="while idle")
+        else:
+            batch = executed.batch
+            when = f"while executing a batch of {batch.size}"
+            self._log.error("model process died", worker=self.consumer, how=cause, when=when, batch=batch.id)
+            executed.split(executed.frames[0], self._codec, self._clock.now_us())
+        self.process.spawn()
 
-    def remove(self, execution: Execution) -> None:
+    # --- committing ----------------------------------------------------------------------------------------
+
+    def _commit_finished(self) -> None:
+        """Commit the executions that are finished, in order."""
+        while self._executions and not self._executions[0].frames:
+            execution = self._executions[0]
+            self._committer.commit(execution)
+            self._remove(execution)
+
+    def _discard(self, batch_id: str) -> None:
+        execution = next(held for held in self._executions if held.batch.id == batch_id)
+        self._committer.discard(execution)
+        self._remove(execution)
+
+    def _remove(self, execution: Execution) -> None:
         """The execution is committed, or lost to another worker."""
-        self._oldest = None
-        with self._changed:
-            self._executions.remove(execution)
-            now_s = time.monotonic()
-            latest_s = execution.compute_us / 1e6
-            if self._usual_s is None:
-                self._usual_s = latest_s
-            else:
-                self._usual_s += SMOOTHING * (latest_s - self._usual_s)
-            self._busy_since_s = now_s
-            self._changed.notify_all()
+        self._executions = tuple(held for held in self._executions if held is not execution)
+        self._busy_since_s = time.monotonic()
+        latest_s = execution.compute_us / 1e6
+        if self._usual_s is None:
+            self._usual_s = latest_s
+        else:
+            self._usual_s += SMOOTHING * (latest_s - self._usual_s)
 
-    # --- for all -------------------------------------------------------------------------------------------
-
-    def executions(self) -> list[Execution]:
-        """The executions in hand, oldest first."""
-        with self._changed:
-            return list(self._executions)
+    # --- for other threads ---------------------------------------------------------------------------------
 
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
-        return [(execution.batch.id, execution.batch.epoch) for execution in self.executions()]
+        return [(execution.batch.id, execution.batch.epoch) for execution in self._executions]
 
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """Whether everything in hand was committed within `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._executions, timeout_s)
+    def drain(self) -> None:
+        """Fetch nothing more."""
+        self._draining = True
+
+    def wait_until_drained(self, timeout_s: float) -> bool:
+        """Whether the last fetch has ended and everything in hand was committed, within `timeout_s`."""
+        return self._drained.wait(timeout_s)
 
     def close(self, wait_s: float) -> None:
         """Stop the model process for good; it has `wait_s` to unload its model."""
         self._closing = True
         self.process.close(wait_s)
+        self._closed.set()

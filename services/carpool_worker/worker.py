@@ -10,11 +10,11 @@
     execution.py  a batch in hand, fetch to commit
     codec.py      bodies -> frames, outcomes -> results
 
-Fetcher, replica and committer exist once for each replica, the heartbeat once for all.
+A replica is a loop, with a fetcher and a committer of its own; the heartbeat is one loop for all.
 
 Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
-Stop (drain): idle replicas leave, the fetchers end, what is in hand is committed, the processes
-unload their model, the heartbeat ends last.
+Stop (drain): idle replicas leave, what is in hand is committed, the processes unload their model, the
+heartbeat ends last.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
+from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
@@ -69,14 +70,14 @@ class Worker:
             for index, device in enumerate(devices)
         ]
         self._registration: dict[str, str] = {}
-        self._fetchers: list[Loop] = []
-        self._committers: list[Loop] = []
+        self._replica_loops: list[Loop] = []
         self._heartbeats: list[Loop] = []  # one, once it is started
         self._store = self._new_store("control")
         self._waiting_for = "the model is loading"  # empty once everything is started
         self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
+        self.batch_log = BatchLog(keys.model, self._name)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -88,8 +89,6 @@ class Worker:
             replica.process.spawn()
         descriptions = [replica.process.wait_ready() for replica in self._replicas]
         ready = descriptions[0]  # all are of the same model
-        for replica in self._replicas:
-            replica.codec = Codec(ready)
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
@@ -102,7 +101,7 @@ class Worker:
             return
         self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
         for replica in self._replicas:
-            self._start_replica(replica)
+            self._start_replica(replica, Codec(ready))
         self._waiting_for = ""
         self._log.info(
             "worker ready",
@@ -128,12 +127,13 @@ class Worker:
                 return True
         return False
 
-    def _start_replica(self, replica: Replica) -> None:
-        committer = Committer(replica, self._new_store("commit"), self._metrics)
-        fetcher = Fetcher(replica, self._new_store("fetch"), self._lease_ms, self._register, self._metrics)
-        self._start_loop(self._committers, f"committer {replica.consumer}", committer.run_once)
-        self._start_loop(self._fetchers, f"fetcher {replica.consumer}", fetcher.run_once)
-        self._store.join(replica.consumer, self._lease_ms)
+    def _start_replica(self, replica: Replica, codec: Codec) -> None:
+        consumer = replica.consumer
+        fetcher = Fetcher(consumer, self._new_store("fetch"), self._lease_ms, self._register, self._metrics)
+        committer = Committer(consumer, self._new_store("commit"), self._metrics, self.batch_log)
+        replica.connect(codec, fetcher, committer)
+        self._start_loop(self._replica_loops, f"replica {consumer}", replica.run_once)
+        self._store.join(consumer, self._lease_ms)
 
     def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:
         loop = Loop(name, run_once, self._on_error(name))
@@ -166,10 +166,7 @@ class Worker:
     # --- health --------------------------------------------------------------------------------------------
 
     def unhealthy(self) -> list[str]:
-        """What only a restart can repair: a loop that ended, or a heartbeat that hangs.
-
-        A committer is allowed to wait for its model without a limit.
-        """
+        """What only a restart can repair: a loop that ended, or a heartbeat that hangs."""
         if self._draining:
             return []
         ended = [f"{loop.name}: its thread ended" for loop in self._loops() if not loop.alive]
@@ -196,7 +193,7 @@ class Worker:
         return reasons
 
     def _loops(self) -> list[Loop]:
-        return [*self._heartbeats, *self._fetchers, *self._committers]
+        return [*self._heartbeats, *self._replica_loops]
 
     # --- stopping ------------------------------------------------------------------------------------------
 
@@ -204,28 +201,26 @@ class Worker:
         """Take no new batches, finish what is in hand, stop. Returns whether all was committed in time."""
         self._draining = True
         until_s = time.monotonic() + within_s
-        for loop in self._fetchers:
-            loop.stop()
+        for replica in self._replicas:
+            replica.drain()
         if self._heartbeats:
             self._heartbeat.drain()
         self._leave([replica for replica in self._replicas if not replica.batches()])
-        for loop in self._fetchers:
-            loop.join(max(0.1, until_s - time.monotonic()))
-        emptied = [
-            replica.wait_until_empty(max(0.1, until_s - time.monotonic())) for replica in self._replicas
-        ]
-        clean = all(emptied)
-        for loop in self._committers:
+        started = self._replicas[: len(self._replica_loops)]
+        drained = [replica.wait_until_drained(max(0.1, until_s - time.monotonic())) for replica in started]
+        clean = all(drained)
+        for loop in self._replica_loops:
             loop.stop()
         for replica in self._replicas:
             replica.close(wait_s=max(0.5, until_s - time.monotonic()) if clean else 0.0)
-        for loop in self._committers:
+        for loop in self._replica_loops:
             loop.join(1.0)
         for loop in self._heartbeats:
             loop.stop()
             self._heartbeat.stop()
             loop.join(1.0)
         self._leave(self._replicas)
+        self.batch_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 

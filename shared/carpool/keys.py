@@ -7,11 +7,14 @@ may use several of them.
 from __future__ import annotations
 
 import re
+import string
 from dataclasses import dataclass
 from typing import Final
 
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-CORRELATION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+CORRELATION_ID_CHARS_MAX: Final = 128
+CORRELATION_ID_LETTERS: Final = string.ascii_letters + string.digits + "._:-"
+CORRELATION_ID: Final = re.compile(f"[{CORRELATION_ID_LETTERS}]{{1,{CORRELATION_ID_CHARS_MAX}}}")
 WORKERS_GROUP: Final = "workers"
 DEFAULT_PREFIX: Final = "carpool"
 
@@ -51,7 +54,7 @@ class Keys:
     @property
     def settled(self) -> str:
         """Stream, trimmed: an entry for each settled batch, and one of size 0 when a model process joins or
-        leaves."""
+        leaves, or when settings are overridden."""
         return self._of("settled")
 
     @property
@@ -86,12 +89,12 @@ class Keys:
 
     @property
     def order(self) -> str:
-        """List: the tickets of requests whose results come in order, until they are delivered."""
+        """List: entries whose requests have tickets (`preserve_ordering`), until all of these are done."""
         return self._of("order")
 
     @property
     def held(self) -> str:
-        """Hash: for each of these tickets where its request is, or its withheld result."""
+        """Hash: for ranges of these tickets where their requests were put back, or the withheld results."""
         return self._of("held")
 
     def result(self, correlation_id: str) -> str:
@@ -101,6 +104,10 @@ class Keys:
     def replies(self, name: str) -> str:
         """Stream that expires: the results of all requests that named `reply_to NAME`."""
         return self._of(f"replies:{name}")
+
+    def body(self, name: str) -> str:
+        """String that expires: a large body, which a request names in its field `body_key`."""
+        return self._of(f"body:{name}")
 
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how

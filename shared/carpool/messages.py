@@ -6,11 +6,14 @@ the millisecond at which Redis accepted it, and no other host's clock decides an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from carpool.errors import OK
+from carpool.rows import Bodies, Body, Rows
+from carpool.tickets import TicketRange, Tickets
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -23,59 +26,187 @@ PRIORITY_LEVELS: Final = 10
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One entry of the request stream, and the requests in it that still wait.
+    """One entry of the request stream, and the requests in it that still wait, in the order of the entry.
 
-    `wire.requests.decode_entry` fills it. From then on only the batcher's EntryTable changes `id` and
-    `requests`, after a script changed the entry in Redis: when only some of its requests are dispatched or
-    refused, the others are put back under a new ID. Requests refer to their entry, so they follow.
+    `wire.requests.decode_entry` fills it. From then on only the batcher's EntryTable changes `id`, after a
+    script changed the entry in Redis: when only some of its requests are dispatched or refused, the others
+    are put back under a new ID. Runs refer to their entry, so they follow.
+
+    `runs` always has exactly the requests that the entry in Redis has: a run that is divided keeps its place
+    here, until a script has removed some of its parts.
     """
 
     id: str
     arrival_us: int
-    requests: list[Request] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list, repr=False)
+    claimed_tickets: Tickets | None = None  # those of an entry put back; `BatcherStore.admit` verifies them
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One producer's unit of work, as the batcher has it: waiting or in flight. Compared by identity.
+class Run:
+    """Requests of one entry that differ only in their correlation IDs and bodies, as the batcher has them.
 
-    Not changed after it was decoded, except for `ticket`, which the batcher sets when it admits the request.
-    (Not `frozen=True`: that alone costs 1 µs a request.)
+    The unit of scheduling: an ordinary request is a run of one. A run is divided where a batch ends
+    (`cut`) and where some of its requests are removed (`take`). Compared by identity.
+
+    Nothing else changes after it was decoded, except for `tickets`, which the batcher sets when it admits the
+    run. (Not `frozen=True`: that alone costs 1 µs.)
     """
 
     entry: Entry
-    correlation_id: str
-    body: bytes
+    correlation_ids: list[str]
+    bodies: Bodies
     content_type: str = JSON
     reply_to: str | None = None
     arrival_us: int = 0
     deadline_us: int | None = None
     priority: int = PRIORITY_DEFAULT
     lane: str = ""
-    cost: int = 1
+    cost: int = 1  # of each request
     extra: Mapping[str, bytes] | None = None
     tenant: str = ""
-    ticket: str | None = None  # its place in the order of results, if that is preserved
+    reply_columns: bool = False  # the producer reads results as columns
+    tickets: Tickets | None = None  # the places in the order of results, if that is preserved
+
+    def __len__(self) -> int:
+        return len(self.correlation_ids)
+
+    def cut(self, count: int) -> Run:
+        """Remove the first `count` requests, at least one and not all, and return them as a run."""
+        ids, bodies, tickets = self.correlation_ids, self.bodies, self.tickets
+        if isinstance(bodies, Rows):
+            front: Bodies = bodies.slice(0, count)
+            self.bodies = bodies.rest(count)
+        else:
+            front, self.bodies = bodies[:count], bodies[count:]
+        self.correlation_ids = ids[count:]
+        if tickets is None:
+            return self._insert_part(ids[:count], front, None)
+        self.tickets = tickets.slice(count, len(ids))
+        return self._insert_part(ids[:count], front, tickets.slice(0, count))
+
+    def take(self, indexes: Sequence[int]) -> Run:
+        """Remove the requests at these ascending indexes, at least one and not all, as a run."""
+        ids, bodies, tickets = self.correlation_ids, self.bodies, self.tickets
+        taken = frozenset(indexes)
+        kept = [at for at in range(len(ids)) if at not in taken]
+        if isinstance(bodies, Rows):
+            part: Bodies = bodies.select(indexes)
+            self.bodies = bodies.select(kept)
+        else:
+            part, self.bodies = [bodies[at] for at in indexes], [bodies[at] for at in kept]
+        self.correlation_ids = [ids[at] for at in kept]
+        if tickets is not None:
+            self.tickets = tickets.select(kept)
+        return self._insert_part(
+            [ids[at] for at in indexes], part, None if tickets is None else tickets.select(indexes)
+        )
+
+    def divide(self, size: int) -> list[Run]:
+        """This run as runs of at most `size` requests, each of which keeps only its own bodies in memory.
+
+        Their entry is unchanged: the caller puts them into it. O(n).
+        """
+        ids, tickets = self.correlation_ids, self.tickets
+        parts: list[Run] = []
+        for start in range(0, len(ids), size):
+            stop = min(start + size, len(ids))
+            bodies = (
+                self.bodies[start:stop] if isinstance(self.bodies, list) else self.bodies.copy(start, stop)
+            )
+            parts.append(
+                self._part(ids[start:stop], bodies, None if tickets is None else tickets.slice(start, stop))
+            )
+        return parts
+
+    def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
+        """A run with the attributes of this one, put before it in their entry."""
+        part = self._part(ids, bodies, tickets)
+        runs = self.entry.runs
+        runs.insert(runs.index(self), part)
+        return part
+
+    def _part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
+        """A run with the attributes of this one."""
+        return Run(
+            self.entry,
+            ids,
+            bodies,
+            self.content_type,
+            self.reply_to,
+            self.arrival_us,
+            self.deadline_us,
+            self.priority,
+            self.lane,
+            self.cost,
+            self.extra,
+            self.tenant,
+            self.reply_columns,
+            tickets,
+        )
+
+    def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
+        """Each request from `start` to before `stop` by itself, for those who look at single requests: custom
+        policies."""
+        bodies = self.bodies
+        return [
+            Request(
+                correlation_id,
+                bodies[at],
+                self.content_type,
+                self.reply_to,
+                self.arrival_us,
+                self.deadline_us,
+                self.priority,
+                self.lane,
+                self.cost,
+                self.extra,
+                self.tenant,
+            )
+            for at, correlation_id in enumerate(self.correlation_ids[start:stop], start)
+        ]
+
+
+class Request(NamedTuple):
+    """One waiting request, as a custom policy sees it. A body that its producer stored under a key of its own
+    is a StoredBody: its bytes are not known to the batcher."""
+
+    correlation_id: str
+    body: Body
+    content_type: str
+    reply_to: str | None
+    arrival_us: int
+    deadline_us: int | None
+    priority: int
+    lane: str
+    cost: int
+    extra: Mapping[str, bytes] | None
+    tenant: str
 
 
 DispatchReason = Literal["full", "preferred", "deadline", "efficient", "delay", "idle"]
 
 
 class Dispatch(NamedTuple):
-    """Requests to be dispatched together as one batch, and why.
+    """Runs to be dispatched together as one batch, and why.
 
     `undated`: those that have no deadline in flight, because they are to be executed even if they are late
     (`expiration_action` is delay, or they were late already).
     """
 
-    requests: list[Request]
+    runs: list[Run]
     reason: DispatchReason
     lane: str
-    undated: frozenset[Request] = frozenset()
+    undated: frozenset[Run] = frozenset()
 
-    def deadline_us(self, request: Request) -> int | None:
-        """The deadline that a request of this batch has in flight; None if it has none."""
-        return None if request in self.undated else request.deadline_us
+    @property
+    def size(self) -> int:
+        """The number of requests."""
+        return sum(map(len, self.runs))
+
+    def deadline_us(self, run: Run) -> int | None:
+        """The deadline that a run of this batch has in flight; None if it has none."""
+        return None if run in self.undated else run.deadline_us
 
 
 class Withdrawal(NamedTuple):
@@ -85,8 +216,23 @@ class Withdrawal(NamedTuple):
     correlation_ids: frozenset[str]
 
 
+class BatchedRun(NamedTuple):
+    """A run in a batch. The order of the fields is the order on the wire."""
+
+    entry_id: str
+    correlation_ids: list[str]
+    bodies: Bodies
+    content_type: str
+    reply_to: str | None
+    arrival_us: int
+    deadline_us: int | None
+    extra: Mapping[str, bytes] | None
+    reply_columns: bool = False
+    tickets: Tickets | None = None
+
+
 class BatchedRequest(NamedTuple):
-    """A request in a batch. The order of the fields is the order on the wire."""
+    """One request of a batch."""
 
     entry_id: str
     correlation_id: str
@@ -94,21 +240,57 @@ class BatchedRequest(NamedTuple):
     reply_to: str | None
     arrival_us: int
     deadline_us: int | None
-    body: bytes
+    body: Body
     extra: Mapping[str, bytes] | None
-    ticket: str | None = None
+    ticket: TicketRange | None = None
 
 
-class Batch(NamedTuple):
-    """Requests dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1."""
+def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
+    """The ticket of each request of a run."""
+    return [None] * len(run.correlation_ids) if run.tickets is None else run.tickets.singles()
+
+
+@dataclass(eq=False)
+class Batch:
+    """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
+
+    A request's position is its place in the batch, counted over all runs.
+    """
 
     id: str
     epoch: int
-    requests: list[BatchedRequest]
+    runs: list[BatchedRun]
     reason: str
     dispatched_us: int
     lane: str
     result_ttl_ms: int = 60_000
+    body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
+
+    @cached_property
+    def size(self) -> int:
+        """The number of requests."""
+        return sum(len(run.correlation_ids) for run in self.runs)
+
+    @cached_property
+    def requests(self) -> list[BatchedRequest]:
+        """Each request by itself, by position: for what concerns single requests."""
+        return [
+            BatchedRequest(
+                run.entry_id,
+                correlation_id,
+                run.content_type,
+                run.reply_to,
+                run.arrival_us,
+                run.deadline_us,
+                run.bodies[at],
+                run.extra,
+                ticket,
+            )
+            for run in self.runs
+            for at, (correlation_id, ticket) in enumerate(
+                zip(run.correlation_ids, tickets_of_each(run), strict=True)
+            )
+        ]
 
 
 class Result(NamedTuple):
@@ -124,20 +306,51 @@ class Result(NamedTuple):
     compute_us: int = 0
 
 
+class ResultColumns(NamedTuple):
+    """Results of requests that all succeeded, and whose results differ only in correlation ID and row."""
+
+    correlation_ids: Sequence[str]
+    content_type: str
+    rows: Rows
+    batch_size: int
+    queue_us: int
+    compute_us: int
+
+    def results(self) -> list[Result]:
+        """Each result by itself."""
+        return [
+            Result(correlation_id, OK, self.content_type, self.rows[at], None, *self[3:])
+            for at, correlation_id in enumerate(self.correlation_ids)
+        ]
+
+
+class RunColumns(NamedTuple):
+    """Results of requests of one run of a batch, as columns.
+
+    `positions` are the requests', ascending; `tickets` theirs, if the run has any.
+    """
+
+    run: BatchedRun
+    positions: Sequence[int]
+    columns: ResultColumns
+    tickets: Tickets | None = None
+
+
 class Refusal(NamedTuple):
-    """The answer to a request that is not dispatched.
+    """The answer to requests of one entry that are not dispatched.
 
     `reason` is one of a few fixed words, which metrics count by; `detail` is a sentence for the producer.
     """
 
     entry: Entry
-    correlation_id: str
+    correlation_ids: Sequence[str]
     reply_to: str | None
     content_type: str
     status: str
     reason: str
     detail: str
-    request: Request | None = None  # None if it could not be decoded
+    run: Run | None = None  # what is refused; None if it could not be decoded
+    body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
 
 
 class DeadLetter(NamedTuple):

@@ -385,7 +385,7 @@ def test_terminated_batcher_releases_its_lease(stack: Stack) -> None:
 # --- planted faults, to show that the checker detects them
 
 
-DELIVER: Final = re.compile(r"^ *deliver_in_order\(.*\)$", re.MULTILINE)
+DELIVER: Final = re.compile(r"^ *take_result\(.*\)$", re.MULTILINE)
 RETURN_IF_FENCED: Final = re.compile(r"\breturn (\{ )?'FENCED'( \})? end$", re.MULTILINE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -94,9 +95,18 @@ def assert_refused(facts: Facts, status: str, detail: str) -> None:
 
 
 def assert_no_results_remain(live: Stack) -> None:
-    for model in ("square", "transpose", "away"):
+    for model in ("square", "transpose", "vectors", "away"):
         live.wait_until_idle(model)
         assert not list(live.redis.scan_iter(match=Keys(model).result("*")))
+
+
+def test_producer_of_columns_gets_a_result_for_each_row(live: Stack, open_url: str) -> None:
+    printed = output([sys.executable, str(HERE / "python" / "columns.py")], REDIS_URL=open_url)
+    answers = {facts["number"]: facts for facts in map(json.loads, printed.splitlines())}
+    assert answers == {
+        n: {"number": n, "status": "OK", "vector": [n * n, (n + 0.5) ** 2]} for n in range(100)
+    }
+    assert_no_results_remain(live)
 
 
 # --- the tests' own tools

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
+from redis import Redis
 
+from carpool.keys import Keys
+from carpool.messages import JSON, RAW
+from carpool.rows import StoredBody
+from carpool_cli.local.embedded import EmbeddedRedis
 from clients.conftest import Build, output
 from clients.languages import HERE, LANGUAGES, Language
 from support.stack import Stack
+from support.waiting import wait_until
+from support.wire import Single, decode_read
 
 ROOT: Final = HERE.parents[1]
 FENCES: Final = {"bash": "shell", "js": "node"}  # Markdown's names of languages that differ from ours
@@ -78,6 +87,73 @@ def test_program_for_many_requests_prints_every_result(
     assert sorted((int(number), int(body)) for number, body in answers) == [
         (n, n * n) for n in range(REQUESTS)
     ]
+
+
+def commands(title: str) -> list[str]:
+    """The commands for a shell in a subsection of PROTOCOL.md, each block for itself."""
+    text = (ROOT / MANY_REQUESTS.file).read_text(encoding="utf-8")
+    _, _, rest = text.partition(f"\n### {title}\n")
+    return re.findall(r"^```bash\n(.*?)^```$", rest.partition("\n### ")[0], re.MULTILINE | re.DOTALL)
+
+
+def run_commands(code: str, port: int) -> None:
+    """Run them without what they print: results are msgpack, which is no text."""
+    output(["bash", "-c", f'redis-cli() {{ command redis-cli -p {port} "$@"; }}\nexec > /dev/null\n{code}'])
+
+
+@pytest.fixture
+def redis() -> Iterator[Redis]:
+    """A Redis of which nobody reads the streams."""
+    server = EmbeddedRedis(append_only=False)
+    with Redis(port=server.port) as connection:
+        yield connection
+    server.stop()
+
+
+def sent(redis: Redis, model: str) -> list[tuple[str, Any, str, str | None]]:
+    """ID, body, content type and reply stream of each request that was added."""
+    return [
+        (item.correlation_id, item.body, item.content_type, item.reply_to)
+        for item in decode_read(redis.xrange(Keys(model).requests))
+        if isinstance(item, Single)
+    ]
+
+
+def test_columns_are_sent_as_documented(redis: Redis) -> None:
+    """The second block sends float32: compared as numbers."""
+    numbers, vectors = commands("Columns")
+    run_commands(numbers.replace("BLOCK 5000 ", ""), redis.get_connection_kwargs()["port"])
+    assert sent(redis, "square") == [
+        (name, body, JSON, "rows-1") for name, body in (("x", b"12"), ("y", b"13"), ("z", b"14"))
+    ]
+    run_commands(vectors, redis.get_connection_kwargs()["port"])
+    assert [
+        (name, list(struct.unpack("<2f", body)), content_type, reply_to)
+        for name, body, content_type, reply_to in sent(redis, "vectors")
+    ] == [("x", [1, 2], RAW, "rows-2"), ("y", [3, 4], RAW, "rows-2"), ("z", [5, 6], RAW, "rows-2")]
+
+
+def test_large_body_is_sent_as_documented(redis: Redis) -> None:
+    (code,) = commands("Large bodies")
+    run_commands(code, redis.get_connection_kwargs()["port"])
+    assert sent(redis, "square") == [("big-17", StoredBody("b-17", 2), JSON, None)]
+    assert redis.get(Keys("square").body("b-17")) == b"12"
+    assert 50_000 < redis.pttl(Keys("square").body("b-17")) <= 60_000
+
+
+def test_columns_are_answered_as_documented(live: Stack) -> None:
+    numbers, _ = commands("Columns")
+    run_commands(numbers, live.server.port)
+    wait_until(lambda: len(live.replies("square", "rows-1")) == 3, description="each row is answered")
+    answers = {reply["correlation_id"]: reply["body"] for reply in live.replies("square", "rows-1")}
+    assert answers == {"x": b"144", "y": b"169", "z": b"196"}
+
+
+def test_large_body_is_answered_as_documented(live: Stack) -> None:
+    (code,) = commands("Large bodies")
+    run_commands(code, live.server.port)
+    assert live.result("square", "big-17")["body"] == 144
+    wait_until(lambda: not live.redis.exists(Keys("square").body("b-17")), description="the body is deleted")
 
 
 def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import quote
 
-import msgpack
 import pytest
 from redis import Redis
 
@@ -20,6 +19,7 @@ from support.checker import Checker, Report
 from support.load import Load, decoded
 from support.stack import MODELS, Stack, envelope
 from support.waiting import wait_until
+from support.wire import envelopes
 
 pytestmark = pytest.mark.compose
 
@@ -171,7 +171,7 @@ def test_scaling_workers_under_load_loses_and_redelivers_nothing(slow: str) -> N
         assert report.ok == report.accepted
         assert project.exit_codes("worker") == [0, 0]
         assert project.events("worker", "batch reclaimed") == []
-        assert len({event["worker"].partition("/")[0] for event in project.events("worker", "batch")}) == 2
+        assert len({event["worker"].partition("/")[0] for event in project.events("worker", "batches")}) == 2
 
 
 def test_killed_worker_is_restarted_and_nothing_is_lost(slow: str) -> None:
@@ -232,7 +232,7 @@ class Producer(Stack):
     def replies(self, model: str, name: str) -> list[dict[str, Any]]:
         streams = self._producer.xread({Keys(model).replies(name): 0})
         fields = (entry for _, entries in streams for _, entry in entries)
-        return [reply for entry in fields for reply in msgpack.unpackb(entry[b"results"])]
+        return [reply for entry in fields for reply in envelopes(entry)]
 
     def final_report(self, checker: Checker) -> Report:
         """The report on a `Load` with the default name, once the model is idle."""

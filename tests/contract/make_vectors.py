@@ -82,10 +82,18 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "priority": 4,
         "lane": "",
         "cost": 1,
+        "reply_columns": False,
         "fields": {},
     }
     assert others.keys() <= understood.keys()
     return {"request": understood | others}
+
+
+def stored(correlation_id: str, key: str, size_bytes: int, **others: Any) -> Case:
+    """A decoded request whose body its producer stored under a key of its own."""
+    understood = request(correlation_id, **others)["request"]
+    del understood["body"]
+    return {"request": understood | {"stored_body": [key, size_bytes]}}
 
 
 def refusal(field: str, correlation_id: str = ENTRY_ID, **others: Any) -> Case:
@@ -363,7 +371,7 @@ def refused_in_packed() -> list[Case]:
         case("no body", refusal("body", "bad"), {"correlation_id": "bad"}),
         case("a number instead of a map", refusal("requests"), 7),
         case("an extension instead of a map", refusal("requests"), msgpack.ExtType(5, b"")),
-        *(wrong("body", value) for value in (None, 7, [7])),
+        *(wrong("body", value) for value in (None, 7, [7], {"body_key": "k", "body_bytes": 5})),
         *(wrong("correlation_id", value) for value in (7, None, "a b", "")),
         *(wrong("priority", value) for value in (10, -1, 4.0, True, None, [4])),
         *(wrong("cost", value) for value in (2**63, -1)),
@@ -400,6 +408,343 @@ def refused_packs() -> list[Case]:
         case("more requests than allowed", [{"hex": "dc1001"}, times(many, 4097)]),
         case("an array with a declared length beyond its bytes", b"\xdd\xff\xff\xff\xff"),
         case("a string with a declared length beyond its bytes", b"\x91\x81\xa4body\xdb\xff\xff\xff\xff"),
+    ]
+
+
+# --- columns -----------------------------------------------------------------------------------------------
+
+
+def columns() -> list[Case]:
+    """Entries that carry several requests as columns, with rows."""
+    shared = {"reply_to": "r", "priority": 7, "deadline_ms": ARRIVAL_MS + 50, "reply_columns": True}
+    own = {"correlation_ids": "a b", "row_head": "h", "rows": "78"}
+    longest = "aZ09._:-" * 16
+    return [
+        entry("rows", "correlation_ids", "a b", "rows", "78", becomes=[request("a"), request("b", "8")]),
+        entry(
+            "rows of bytes",
+            *("correlation_ids", "a b", "rows", b"\x00\xff\xfe\x01", "content_type", RAW),
+            becomes=[
+                request("a", {"hex": "00ff"}, content_type=RAW),
+                request("b", {"hex": "fe01"}, content_type=RAW),
+            ],
+        ),
+        entry(
+            "rows with a common head",
+            *("correlation_ids", "a b c", "row_head", "[1,", "rows", "2]3]4]"),
+            becomes=[request("a", "[1,2]"), request("b", "[1,3]"), request("c", "[1,4]")],
+        ),
+        entry(
+            "an empty head",
+            *("correlation_ids", "a b", "row_head", "", "rows", "78"),
+            becomes=[request("a"), request("b", "8")],
+        ),
+        entry("one row", "correlation_ids", "a", "rows", "[7]", becomes=[request("a", "[7]")]),
+        entry(
+            "other fields apply to every row",
+            *("correlation_ids", "a b", "rows", "78", "reply_to", "r", "priority", "7", "expiration", "50"),
+            *("reply_columns", "1", "tenant", "blue", "seal", b"\x00\xff"),
+            becomes=[
+                request(name, body, **shared, fields={"tenant": "blue", "seal": {"hex": "00ff"}})
+                for name, body in (("a", "7"), ("b", "8"))
+            ],
+        ),
+        entry(
+            "the same correlation ID twice",
+            *("correlation_ids", "a a", "rows", "78"),
+            becomes=[request("a"), request("a", "8")],
+        ),
+        entry(
+            "a correlation_id beside columns is ignored",
+            *("correlation_ids", "a b", "correlation_id", "c", "rows", "78"),
+            becomes=[request("a"), request("b", "8")],
+        ),
+        entry(
+            "the longest correlation IDs",
+            *("correlation_ids", f"{longest} {longest}", "rows", "78"),
+            becomes=[request(longest), request(longest, "8")],
+        ),
+        entry(
+            "beside a body, the names of columns are fields that Carpool does not know",
+            *("body", "7", *(part for pair in own.items() for part in pair), "bodies", "x"),
+            becomes=[request(fields=own | {"bodies": "x"})],
+        ),
+        entry(
+            "beside a body_key too",
+            *("body_key", "k", "body_bytes", "5", *(part for pair in own.items() for part in pair)),
+            becomes=[stored(ENTRY_ID, "k", 5, fields=own)],
+        ),
+        entry(
+            "results as columns, of one request",
+            "body",
+            "7",
+            "reply_columns",
+            "1",
+            becomes=[request(reply_columns=True)],
+        ),
+        entry("results not as columns", "body", "7", "reply_columns", "0", becomes=[request()]),
+    ]
+
+
+def refused_columns() -> list[Case]:
+    def case(name: str, field: str, *flat: Any, ids: str = "a b", settings: Case | None = None) -> Case:
+        """Columns of which each request is refused for the same reason."""
+        becomes = [refusal(field, correlation_id) for correlation_id in ids.split()]
+        return entry(name, "correlation_ids", ids, *flat, settings=settings, becomes=becomes)
+
+    def unreadable(name: str, ids: Any, **answer: Any) -> Case:
+        """Columns whose IDs cannot be read: one answer for all."""
+        return entry(
+            name, "correlation_ids", ids, "rows", "78", becomes=[refusal("correlation_ids", **answer)]
+        )
+
+    at_entry = refusal("correlation_id")
+    return [
+        case("rows of unequal length", "rows", "rows", "789"),
+        case("fewer bytes than rows", "rows", "rows", "7", ids="a b c"),
+        case("empty rows", "rows", "rows", ""),
+        case("no rows", "rows", "priority", "1"),
+        case("only a head", "rows", "row_head", "7"),
+        case("rows and bodies", "rows", "rows", "78", "bodies", "78"),
+        case("bodies that are not an array", "bodies", "bodies", "78"),
+        case("an invalid field", "priority", "rows", "78", "priority", "10"),
+        case("an invalid reply_columns", "reply_columns", "rows", "78", "reply_columns", "2"),
+        case(
+            "a head and a row over the model's limit together",
+            *("body", "row_head", "1234", "rows", "5566"),
+            settings={"max_body_bytes": 5},
+        ),
+        case(
+            "64 MiB and 64 bytes with the head of each row",
+            *("rows", "row_head", times(b"\0", 1 << 20), "rows", times(b"7", 64)),
+            ids=" ".join(f"n{number}" for number in range(64)),
+        ),
+        entry(
+            "64 MiB with the head of each row",
+            *(
+                "correlation_ids",
+                "a b c d e f g h",
+                "row_head",
+                times(b"\0", (8 << 20) - 1),
+                "rows",
+                "12345678",
+            ),
+            becomes=[
+                request(name, [times(b"\0", (8 << 20) - 1), str(number)])
+                for number, name in enumerate("abcdefgh", 1)
+            ],
+        ),
+        entry(
+            "a refusal goes to the columns' reply_to",
+            *("correlation_ids", "a b", "rows", "789", "reply_to", "r", "content_type", MSGPACK),
+            becomes=[refusal("rows", name, reply_to="r", content_type=MSGPACK) for name in "ab"],
+        ),
+        entry(
+            "invalid correlation IDs beside valid ones",
+            *("correlation_ids", "a/b c ä d", "rows", "1234"),
+            becomes=[at_entry, request("c", "2"), at_entry, request("d", "4")],
+        ),
+        entry("no correlation IDs", "correlation_ids", "", "rows", "7", becomes=[at_entry]),
+        entry(
+            "two spaces: an empty correlation ID between them",
+            *("correlation_ids", "a  b", "rows", "123"),
+            becomes=[request("a", "1"), at_entry, request("b", "3")],
+        ),
+        entry(
+            "spaces at both ends",
+            *("correlation_ids", " a ", "rows", "123"),
+            becomes=[at_entry, request("a", "2"), at_entry],
+        ),
+        entry(
+            "a line feed between correlation IDs",
+            *("correlation_ids", "a\nb", "rows", "1"),
+            becomes=[at_entry],
+        ),
+        entry(
+            "a correlation ID that is too long",
+            *("correlation_ids", "a " + "b" * 129, "rows", "12"),
+            becomes=[request("a", "1"), at_entry],
+        ),
+        entry(
+            "invalid rows and an invalid correlation ID",
+            *("correlation_ids", "a b/c", "rows", "1"),
+            becomes=[refusal("rows", "a"), refusal("rows")],
+        ),
+        unreadable("correlation IDs that are not UTF-8", b"a \xff"),
+        unreadable("more correlation IDs than allowed", [times(b"a ", 4096), "a"]),
+        entry(
+            "unreadable correlation IDs are answered at a valid correlation_id",
+            *("correlation_ids", b"a \xff", "rows", "78", "correlation_id", "c", "reply_to", "r"),
+            becomes=[refusal("correlation_ids", "c", reply_to="r")],
+        ),
+    ]
+
+
+def packed_columns() -> list[Case]:
+    """Elements of `requests` that are columns themselves."""
+
+    def case(name: str, becomes: list[Case], *elements: Any, shared: tuple[Any, ...] = ()) -> Case:
+        return entry(name, "requests", pack(list(elements)), *shared, becomes=becomes)
+
+    ab = {"correlation_ids": "a b"}
+    single = {"correlation_id": "s", "body": b"9"}
+    many = {"correlation_ids": " ".join("a" for _ in range(4096)), "rows": b"7" * 4096}
+    return [
+        case("packed rows", [request("a"), request("b", "8")], ab | {"rows": b"78"}),
+        case(
+            "packed rows with a head",
+            [request("a", "h7"), request("b", "h8")],
+            ab | {"row_head": b"h", "rows": b"78"},
+        ),
+        case("bodies", [request("a", "77"), request("b", "")], ab | {"bodies": [b"77", b""]}),
+        case("bodies as text", [request("a", "ä"), request("b", "7")], ab | {"bodies": ["ä", b"7"]}),
+        case(
+            "correlation IDs as bytes",
+            [request("a"), request("b", "8")],
+            {"correlation_ids": b"a b", "rows": b"78"},
+        ),
+        case(
+            "columns among single requests",
+            [request("s", "9"), request("a"), request("b", "8"), request("s", "9"), request("c", "6")],
+            *(single, ab | {"rows": b"78"}, single, {"correlation_ids": "c", "bodies": [b"6"]}),
+        ),
+        case(
+            "fields of the entry apply to columns that do not set their own",
+            [
+                *(request(name, body, reply_to="r", priority=7) for name, body in (("a", "7"), ("b", "8"))),
+                request("c", "6", reply_to="s", priority=1, cost=3, fields={"x": "-7"}),
+            ],
+            ab | {"rows": b"78"},
+            {"correlation_ids": "c", "rows": b"6", "reply_to": "s", "priority": 1, "cost": 3, "x": -7},
+            shared=("reply_to", "r", "priority", "7"),
+        ),
+        case(
+            "a shared head",
+            [request("a", "h7"), request("b", "h8"), request("c", "i6")],
+            *(ab | {"rows": b"78"}, {"correlation_ids": "c", "row_head": b"i", "rows": b"6"}),
+            shared=("row_head", "h"),
+        ),
+        case(
+            "beside single requests, the names of columns are fields that Carpool does not know",
+            [request("s", "9", fields={"rows": "78", "correlation_ids": "a b"})],
+            single | {"rows": b"78"},
+            shared=("correlation_ids", "a b"),
+        ),
+        case(
+            "a kept arrival time of columns",
+            [request(name, arrival_ms=ARRIVAL_MS - 400, deadline_ms=ARRIVAL_MS - 350) for name in "ab"],
+            ab | {"rows": b"77", "expiration": 50},
+            shared=("arrival", str(ARRIVAL_MS - 400)),
+        ),
+        case(
+            "an invalid body beside a valid one",
+            [refusal("body", "a"), request("b", "7")],
+            ab | {"bodies": [7, b"7"]},
+        ),
+        case(
+            "an invalid correlation ID in bodies",
+            [request("a", "1"), refusal("correlation_id"), request("c", "3")],
+            {"correlation_ids": "a b/c c", "bodies": [b"1", b"2", b"3"]},
+        ),
+        *(
+            case(name, [refusal(field, "a"), refusal(field, "b"), request("s", "9")], ab | bad, single)
+            for name, field, bad in (
+                ("packed rows of unequal length", "rows", {"rows": b"789"}),
+                ("packed rows as text", "rows", {"rows": "78"}),
+                ("a head as text", "rows", {"row_head": "h", "rows": b"78"}),
+                ("fewer bodies than correlation IDs", "bodies", {"bodies": [b"7"]}),
+                ("more bodies than correlation IDs", "bodies", {"bodies": [b"7"] * 3}),
+                ("bodies that are bytes", "bodies", {"bodies": b"78"}),
+                ("packed rows and bodies", "rows", {"rows": b"78", "bodies": [b"7", b"8"]}),
+                ("neither rows nor bodies", "rows", {}),
+                ("a cost that is true", "cost", {"rows": b"78", "cost": True}),
+            )
+        ),
+        *(
+            case(
+                name,
+                [refusal("correlation_ids"), request("s", "9")],
+                {"correlation_ids": bad, "rows": b"7"},
+                single,
+            )
+            for name, bad in (("a number as correlation IDs", 7), ("an array of correlation IDs", ["a"]))
+        ),
+        case("more requests than allowed, in columns", [refusal("requests")], many, single),
+        case(
+            "more than 64 MiB in all, with the head of each row",
+            [refusal("requests")],
+            *[{"correlation_ids": " ".join("a" * 99), "rows": bytes(99)} for _ in range(40)],
+            shared=("row_head", times(b"h", 17_000)),
+        ),
+        case(
+            "values that are equal in some languages only are not the same",
+            [
+                request("a", priority=1, fields={"x": "1"}),
+                request("b", priority=1, fields={"x": "1.0"}),
+                refusal("priority", "c"),
+                request("d", priority=1, fields={"x": "1"}),
+            ],
+            {"correlation_id": "a", "body": b"7", "priority": 1, "x": 1},
+            {"correlation_id": "b", "body": b"7", "priority": 1, "x": 1.0},
+            {"correlation_id": "c", "body": b"7", "priority": True, "x": 1},
+            {"correlation_id": "d", "body": b"7", "priority": 1, "x": 1},
+        ),
+    ]
+
+
+def stored_bodies() -> list[Case]:
+    """Requests whose body is stored under a key of its own."""
+
+    def refused(name: str, field: str, *flat: Any, settings: Case | None = None) -> Case:
+        return entry(name, *flat, settings=settings, becomes=[refusal(field)])
+
+    body = {"body_key": "k", "body_bytes": 5}
+    return [
+        entry(
+            "a stored body",
+            *("correlation_id", "a", "body_key", "p:1", "body_bytes", "20000", "content_type", RAW),
+            becomes=[stored("a", "p:1", 20000, content_type=RAW)],
+        ),
+        entry("an empty stored body", "body_key", "k", "body_bytes", "0", becomes=[stored(ENTRY_ID, "k", 0)]),
+        entry(
+            "a stored body of the model's maximum",
+            *("body_key", "k", "body_bytes", "5"),
+            settings={"max_body_bytes": 5},
+            becomes=[stored(ENTRY_ID, "k", 5)],
+        ),
+        entry(
+            "beside a body, body_key and body_bytes are fields that Carpool does not know",
+            *("body", "7", "body_key", "not a name", "body_bytes", "many"),
+            becomes=[request(fields={"body_key": "not a name", "body_bytes": "many"})],
+        ),
+        entry(
+            "packed stored bodies",
+            *("requests", pack([{"correlation_id": "a", **body}, {"correlation_id": "b", "body": b"7"}])),
+            becomes=[stored("a", "k", 5), request("b")],
+        ),
+        entry(
+            "stored bodies in columns",
+            *("requests", pack([{"correlation_ids": "a b c", "bodies": [body, b"7", body]}])),
+            becomes=[stored("a", "k", 5), request("b"), stored("c", "k", 5)],
+        ),
+        entry(
+            "invalid stored bodies in columns",
+            *(
+                "requests",
+                pack([{"correlation_ids": "a b c", "bodies": [{}, {"x": b""}, {"body_key": "k"}]}]),
+            ),
+            becomes=[refusal("body", "a"), refusal("body", "b"), refusal("body_bytes", "c")],
+        ),
+        refused("no body_bytes", "body_bytes", "body_key", "k"),
+        refused("no body_key", "body", "body_bytes", "5"),
+        refused("a body_bytes that is not a number", "body_bytes", "body_key", "k", "body_bytes", "5.0"),
+        refused("a body_key with a slash", "body_key", "body_key", "k/l", "body_bytes", "5"),
+        refused("an empty body_key", "body_key", "body_key", "", "body_bytes", "5"),
+        refused(
+            "a stored body over the model's limit",
+            *("body", "body_key", "k", "body_bytes", "9"),
+            settings={"max_body_bytes": 8},
+        ),
     ]
 
 
@@ -482,22 +827,74 @@ def replies() -> list[Case]:
     ]
 
 
+def result_columns() -> list[Case]:
+    """Entries of a reply stream whose results are columns: a msgpack array of maps."""
+
+    def columns(ids: str, content_type: str, head: bytes, rows: bytes) -> Case:
+        measured = {"batch_size": 3, "queue_us": 1500, "compute_us": 70000}
+        own = {"content_type": content_type, "row_head": head, "rows": rows}
+        return {"correlation_ids": ids, "status": "OK", **own, "final": True, **measured}
+
+    def case(name: str, results: list[Case], *maps: Case) -> Case:
+        written = [
+            {
+                "correlation_ids": fields["correlation_ids"].split(),
+                "row_head": as_vector(fields["row_head"]),
+                "rows": as_vector(fields["rows"]),
+                **{name: fields[name] for name in ("content_type", "batch_size", "queue_us", "compute_us")},
+            }
+            for fields in maps
+        ]
+        return {"name": name, "columns": written, "results": results, "entry": as_vector(pack(list(maps)))}
+
+    return [
+        case(
+            "two results in JSON",
+            [success("a", JSON, b"49"), success("b", JSON, b"64")],
+            columns("a b", JSON, b"", b"4964"),
+        ),
+        case(
+            "results with a common head",
+            [success("a", RAW, b"\0\1\2"), success("b", RAW, b"\0\1\3")],
+            columns("a b", RAW, b"\0\1", b"\2\3"),
+        ),
+        case(
+            "columns of two runs",
+            [success("a", JSON, b"1"), success("b", MSGPACK, b"\7")],
+            *(columns("a", JSON, b"", b"1"), columns("b", MSGPACK, b"", b"\7")),
+        ),
+    ]
+
+
 # --- batches -----------------------------------------------------------------------------------------------
 
 
 def batches() -> list[Case]:
     """Entries of the batch stream, which batchers write and workers read."""
-    first = ["1-0", "a", JSON, None, 1000, None, b"7", None]
-    second = ["2-0", "b", RAW, "r", 2000, 9000, b"\xff", {"tenant": b"blue"}]
-    third = ["2-0", "c", MSGPACK, "r", 2000, 9000, b"\x07", None]
-    names = ("entry_id", "correlation_id", "content_type", "reply_to", "arrival_us", "deadline_us", "body")
+    # Entry, IDs, content type, reply_to, arrival, deadline, bodies, rows, fields, reply_columns
+    first = ["1-0", "a", JSON, None, 1000, None, [b"7"], None, None, False]
+    second = ["2-0", "b c", RAW, "r", 2000, 9000, None, [b"\xff", 1, b"78"], {"tenant": b"blue"}, True]
+    third = ["2-0", "d e", MSGPACK, "r", 2000, 9000, [b"\x07", ["k", 5]], None, None, False]
+    tickets = pack([None, ["2-0", ["1-0", 3, 1], ["1-0", 7, 1]], ["2-0", ["2-0", 0, 2]]])
+    ticket = {"b": ["1-0", 3, 1], "c": ["1-0", 7, 1], "d": ["2-0", 0, 1], "e": ["2-0", 1, 1]}
+    names = ("entry_id", "correlation_id", "content_type", "reply_to", "arrival_us", "deadline_us")
 
-    def batched(values: list[Any]) -> Case:
-        fields = {name: as_vector(value) for name, value in (values[7] or {}).items()}
-        return dict(zip(names, [*values[:6], as_vector(values[6])], strict=True)) | {"fields": fields}
+    def batched(run: list[Any]) -> list[Case]:
+        entry_id, ids, *others, bodies, rows, extra, _ = run
+        if rows is not None:
+            head, width, data = rows
+            bodies = [head + data[at : at + width] for at in range(0, len(data), width)]
+        fields = {name: as_vector(value) for name, value in (extra or {}).items()}
+        return [
+            dict(zip(names, [entry_id, correlation_id, *others], strict=True))
+            | ({"body": as_vector(body)} if type(body) is bytes else {"stored_body": body})
+            | {"fields": fields, "ticket": ticket.get(correlation_id)}
+            for correlation_id, body in zip(ids.split(), bodies, strict=True)
+        ]
 
     def case(name: str, expected: list[list[Any]], *others: str) -> Case:
-        flat = ("requests", pack([first, second, third]), "size", "3", "reason", "full", *others)
+        runs = pack([first, second, third])
+        flat = ("runs", runs, "tickets", tickets, "size", "5", "reason", "full", *others)
         return {
             "name": name,
             "fields": fields_of((*flat, "dispatched_us", "5000")),
@@ -505,7 +902,8 @@ def batches() -> list[Case]:
                 "reason": "full",
                 "dispatched_us": 5000,
                 "lane": "small" if "lane" in others else "",
-                "requests": [batched(request) for request in expected],
+                "requests": [request for run in expected for request in batched(run)],
+                "reply_columns": [run[9] for run in expected],
             },
         }
 
@@ -761,7 +1159,8 @@ def files() -> dict[str, dict[str, list[Case]]]:
             "cases": [*understood_requests(), *expirations(), *refused_requests(), *withdrawals()]
         },
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
-        "results.json": {"envelopes": results(), "replies": replies()},
+        "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},
+        "results.json": {"envelopes": results(), "replies": replies(), "columns": result_columns()},
         "batches.json": {"batches": batches()},
         "tensors.json": {
             "tensors": tensors(),

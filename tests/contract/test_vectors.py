@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK, Batch, BatchedRequest, Refusal, Request, Result, Withdrawal
+from carpool.messages import JSON, MSGPACK, BatchedRequest, Refusal, Result, ResultColumns, Run, Withdrawal
 from carpool.model_settings import ModelSettings
+from carpool.rows import Rows, StoredBody
+from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch
 from carpool.wire.bodies import decode_body, encode_body
-from carpool.wire.requests import Decoded, decode_entry
-from carpool.wire.results import decode_results, encode_result, encode_results
+from carpool.wire.requests import decode_entry
+from carpool.wire.results import decode_columns, decode_results, encode_columns, encode_result, encode_results
 from carpool.wire.tensors import from_bytes, to_bytes
 from contract import make_vectors
+from support.wire import Single, one_by_one
 
 VECTORS = Path(__file__).parent / "vectors"
 FILES = sorted(path.name for path in VECTORS.glob("*.json"))
@@ -58,7 +61,7 @@ def flat(case: Case) -> list[bytes]:
 # --- requests ----------------------------------------------------------------------------------------------
 
 
-def described(item: Decoded) -> Case:
+def described(item: Single | Refusal | Withdrawal) -> Case:
     """What was decoded, in the notation of the vectors. Of a refusal's detail, only the field is compared."""
     if isinstance(item, Withdrawal):
         return {"withdrawal": sorted(item.correlation_ids)}
@@ -67,15 +70,16 @@ def described(item: Decoded) -> Case:
             "refusal": {
                 "status": item.status,
                 "field": item.detail.partition(": ")[0].strip("'"),
-                "correlation_id": item.correlation_id,
+                "correlation_id": item.correlation_ids[0],
                 "reply_to": item.reply_to,
                 "content_type": item.content_type,
             }
         }
+    stored = isinstance(item.body, StoredBody)
     return {
         "request": {
             "correlation_id": item.correlation_id,
-            "body": item.body,
+            **({"stored_body": list(item.body)} if stored else {"body": item.body}),
             "content_type": item.content_type,
             "reply_to": item.reply_to,
             "arrival_ms": item.arrival_us / 1000,
@@ -83,7 +87,8 @@ def described(item: Decoded) -> Case:
             "priority": item.priority,
             "lane": item.lane,
             "cost": item.cost,
-            "fields": dict(item.extra or {}),
+            "reply_columns": item.reply_columns,
+            "fields": item.extra,
         }
     }
 
@@ -93,15 +98,16 @@ def expected(item: Case) -> Case:
         return item
     request = item["request"]
     fields = {name: as_bytes(value) for name, value in request["fields"].items()}
-    return {"request": request | {"body": as_bytes(request["body"]), "fields": fields}}
+    body = {"body": as_bytes(request["body"])} if "body" in request else {}
+    return {"request": request | body | {"fields": fields}}
 
 
-@cases("cases", "requests.json", "packed.json")
+@cases("cases", "requests.json", "packed.json", "columns.json")
 def test_entry_is_decoded_as_in_the_vector(case: Case) -> None:
     settings = ModelSettings(**case.get("settings", {}))
     entry, decoded = decode_entry(case["id"].encode(), flat(case), settings)
-    assert [described(item) for item in decoded] == [expected(item) for item in case["becomes"]]
-    assert entry.requests == [item for item in decoded if isinstance(item, Request)]
+    assert list(map(described, one_by_one(decoded))) == list(map(expected, case["becomes"]))
+    assert entry.runs == [item for item in decoded if isinstance(item, Run)]
 
 
 # --- results -----------------------------------------------------------------------------------------------
@@ -124,21 +130,47 @@ def test_results_on_a_reply_stream_are_encoded_as_in_the_vector(case: Case) -> N
     assert decode_results(packed) == msgpack.unpackb(packed)
 
 
+@cases("columns", "results.json")
+def test_results_as_columns_are_encoded_as_in_the_vector(case: Case) -> None:
+    columns = [columns_of(written) for written in case["columns"]]
+    assert encode_columns(columns) == as_bytes(case["entry"])
+    assert decode_columns(as_bytes(case["entry"])) == columns
+    results = [result for of_run in columns for result in of_run.results()]
+    assert results == list(map(result_of, case["results"]))
+
+
+def columns_of(written: Case) -> ResultColumns:
+    ids, data = written["correlation_ids"], as_bytes(written["rows"])
+    rows = Rows(as_bytes(written["row_head"]), data, len(data) // len(ids))
+    measured = (written[name] for name in ("batch_size", "queue_us", "compute_us"))
+    return ResultColumns(ids, written["content_type"], rows, *measured)
+
+
 # --- batches -----------------------------------------------------------------------------------------------
 
 
 def batched(written: Case) -> BatchedRequest:
     extra = {name: as_bytes(value) for name, value in written["fields"].items()} or None
     own = {name: value for name, value in written.items() if name != "fields"}
-    return BatchedRequest(**(own | {"body": as_bytes(written["body"]), "extra": extra}))
+    body = StoredBody(*written["stored_body"]) if "stored_body" in written else as_bytes(written["body"])
+    own.pop("stored_body", None)
+    ticket = own["ticket"] and TicketRange(*own["ticket"])
+    return BatchedRequest(**(own | {"body": body, "extra": extra, "ticket": ticket}))
 
 
 @cases("batches", "batches.json")
 def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
     becomes = case["becomes"]
     requests = [batched(request) for request in becomes["requests"]]
-    properties = (becomes["reason"], becomes["dispatched_us"], becomes["lane"])
-    assert decode_batch(b"9-0", flat(case), epoch=2) == Batch("9-0", 2, requests, *properties)
+    batch = decode_batch(b"9-0", flat(case), epoch=2)
+    assert (batch.id, batch.epoch, batch.size) == ("9-0", 2, len(requests))
+    assert (batch.reason, batch.dispatched_us, batch.lane) == (
+        becomes["reason"],
+        becomes["dispatched_us"],
+        becomes["lane"],
+    )
+    assert batch.requests == requests
+    assert [run.reply_columns for run in batch.runs] == becomes["reply_columns"]
 
 
 # --- tensors and bodies ------------------------------------------------------------------------------------

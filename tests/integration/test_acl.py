@@ -188,6 +188,21 @@ def test_producer_with_a_plain_redis_client(no_denials: Secured, producer: Any, 
     assert producer.execute_command("XTRIM", keys.replies(unique), "MINID", after) == 1
 
 
+async def test_large_bodies(no_denials: Secured, gate: Path) -> None:
+    """Served, and refused while they wait: no body is left, so each role could do its part."""
+    stack, image = no_denials.stack, b"x" * 200_000
+    async with AsyncClient(no_denials.url("producer"), timeout=15) as client:
+        assert await client.infer("Echo", image) == image
+        model = block_worker(no_denials, gate)
+        with pytest.raises(DeadlineExceededError):
+            await client.infer(model, image, timeout=0.3)
+        gate.touch()
+        stack.wait_until_idle(model)
+    wait_until(
+        lambda: not list(stack.redis.scan_iter(match="carpool:*:body:*")), description="no body is left"
+    )
+
+
 def test_withdrawal_refusal_and_expiry(no_denials: Secured, producer: Any, gate: Path, unique: str) -> None:
     model = block_worker(no_denials, gate)
     requests = Keys(model).requests
@@ -410,7 +425,7 @@ def signs_in(url: str) -> bool:
 R, B, M, W = "carpool:{m}:requests", "carpool:{m}:batches", "carpool:{m}:model", "workers"
 S, D, L = "carpool:{m}:settled", "carpool:{m}:dead", "carpool:{m}:batcher"
 P, A, Z = "carpool:{m}:progress:1-1", "carpool:{m}:result:x", "carpool:{m}:workers"
-Y, T = "carpool:{m}:replies:x", "carpool:{m}:status"
+Y, T, G = "carpool:{m}:replies:x", "carpool:{m}:status", "carpool:{m}:body:x"
 
 FORBIDDEN_TO_ALL: Final = [
     "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG SET maxmemory 1", "CONFIG REWRITE",
@@ -436,7 +451,7 @@ FORBIDDEN: Final = {
         f"LRANGE {A} 0 -1", "TIME", "INFO", "EVAL return(1) 0",
         "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
         "ACL WHOAMI", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "SLOWLOG GET", f"XSETID {R} 1-1",
-        f"GET {T}", f"SET {T} x", "MULTI",
+        f"GET {T}", f"SET {T} x", f"GET {G}", f"GETRANGE {G} 0 1", f"UNLINK {G}", "SET carpool:x:body:x 1",
         "SCAN 0", "XAUTOCLAIM x y z 0 0", f"BLMOVE {A} another LEFT LEFT 1",
         "BLPOP another 1",
     ],
@@ -446,14 +461,15 @@ FORBIDDEN: Final = {
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZADD {Z} 1 me", f"ZREM {Z} x",
         f"XRANGE {D} - +", f"BLPOP {A} 1", f"LRANGE {A} 0 -1", f"XTRIM {R} MAXLEN 0", "INFO",
         "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"DEL {D}",
-        "MULTI", "SCAN 0",
+        f"GETRANGE {G} 0 1", "MULTI", "SCAN 0",
     ],
     "worker": [
         *READS_REQUESTS, f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
         f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}", f"XRANGE {B} - +", f"XRANGE {D} - +",
         f"XGROUP DESTROY {B} {W}", f"XTRIM {B} MAXLEN 0", f"BLPOP {A} 1", f"XREAD STREAMS {Y} 0",
         "SREM carpool:models m", "SMEMBERS carpool:models", "INFO", "CONFIG GET *", "ACL LOAD",
-        "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", "MULTI", "SCAN 0",
+        "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", f"SET {G} x",
+        "MULTI", "SCAN 0",
     ],
     "metrics": [
         *READS_REQUESTS, *WRITES_MODEL, f"XREAD STREAMS {R} 0", f"XRANGE {B} - +", f"XINFO STREAM {B}",
@@ -474,15 +490,15 @@ FORBIDDEN: Final = {
 FORBIDDEN_BY_SELECTORS: Final = {
     "producer": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
-        f"XADD {A} * a b", f"BLPOP {R} 1",
+        f"XADD {A} * a b", f"BLPOP {R} 1", f"SET {R} x", f"SET {A} x",
     ],
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",
         f"DEL {M}", f"DEL {Z}", f"HDEL {M} max_batch_size", f"HDEL {R} x", f"DEL {B}",
-        f"GET {T}", f"LPOP {A}", f"HGET {M} max_batch_size",
+        f"GET {T}", f"LPOP {A}", f"HGET {M} max_batch_size", f"UNLINK {R}", f"SET {G} x", f"PEXPIRE {R} 1",
     ],
     "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x",
-        f"LPOP {A}",
+        f"LPOP {A}", f"UNLINK {B}", f"GETRANGE {A} 0 1",
     ],
     "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
     "admin": [
@@ -527,6 +543,19 @@ def test_producer_can_take_a_result_of_another_if_it_knows_the_id(
     with secured.signed_in("producer") as another:
         another.xadd(Keys("square").requests, {"body": "7", "correlation_id": unique})
         assert result(producer, "square", unique)["body"] == 49
+
+
+def test_producer_can_name_and_overwrite_the_large_body_of_another(
+    secured: Secured, producer: Any, unique: str
+) -> None:
+    keys = Keys("square")
+    with secured.signed_in("producer") as another:
+        another.set(keys.body(unique), "7", px=60_000)
+    for body, square in (("7", 49), ("8", 64)):
+        producer.set(keys.body(unique), body, px=60_000)
+        entry_id = producer.xadd(keys.requests, {"body_key": unique, "body_bytes": 1})
+        assert result(producer, "square", entry_id.decode())["body"] == square
+    assert not secured.stack.redis.exists(keys.body(unique))
 
 
 def test_producer_can_have_a_result_written_to_the_reply_stream_of_another(

@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Final
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -33,6 +32,7 @@ from conftest import SERVERS
 from support.models.hashing import digest
 from support.stack import Stack
 from support.waiting import wait_until
+from support.wire import count_requests
 
 LATENESS_MAX_S: Final = 0.6
 MODELS: Final = (
@@ -260,9 +260,7 @@ async def test_cancelling_withdraws_only_the_cancelled_requests(
 def waiting(stack: Stack, model: str) -> int:
     """The number of waiting requests, packed or not."""
     entries = stack.redis.xrange(Keys(model).requests)
-    return sum(
-        len(msgpack.unpackb(fields[b"requests"])) if b"requests" in fields else 1 for _, fields in entries
-    )
+    return sum(count_requests(fields) for _, fields in entries)
 
 
 # --- errors ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
 from support.stack import Stack
 from support.waiting import wait_until
+from support.wire import count_requests
 
 MODEL: Final = "Echo"
 KEYS: Final = Keys(MODEL)
@@ -84,6 +85,10 @@ def block_worker(stack: Stack, gate: Path) -> None:
     """Give the only worker a batch that lasts until the gate file exists. Requests sent from now on wait."""
     stack.send(MODEL, body=json.dumps({"gate": str(gate)}), correlation_id=f"gate-{gate.parent.name}")
     wait_until(lambda: stack.redis.xlen(KEYS.batches) == 1, description="the worker is blocked")
+
+
+def waiting(stack: Stack) -> int:
+    return sum(count_requests(fields) for _, fields in stack.redis.xrange(KEYS.requests))
 
 
 def send(stack: Stack, names: str, **fields: str | int) -> None:
@@ -231,7 +236,7 @@ def test_flood_of_one_tenant_does_not_starve_another(
     trickle = [{"correlation_id": f"t{at}", "body": b"1"} for at in range(20)]
     stack.send_packed(MODEL, flood, tenant="flood", **reply)
     stack.send_packed(MODEL, trickle, tenant="trickle", **reply)
-    wait_until(lambda: stack.redis.xlen(KEYS.requests) == 2, description="both wait")
+    wait_until(lambda: waiting(stack) == 416, description="both wait, but the first full batch")
     gate.touch()
     # Two batches of the flood may have been dispatched before the other requests arrived.
     among_first = [name for name in order(stack, f"flood-{share}", 420) if name != "gate"][: 20 + 8]

@@ -28,11 +28,12 @@ with EmbeddedRedis() as redis:
 
 
 @pytest.fixture(autouse=True)
-def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory for the data of all servers that these tests start."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"carpool-{os.getuid()}"
+def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for the data of all servers that these tests start. Short, for the paths of sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name) / f"carpool-{os.getuid()}"
 
 
 @pytest.fixture(params=find_servers(), ids=str)
@@ -44,7 +45,7 @@ def redis(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
 def answers(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it ends at this very moment
         return False
     return True
 
@@ -228,3 +229,34 @@ def test_ctrl_c_stops_the_server_and_removes_its_data(temporary_directory: Path)
 def test_directory_of_a_running_parent_is_not_removed(temporary_directory: Path) -> None:
     with EmbeddedRedis(), EmbeddedRedis():
         assert len(list(temporary_directory.iterdir())) == 2
+
+
+# --- the Unix socket
+
+
+def test_server_also_listens_on_a_socket_that_only_its_user_may_use(
+    redis: EmbeddedRedis, temporary_directory: Path
+) -> None:
+    assert redis.unix_url is not None
+    with Redis.from_url(redis.unix_url) as client:
+        assert client.info("server")["process_id"] == redis.pid
+    (socket_file,) = temporary_directory.glob("redis-*/redis.sock")
+    assert socket_file.stat().st_mode & 0o077 == socket_file.parent.stat().st_mode & 0o077 == 0
+    redis.restart()
+    with Redis.from_url(redis.unix_url) as client:
+        assert client.ping()
+
+
+def test_socket_is_not_in_a_given_data_directory(temporary_directory: Path, tmp_path: Path) -> None:
+    with EmbeddedRedis(data_dir=tmp_path / "data") as server:
+        assert server.unix_url is not None and "/data/" not in server.unix_url
+    assert list(temporary_directory.iterdir()) == []
+
+
+def test_long_path_has_no_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with EmbeddedRedis() as server, client_of(server) as client:
+        assert server.unix_url is None
+        assert client.config_get("unixsocket") == {"unixsocket": ""}

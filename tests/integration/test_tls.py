@@ -156,7 +156,7 @@ def test_services_authenticate_as_their_user_and_never_log_the_password(stack: S
     users = {
         connection["name"].rpartition(":")[2]: connection["user"] for connection in stack.redis.client_list()
     }
-    assert {users[name] for name in ("moves", "reads", "directory", "fetch", "commit")} == {"server"}
+    assert {users[name] for name in ("moves", "reads", "fetch", "commit")} == {"server"}
     for service in stack.services:
         assert "odd:" not in service.log.read_text()
         assert b"odd:" not in Path(f"/proc/{service.pid}/cmdline").read_bytes()

@@ -1,6 +1,7 @@
 """The scheduler in virtual time, compared with a plain reference model under random events.
 
-The reference records which requests wait, are in flight, or are answered. It checks the rules at the top of
+The reference knows single requests only, and the scheduler has them in runs. The reference records which
+requests wait, are in flight, or are answered, and what Redis would hold. It checks the rules at the top of
 `core/scheduler.py` by looking at every request each time, and knows nothing of the data structures. It takes
 from the scheduler how long a batch takes, when a process becomes free, and how dispatches are spaced: these
 have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks fairness, and not
@@ -19,10 +20,11 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from carpool.messages import Entry, Refusal, Request
+from carpool.messages import Entry, Refusal, Request, Run
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core import deadlines, queue
-from carpool_batcher.core.deadlines import RequestTimer
+from carpool.rows import Bodies, Rows, StoredBody
+from carpool_batcher.core import queue
+from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
@@ -33,27 +35,70 @@ TENANTS = ("", "gold", "silver")
 MAX_COST = 5
 
 
+CUSTOM_SIZE = 2
+
+
 @dataclass(frozen=True)
 class Traits:
-    """The fields of a request. `ago_us` is the time since its arrival; negative if clocks differ."""
+    """The fields of a run. `ago_us` is the time since its arrival; negative if clocks differ. `sizes_bytes`
+    is of the body of each request; as rows, all have the first size, and one byte more."""
 
     lane: str
     tenant: str
     priority: int
     cost: int
-    size_bytes: int
+    sizes_bytes: list[int]
+    rows: bool
     extra_bytes: int
     expiration_us: int | None
     ago_us: int
 
 
+@dataclass(eq=False)
+class Item:
+    """One request as the reference has it. Of the copies of an entry only one is in Redis."""
+
+    entry: Entry
+    name: str
+    bytes: int
+    arrival_us: int
+    deadline_us: int | None
+    priority: int
+    lane: str
+    tenant: str
+    cost: int
+
+
+class CustomLimit:
+    """A custom policy: at most CUSTOM_SIZE requests, and it raises for some."""
+
+    def initialise(self) -> list[Request]:
+        return []
+
+    def include(self, batch: list[Request], request: Request) -> bool:
+        if raises(request.correlation_id):
+            raise ValueError
+        batch.append(request)
+        return len(batch) <= CUSTOM_SIZE
+
+
+def raises(name: str) -> bool:
+    return name.endswith("3")
+
+
+sizes_bytes = st.sampled_from((0, 1, 1, 1, 15, 50))
 traits = st.builds(
     Traits,
     lane=st.sampled_from(LANES),
     tenant=st.sampled_from(TENANTS),
     priority=st.sampled_from((0, 4, 4, 4, 9)),
     cost=st.sampled_from((0, 1, 1, 1, 2, MAX_COST)),
-    size_bytes=st.sampled_from((0, 1, 1, 1, 15, 50)),
+    sizes_bytes=st.one_of(
+        st.lists(sizes_bytes, min_size=1, max_size=2),
+        st.lists(sizes_bytes, min_size=1, max_size=9),
+        st.builds(lambda size, number: [size] * number, st.sampled_from((0, 1)), st.integers(2, 20)),
+    ),
+    rows=st.booleans(),
     extra_bytes=st.sampled_from((0, 0, 0, 20)),
     expiration_us=st.sampled_from((None, None, 1, 1_000, 4_000, 5_000, 20_000, 900_000)),
     ago_us=st.sampled_from((0, 0, 0, 3_000, -500)),
@@ -63,8 +108,8 @@ model_settings = st.builds(
     max_batch_size=st.sampled_from((1, 2, 3, 8)),
     max_batch_cost=st.sampled_from((None, None, 1, 4)),
     max_queue_delay_ms=st.sampled_from((0, 0, 0.5, 3, 10)),
-    max_queue_size=st.sampled_from((1, 5, 100)),
-    max_queue_bytes=st.sampled_from((30, 1000)),
+    max_queue_size=st.sampled_from((1, 5, 100, 100)),
+    max_queue_bytes=st.sampled_from((30, 1000, 1000)),
     preferred_batch_sizes=st.sampled_from(((), (), (2,), (2, 4, 6), (16,))),
     expiration_action=st.sampled_from(("reject", "reject", "delay")),
     priority_policies=st.sampled_from(
@@ -87,53 +132,66 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limits = [
-            mock.patch.object(module, "MAX_BATCH_BYTES", MAX_BATCH_BYTES) for module in (queue, deadlines)
-        ]
-        for limit in self.limits:
-            limit.start()
+        self.limit = mock.patch.object(queue, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
+        self.limit.start()
         self.now_us = START_US
-        self.waiting: dict[Request, int] = {}
-        self.undated: set[Request] = set()  # in flight, without a deadline there
-        self.deadlines_us: dict[Request, int | None] = {}  # on arrival
-        self.delayed: set[Request] = set()
+        self.items: dict[tuple[Entry, str], Item] = {}
+        self.redis: dict[str, set[str]] = {}  # the correlation IDs in each entry
+        self.table: dict[str, Entry] = {}  # the entries as the batcher has them
+        self.copies: list[tuple[str, list[tuple[Traits, list[str]]]]] = []  # of entries that were changed
+        self.carried_out: set[str] = set()  # each ID only once
+        self.waiting: dict[Item, int] = {}
+        self.undated: set[Item] = set()  # in flight, without a deadline there
+        self.delayed: set[Item] = set()
         self.leads: dict[tuple[str, int, str, str], tuple[float, float, float]] = {}  # see _check_fairness
-        self.in_flight: dict[str, list[Request]] = {}
-        self.answered: set[Request] = set()
+        self.in_flight: dict[str, list[Item]] = {}
+        self.answered: set[Item] = set()
         self.polled = False  # no event since the last poll, and no time passed
         self.number = 0
         self.turnaround_us_max = 0
         self.processes_max = 0
-        self.waiting_bytes_max = 0
+        self.waiting_max = 0
 
     def teardown(self) -> None:
         try:
             self._check_that_all_requests_settle()
         finally:
-            for limit in self.limits:
-                limit.stop()
+            self.limit.stop()
 
-    # --- events --------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------
 
-    @initialize(settings=model_settings, processes=numbers_of_processes, found=st.lists(traits, max_size=3))
-    def take_over(self, settings: ModelSettings, processes: int, found: list[Traits]) -> None:
+    @initialize(
+        settings=model_settings,
+        processes=numbers_of_processes,
+        found=st.lists(traits, max_size=3),
+        custom=st.sampled_from((False, False, False, True)),
+    )
+    def take_over(self, settings: ModelSettings, processes: int, found: list[Traits], custom: bool) -> None:
         self.scheduler = Scheduler(settings, processes)
+        self.custom = custom
+        if custom:
+            self.scheduler.custom_policy = CustomPolicy(CustomLimit())
         if found:
-            requests = [self._request(Entry("0-0", START_US), fields) for fields in found]
-            self.in_flight["found"] = requests
-            dispatch = Dispatch(requests, "idle", requests[0].lane)
-            self.scheduler.adopt("found", dispatch, self.now_us - 1000)
+            runs = [self._run(Entry("0-0", START_US), fields) for fields in found]
+            self.in_flight["found"] = self._items_of(runs)
+            self.scheduler.adopt("found", Dispatch(runs, "idle", runs[0].lane), self.now_us - 1000)
 
-    @rule(of_entry=st.lists(traits, min_size=1, max_size=6))
+    @rule(of_entry=st.lists(traits, min_size=1, max_size=4))
     def offer(self, of_entry: list[Traits]) -> None:
-        entry = Entry(f"{self.number}-0", self.now_us)
-        entry.requests = [self._request(entry, fields) for fields in of_entry]
-        for request in entry.requests:
-            self._offer(request)
+        """The batcher reads an entry."""
+        entry = self._entry([(fields, self._names(fields)) for fields in of_entry])
+        self.redis[entry.id] = set(names_of(entry.runs))
+        self._offer(entry)
 
-    @rule(fields=traits, number=st.integers(2, 12))
-    def offer_alike(self, fields: Traits, number: int) -> None:
-        self.offer([fields] * number)
+    @rule(choice=numbers)
+    @precondition(lambda self: self.copies)
+    def read_outdated_copy(self, choice: int) -> None:
+        """The batcher reads an entry that was dispatched, refused or put back in the meantime."""
+        entry_id, runs = self.copies[choice % len(self.copies)]
+        if entry_id in self.table or entry_id in self.redis:
+            return
+        entry = self._entry(runs, entry_id)
+        self._offer(entry)
 
     @rule(passes_us=st.sampled_from((0, 1, 500, 2_000, 10_000, 60_000)))
     def time_passes(self, passes_us: int) -> None:
@@ -186,29 +244,32 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(choices=st.sets(numbers, max_size=4))
     def withdraw(self, choices: set[int]) -> None:
         known = [*self.waiting, *self.answered]
-        named = {known[choice % len(known)] for choice in choices if known}
-        refusals = self.scheduler.withdraw(frozenset(r.correlation_id for r in named))
+        named = {known[choice % len(known)].name for choice in choices if known}
+        refusals = self.scheduler.withdraw(frozenset(named))
         assert [refusal.status for refusal in refusals] == ["CANCELLED"] * len(refusals)
-        self._remove([refusal.request for refusal in refusals], expected=named & self.waiting.keys())
+        self._remove_refused(refusals, expected={r for r in self.waiting if r.name in named})
+        self._carry_out_refusals(refusals)
 
-    @rule(choices=st.sets(numbers, max_size=4))
+    @rule(choices=st.sets(numbers, min_size=1, max_size=3))
+    @precondition(lambda self: self.table)
     def forget(self, choices: set[int]) -> None:
-        """Requests are no longer in Redis, whether they wait here or not."""
-        known = [
-            *self.waiting,
-            *self.answered,
-            *(r for batch in self.in_flight.values() for r in batch),
-        ]
-        named = {known[choice % len(known)] for choice in choices if known}
-        self.scheduler.forget(named)
-        forgotten = named & self.waiting.keys()
-        self._remove(forgotten, expected=forgotten)
+        """Entries are no longer in Redis, and the batcher finds that out."""
+        entries = list(self.table.values())
+        for entry in {entries[choice % len(entries)] for choice in choices}:
+            self.redis.pop(entry.id, None)
+            self._forget(entry)
+
+    @rule(choice=numbers)
+    @precondition(lambda self: self.redis)
+    def lose_entry(self, choice: int) -> None:
+        """An entry is no longer in Redis: another batcher dispatched it, or it was deleted by its ID."""
+        del self.redis[list(self.redis)[choice % len(self.redis)]]
 
     @rule(fate=st.one_of(st.none(), numbers))
     def poll(self, fate: int | None) -> None:
         """Check every decision, and carry it out.
 
-        With a `fate`, some or all requests of the first dispatch are no longer in Redis, because another
+        With a `fate`, some or all entries of the first dispatch are no longer in Redis, because another
         batcher dispatched them.
         """
         past = self._past_deadline(self.waiting) - self.delayed
@@ -222,33 +283,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         decisions = self.scheduler.poll(self.now_us)
 
         refusals = [decision for decision in decisions if isinstance(decision, Refusal)]
-        assert {refusal.status for refusal in refusals} <= {"DEADLINE_EXCEEDED"}
-        expired_waiting = [refusal.request for refusal in refusals if refusal.reason == "waiting"]
-        self._remove(expired_waiting, expected=past - delayed)
+        expired_waiting = [refusal for refusal in refusals if refusal.reason == "waiting"]
+        self._remove_refused(expired_waiting, expected=past - delayed)
         self._delay(delayed, [decision for decision in decisions if isinstance(decision, Dispatch)])
         self._check_that_delayed_requests_wait()
 
-        expired = [tuple(decision) for decision in decisions if isinstance(decision, Expire)]
-        assert len(expired) == len(overdue) and set(expired) == overdue
+        expired = [decision for decision in decisions if isinstance(decision, Expire)]
+        listed = [
+            (one.batch_id, one.position + at, item)
+            for one in expired
+            for at, item in enumerate(self._items_of([one.run]))
+        ]
+        assert len(listed) == len(overdue) and set(listed) == overdue
         self.answered.update(r for _, _, r in overdue)
 
         dispatches: list[Dispatch] = []
         for are_refusals, group in groupby(decisions, key=lambda decision: isinstance(decision, Refusal)):
             if are_refusals:
-                self._check_early([r for r in group if isinstance(r, Refusal) and r.reason != "waiting"])
+                refused = [r for r in group if isinstance(r, Refusal) and r.reason != "waiting"]
+                self._check_failed(refused) if self.custom else self._check_early(refused)
                 continue
             for dispatch in (decision for decision in group if isinstance(decision, Dispatch)):
                 self._check_dispatch(dispatch, reserved=len(dispatches))
                 dispatches.append(dispatch)
         self._check_that_no_batch_was_missed(len(dispatches))
-        for number, dispatch in enumerate(dispatches):
-            self._apply(dispatch, fate if number == 0 else None)
+        self._carry_out_refusals(refusals)
+        self._apply(dispatches, fate)
         self.polled = not dispatches
         if self.polled:
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
 
-    # --- invariants ----------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
@@ -259,12 +325,31 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def totals_of_the_queue_are_right(self) -> None:
-        assert self.scheduler.waiting == len(self.waiting)
-        assert self.scheduler.waiting_bytes == sum(map(bytes_of, self.waiting))
-        waiting = [r for lane in self.scheduler._queue.lanes.values() for r in lane]
+        waiting = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane)
         assert len(waiting) == len(self.waiting) and set(waiting) == self.waiting.keys()
-        delayed = [r for lane in self.scheduler._queue.lanes.values() for r in lane.expired]
+        assert self.scheduler.waiting == len(self.waiting)
+        assert self.scheduler.waiting_bytes == sum(r.bytes for r in self.waiting)
+        by_priority = [sum(r.priority == priority for r in self.waiting) for priority in range(10)]
+        assert self.scheduler._queue._count_by_priority == by_priority
+        for name, lane in self.scheduler._queue.lanes.items():
+            in_lane = self._in_lane(name)
+            totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
+            assert (lane.count, lane.cost, lane.bytes) == totals
+        delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
         assert self.delayed == set(delayed)
+        oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
+        assert self.scheduler.oldest_arrival_us() == oldest_us
+
+    @invariant()
+    def runs_of_an_entry_are_what_redis_holds(self) -> None:
+        """A put-back entry gets what its runs have, so each request must be in exactly one of them."""
+        for entry in self.table.values():
+            names = names_of(entry.runs)
+            assert all(run.entry is entry and len(run.bodies) == len(run) for run in entry.runs)
+            assert len(set(names)) == len(names)
+            if entry.id in self.redis:
+                assert self.redis[entry.id] == set(names)
+            assert {self.items[entry, name] for name in names} <= self.waiting.keys()
 
     @invariant()
     def at_most_two_batches_per_process_are_in_flight(self) -> None:
@@ -274,14 +359,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def memory_is_bounded(self) -> None:
         assert len(self.scheduler._queue.lanes) <= 1 + len({r.lane for r in self.waiting})
-        # Outdated timers are dropped from time to time only.
-        self.waiting_bytes_max = max(
-            self.waiting_bytes_max, self.scheduler.waiting_bytes + 1000 * len(self.waiting)
-        )
-        timers = [timer for _, _, timer in self.scheduler._deadlines._timers]
-        held = [r for timer in timers if isinstance(timer, RequestTimer) for r in timer.requests]
-        held_bytes = sum(map(bytes_of, held)) + 1000 * len(held)
-        assert held_bytes <= 3 * self.waiting_bytes_max + MAX_BATCH_BYTES
+        # Outdated timers and claims are dropped from time to time only.
+        self.waiting_max = max(self.waiting_max, len(self.waiting) + len(self.in_flight))
+        assert len(self.scheduler._deadlines._timers) <= 4 * self.waiting_max + 1001
+        assert len(self.scheduler._dispatcher._index._oldest) <= 2 * len(LANES) + 65
 
     @invariant()
     def wake_up_is_never_too_late(self) -> None:
@@ -310,15 +391,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is not None and wake_us <= min(times_us)
 
-    # --- the reference -------------------------------------------------------------------------------------
+    # --- the reference -----------------------------------------------------------------------------------
 
-    def _request(self, entry: Entry, fields: Traits) -> Request:
+    def _names(self, fields: Traits) -> list[str]:
+        self.number += len(fields.sizes_bytes)
+        return [f"r{self.number - at}" for at in range(len(fields.sizes_bytes))]
+
+    def _entry(self, runs: list[tuple[Traits, list[str]]], entry_id: str | None = None) -> Entry:
         self.number += 1
+        entry = Entry(entry_id or f"{self.number}-0", self.now_us)
+        entry.runs = [self._run(entry, fields, names) for fields, names in runs]
+        self.copies.append((entry.id, runs))
+        return entry
+
+    def _run(self, entry: Entry, fields: Traits, names: list[str] | None = None) -> Run:
+        names = self._names(fields) if names is None else names
         arrival_us = self.now_us - fields.ago_us
-        request = Request(
+        sizes = fields.sizes_bytes
+        bodies: Bodies = [StoredBody("x", size) if size == 15 else b"x" * size for size in sizes]
+        if fields.rows:
+            bodies = Rows(b"x" * sizes[0], b"y" * len(sizes), 1)
+            sizes = [1 + sizes[0]] * len(sizes)
+        run = Run(
             entry,
-            f"r{self.number}",
-            b"x" * fields.size_bytes,
+            names,
+            bodies,
             arrival_us=arrival_us,
             deadline_us=None if fields.expiration_us is None else arrival_us + fields.expiration_us,
             priority=fields.priority,
@@ -327,27 +424,45 @@ class SchedulerMachine(RuleBasedStateMachine):
             cost=fields.cost,
             extra={"": b"x" * fields.extra_bytes} if fields.extra_bytes else None,
         )
-        self.deadlines_us[request] = request.deadline_us
-        return request
+        for name, size in zip(names, sizes, strict=True):
+            self.items[entry, name] = Item(
+                entry, name, size + fields.extra_bytes, arrival_us, run.deadline_us, run.priority, run.lane,
+                run.tenant, run.cost,
+            )  # fmt: skip
+        return run
 
-    def _offer(self, request: Request) -> None:
+    def _items_of(self, runs: Iterable[Run]) -> list[Item]:
+        return [self.items[run.entry, name] for run in runs for name in run.correlation_ids]
+
+    def _offer(self, entry: Entry) -> None:
+        self.table[entry.id] = entry
+        refusals: list[Refusal] = []
+        for run in list(entry.runs):
+            expected = {name: self._admit(self.items[entry, name]) for name in run.correlation_ids}
+            refused = self.scheduler.offer(run, self.now_us)
+            listed = {name: one.status for one in refused for name in one.correlation_ids}
+            assert listed == {name: status for name, status in expected.items() if status is not None}
+            assert sum(len(one.correlation_ids) for one in refused) == len(listed)
+            refusals += refused
+            self.answered.update(self.items[entry, name] for name in listed)
+        self._carry_out_refusals(refusals)
+        self.polled = False
+
+    def _admit(self, item: Item) -> str | None:
+        """The status of a request that is not admitted."""
         settings = self.scheduler.settings
-        waiting_bytes = sum(map(bytes_of, self.waiting)) + bytes_of(request)
-        expected = None
-        if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
-            expected = "INVALID_ARGUMENT"
-        elif (
+        if settings.max_batch_cost is not None and item.cost > settings.max_batch_cost:
+            return "INVALID_ARGUMENT"
+        waiting_bytes = sum(r.bytes for r in self.waiting) + item.bytes
+        if (
             len(self.waiting) >= settings.max_queue_size
             or waiting_bytes > settings.max_queue_bytes
-            or self._is_priority_full(request.priority)
+            or self._is_priority_full(item.priority)
         ):
-            expected = "RESOURCE_EXHAUSTED"
-        refused = self.scheduler.offer(request, self.now_us)
-        assert (refused and refused.status) == expected
-        if refused is None:
-            self.number += 1
-            self.waiting[request] = self.number
-        self.polled = False
+            return "RESOURCE_EXHAUSTED"
+        self.number += 1
+        self.waiting[item] = self.number
+        return None
 
     def _is_priority_full(self, priority: int) -> bool:
         policy = self.scheduler.settings.priority_policies.get(priority)
@@ -358,30 +473,77 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.polled = self.polled and now_us == self.now_us
         self.now_us = now_us
 
-    def _remove(self, removed: Iterable[Request | None], *, expected: set[Request]) -> None:
-        listed = [r for r in removed if r is not None]
-        assert len(listed) == len(set(listed)) and set(listed) == expected
-        for request in listed:
-            del self.waiting[request]
-            self.delayed.discard(request)
-            self.answered.add(request)
+    def _remove(self, removed: Iterable[Item]) -> None:
+        for item in removed:
+            del self.waiting[item]
+            self.delayed.discard(item)
+            self.answered.add(item)
         self._forget_leads()
 
-    def _past_deadline(self, requests: Iterable[Request]) -> set[Request]:
+    def _remove_refused(self, refusals: list[Refusal], *, expected: set[Item]) -> None:
+        listed = self._items_of_refusals(refusals)
+        assert len(listed) == len(set(listed)) and set(listed) == expected
+        self._remove(listed)
+
+    def _items_of_refusals(self, refusals: list[Refusal]) -> list[Item]:
+        for refusal in refusals:
+            assert refusal.run is not None and refusal.run.entry is refusal.entry
+            assert refusal.run.correlation_ids == list(refusal.correlation_ids)
+        return self._items_of(refusal.run for refusal in refusals if refusal.run is not None)
+
+    # --- what the batcher and the scripts do --------------------------------------------------------------
+
+    def _carry_out_refusals(self, refusals: list[Refusal]) -> None:
+        self._carry_out([refusal.run for refusal in refusals if refusal.run is not None])
+
+    def _carry_out(self, decided: list[Run]) -> list[Run]:
+        """Remove decided runs from their entries in Redis, and put back the others under another ID. Returns
+        those of the decided runs that were still there."""
+        carried_out: list[Run] = []
+        for entry in {run.entry for run in decided}:
+            of_entry = [run for run in decided if run.entry is entry]
+            if entry.id not in self.redis:
+                self._forget(entry)
+                continue
+            names = names_of(of_entry)
+            assert set(names) <= self.redis[entry.id] and not self.carried_out & set(names)
+            self.carried_out.update(names)
+            carried_out += of_entry
+            put_back = [run for run in entry.runs if run not in of_entry]
+            assert sorted([*names, *names_of(put_back)]) == sorted(self.redis.pop(entry.id))
+            del self.table[entry.id]
+            entry.runs = put_back
+            if put_back:
+                self.number += 1
+                entry.id = f"{self.number}-1"
+                self.redis[entry.id] = set(names_of(put_back))
+                self.table[entry.id] = entry
+        return [run for run in decided if run in carried_out]
+
+    def _forget(self, entry: Entry) -> None:
+        """The batcher learns that an entry is not in Redis any more."""
+        self.table.pop(entry.id, None)
+        self.scheduler.forget(entry.runs)
+        self._remove([r for r in self._items_of(entry.runs) if r in self.waiting])
+        entry.runs = []
+
+    # --- the reference, continued -------------------------------------------------------------------------
+
+    def _past_deadline(self, requests: Iterable[Item]) -> set[Item]:
         return {
             r
             for r in requests
             if r not in self.undated and r.deadline_us is not None and r.deadline_us <= self.now_us
         }
 
-    def _in_lane(self, lane: str) -> list[Request]:
+    def _in_lane(self, lane: str) -> list[Item]:
         """The waiting requests of a lane, in the order of dispatch if all were of one tenant."""
         return sorted(
             (r for r in self.waiting if r.lane == lane),
             key=lambda r: (-self._rank_of(r), r.arrival_us, self.waiting[r]),
         )
 
-    def _rank_of(self, request: Request) -> int:
+    def _rank_of(self, request: Item) -> int:
         return -1 if request in self.delayed else request.priority
 
     def _oldest_us(self, lane: str) -> int:
@@ -409,12 +571,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = self.scheduler.settings.preferred_batch_sizes
         return max((size for size in sizes if size <= len(self._in_lane(lane))), default=0)
 
-    # --- the policy deferred -------------------------------------------------------------------------------
+    # --- the policy deferred -----------------------------------------------------------------------------
 
-    def _due_us(self, request: Request) -> int:
+    def _due_us(self, request: Item) -> int:
         target_ms = self.scheduler.settings.target_latency_ms
-        if (deadline_us := self.deadlines_us[request]) is not None:
-            return deadline_us
+        if request.deadline_us is not None:
+            return request.deadline_us
         return NEVER_US if target_ms is None else request.arrival_us + int(target_ms * 1000)
 
     def _earliest_due_us(self, lane: str) -> int:
@@ -437,15 +599,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
         return self._earliest_due_us(lane) - (self._settles_us(lane, more) - self.now_us)
 
-    def _strict_deadline_us(self, request: Request) -> int:
-        deadline_us = self.deadlines_us[request]
+    def _strict_deadline_us(self, request: Item) -> int:
+        deadline_us = request.deadline_us
         is_soft = request in self.delayed or self.scheduler.settings.delays_expired(request.priority)
         return NEVER_US if deadline_us is None or is_soft else deadline_us
 
     def _check_early(self, refusals: list[Refusal]) -> None:
         """A refused request cannot be in time, or not all of its lane can, as one batch dispatched now."""
         settings = self.scheduler.settings
-        refused = [refusal.request for refusal in refusals if refusal.request is not None]
+        refused = self._items_of_refusals(refusals)
         assert settings.policy == "deferred" or not refused
         assert {refusal.reason for refusal in refusals} <= {"early"}
         assert all(self._strict_deadline_us(r) < NEVER_US for r in refused)
@@ -456,18 +618,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             earliest_us = min(map(self._strict_deadline_us, others))
             assert size > settings.max_batch_size or self._settles_us(lane, size) > earliest_us
             assert len([r for r in possible if r.lane == lane]) < size, "no other request gains by it"
-        self._remove(refused, expected=self.waiting.keys() & set(refused))
+        self._remove_refused(refusals, expected=self.waiting.keys() & set(refused))
 
-    def _is_possible(self, request: Request) -> bool:
+    def _check_failed(self, refusals: list[Refusal]) -> None:
+        """The custom policy raised for these."""
+        assert {(refusal.status, refusal.reason) for refusal in refusals} <= {("INTERNAL", "policy")}
+        failed = self._items_of_refusals(refusals)
+        assert all(raises(r.name) for r in failed)
+        self._remove_refused(refusals, expected=self.waiting.keys() & set(failed))
+
+    def _is_possible(self, request: Item) -> bool:
         """Whether a request is in time as a batch of one, dispatched now."""
         return self._settles_us(request.lane, 1) <= self._strict_deadline_us(request)
 
-    def _delay(self, delayed: set[Request], dispatches: list[Dispatch]) -> None:
+    def _delay(self, delayed: set[Item], dispatches: list[Dispatch]) -> None:
         """These requests expired, and are behind all others. Their order among each other is not checked."""
         self.delayed |= delayed
-        in_order = [r for dispatch in dispatches for r in dispatch.requests]
-        in_order += [r for lane in self.scheduler._queue.lanes.values() for r in lane]
-        for request in in_order:
+        runs = [run for dispatch in dispatches for run in dispatch.runs]
+        runs += [run for lane in self.scheduler._queue.lanes.values() for run in lane]
+        for request in self._items_of(runs):
             if request in delayed:
                 self.number += 1
                 self.waiting[request] = self.number
@@ -476,9 +645,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.delayed <= self.waiting.keys()
         assert not self.delayed & self.answered
 
-    # --- fairness ------------------------------------------------------------------------------------------
+    # --- fairness ----------------------------------------------------------------------------------------
 
-    def _check_fairness(self, batch: list[Request]) -> None:
+    def _check_fairness(self, batch: list[Item]) -> None:
         """Tenants that wait all the while are served alike, by weight, to within one request of each.
 
         `leads` has, for each pair of tenants, by how much the first is ahead of the second, with the minimum
@@ -512,26 +681,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             if {(lane, rank, first), (lane, rank, second)} <= waiting
         }
 
-    # --- dispatches ----------------------------------------------------------------------------------------
+    # --- dispatches --------------------------------------------------------------------------------------
 
     def _is_full(self, lane: str) -> bool:
         queue, settings = self._in_lane(lane), self.scheduler.settings
         return (
             len(queue) >= settings.max_batch_size
-            or sum(map(bytes_of, queue)) >= MAX_BATCH_BYTES
+            or sum(r.bytes for r in queue) >= MAX_BATCH_BYTES
             or (settings.max_batch_cost is not None and sum(r.cost for r in queue) >= settings.max_batch_cost)
         )
 
-    def _over(self, batch: list[Request]) -> bool:
+    def _over(self, batch: list[Item]) -> bool:
         settings = self.scheduler.settings
-        return sum(map(bytes_of, batch)) > MAX_BATCH_BYTES or (
+        return sum(r.bytes for r in batch) > MAX_BATCH_BYTES or (
             settings.max_batch_cost is not None and sum(r.cost for r in batch) > settings.max_batch_cost
         )
 
     def _check_requests(self, dispatch: Dispatch) -> None:
         """From the front of one lane, rank by rank and each tenant in order; as many as fit."""
-        batch, settings = dispatch.requests, self.scheduler.settings
-        assert batch and set(batch) <= self.waiting.keys() and len(set(batch)) == len(batch)
+        batch, settings = self._items_of(dispatch.runs), self.scheduler.settings
+        assert (
+            batch
+            and len(batch) == dispatch.size
+            and set(batch) <= self.waiting.keys()
+            and len(set(batch)) == len(batch)
+        )
         ranks = [self._rank_of(r) for r in batch]
         assert ranks == sorted(ranks, reverse=True)
         rest = [r for r in self._in_lane(dispatch.lane) if r not in batch]
@@ -542,8 +716,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert of_tenant == [r for r in queue if self._rank_of(r) == rank][: len(of_tenant)]
         is_preferred = dispatch.reason == "preferred"
         size = self._preferred_size(dispatch.lane) if is_preferred else settings.max_batch_size
+        if self.custom:
+            size = min(settings.max_batch_size, CUSTOM_SIZE)
+            assert not any(raises(r.name) for r in batch)
         assert len(batch) <= size and (len(batch) == 1 or not self._over(batch))
-        if self._is_deferred(dispatch.lane):
+        if self._is_deferred(dispatch.lane) and not self.custom:
             settles_us = self._settles_us(dispatch.lane, len(batch))
             in_time = all(settles_us <= self._strict_deadline_us(r) for r in batch)
             assert in_time or self._is_trial(dispatch)
@@ -561,16 +738,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_dispatch(self, dispatch: Dispatch, reserved: int) -> None:
         lane, settings = dispatch.lane, self.scheduler.settings
         taken = len(self.in_flight) + reserved
-        assert not self._past_deadline(set(dispatch.requests) - dispatch.undated)
+        batch = self._items_of(dispatch.runs)
+        assert not self._past_deadline(set(batch) - set(self._items_of(dispatch.undated)))
         # A request that is served even after its deadline has none in flight.
-        for r in dispatch.requests:
-            deadline_us = self._strict_deadline_us(r)
-            assert dispatch.deadline_us(r) == (None if deadline_us == NEVER_US else deadline_us)
+        for run in dispatch.runs:
+            for r in self._items_of([run]):
+                deadline_us = self._strict_deadline_us(r)
+                assert dispatch.deadline_us(run) == (None if deadline_us == NEVER_US else deadline_us)
         self._check_requests(dispatch)
         # The reason is the first that applies.
         queue = self._in_lane(lane)
         lead_us_max = 1.5 * self.turnaround_us_max + 2000
-        deadlines_us = [self.deadlines_us[r] or NEVER_US for r in queue]
+        deadlines_us = [r.deadline_us or NEVER_US for r in queue]
         is_urgent = any(deadline_us <= self.now_us + lead_us_max for deadline_us in deadlines_us)
         if self._is_full(lane):
             assert dispatch.reason == "full"
@@ -590,7 +769,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for other in LANES:
             if other != lane and self._can_dispatch(other, taken):
                 assert self._claim(lane) <= self._claim(other)
-        self._check_fairness(dispatch.requests)
+        self._check_fairness(batch)
 
     def _has_capacity(self, lane: str, taken: int) -> bool:
         capacity, processes = self.scheduler.capacity, self.scheduler.model_processes
@@ -624,25 +803,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_time = self.waiting.keys() - self.delayed
             assert all(r.deadline_us is None or r.deadline_us > last_us for r in in_time)
 
-    def _apply(self, dispatch: Dispatch, fate: int | None) -> None:
-        vanished: set[Entry] = set()
-        if fate is not None:
-            entries = list(dict.fromkeys(r.entry for r in dispatch.requests))
-            vanished = set(entries[: 1 + fate % len(entries)])
-        # No request of a vanished entry waits any more, whether it was to be dispatched or not.
-        still_waiting = {r for r in self.waiting if r.entry in vanished}
-        self.scheduler.forget(r for entry in vanished for r in entry.requests)
-        self._remove(still_waiting, expected=still_waiting)
-        self.answered.update(r for r in dispatch.requests if r.entry in vanished)
-        batch = [r for r in dispatch.requests if r.entry not in vanished]
-        if not batch:
-            self.scheduler.cancel()
-            return
-        self.number += 1
-        batch_id = f"batch {self.number}"
-        self.in_flight[batch_id] = batch
-        self.undated |= dispatch.undated
-        self.scheduler.launch(batch_id, dispatch._replace(requests=batch), self.now_us)
+    def _apply(self, dispatches: list[Dispatch], fate: int | None) -> None:
+        """One script dispatches all batches."""
+        if dispatches and fate is not None:
+            entries = list(dict.fromkeys(run.entry for run in dispatches[0].runs))
+            for entry in entries[: 1 + fate % len(entries)]:
+                self.redis.pop(entry.id, None)
+        decided = [run for dispatch in dispatches for run in dispatch.runs]
+        carried_out = self._carry_out(decided)
+        self.answered.update(self._items_of(run for run in decided if run not in carried_out))
+        for dispatch in dispatches:
+            runs = [run for run in dispatch.runs if run in carried_out]
+            if not runs:
+                self.scheduler.cancel()
+                continue
+            self.number += 1
+            batch_id = f"batch {self.number}"
+            self.in_flight[batch_id] = batch = self._items_of(runs)
+            assert len({r.name for r in batch}) == len(batch)
+            self.undated.update(self._items_of(dispatch.undated))
+            self.scheduler.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
 
     def _check_that_all_requests_settle(self) -> None:
         """After any events, one process that executes all batches serves all requests."""
@@ -657,9 +837,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         raise AssertionError(f"{len(self.waiting)} wait for ever")
 
 
-def bytes_of(request: Request) -> int:
-    """The bytes of a request that count against limits."""
-    return len(request.body) + sum(map(len, (request.extra or {}).values()))
+def names_of(runs: Iterable[Run]) -> list[str]:
+    return [name for run in runs for name in run.correlation_ids]
 
 
 TestScheduler = SchedulerMachine.TestCase

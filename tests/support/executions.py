@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from carpool.messages import JSON, Batch, BatchedRequest, Result
+from carpool.messages import JSON, Batch, BatchedRequest, BatchedRun, Result
 from carpool.wire.bodies import encode_body
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.codec import Codec
@@ -40,21 +40,35 @@ def request_of(
     )
 
 
-def execution_of(*requests: BatchedRequest, epoch: int = 1, **more: Any) -> Execution:
-    return Execution(Batch("7-0", epoch, list(requests), "full", NOW_US - 2000, "lane"), **more)
+def run_of_one(request: BatchedRequest) -> BatchedRun:
+    return BatchedRun(
+        request.entry_id,
+        [request.correlation_id],
+        [request.body],
+        request.content_type,
+        request.reply_to,
+        request.arrival_us,
+        request.deadline_us,
+        request.extra,
+    )
 
 
-def prepared(codec: Codec, *requests: BatchedRequest, **more: Any) -> Execution:
+def execution_of(*requests: BatchedRequest | BatchedRun, epoch: int = 1, **more: Any) -> Execution:
+    runs = [run_of_one(request) if isinstance(request, BatchedRequest) else request for request in requests]
+    return Execution(Batch("7-0", epoch, runs, "full", NOW_US - 2000, "lane"), **more)
+
+
+def prepared(codec: Codec, *requests: BatchedRequest | BatchedRun, **more: Any) -> Execution:
     execution = execution_of(*requests, **more)
     codec.prepare(execution, NOW_US)
     return execution
 
 
 def positions(execution: Execution) -> list[list[int]]:
-    return [frame.positions for frame in execution.frames]
+    return [list(frame.positions) for frame in execution.frames]
 
 
-def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, bytearray]:
+def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, frames.Buffer]:
     """The outcome of a frame, from the model process's own code over a real socket."""
     model = LoadedModel(
         predict if codec.wants_requests else lambda batch, _: predict(batch),
@@ -64,17 +78,18 @@ def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[O
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames.send_message(ours, frame.header, frame.payload)
+        frames.send_message(ours, frame.header, *frame.payload)
         model_process._execute_next(frames.MessageReader(theirs), theirs, model)
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 
 
 def finish(codec: Codec, execution: Execution, predict: Callable[..., Any]) -> list[Result]:
-    """Execute all frames. Returns every request's result, in order."""
+    """Execute all frames. Returns every request's result, in order, and none in columns any more."""
     while execution.frames:
         codec.take_outcome(execution, execution.frames[0], *executed(codec, execution.frames[0], predict))
         del execution.frames[0]
+    execution.separate()
     assert execution.results.keys() == set(range(len(execution.batch.requests)))
     return [execution.results[position] for position in sorted(execution.results)]
 

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from carpool.messages import Entry, Refusal, Request
+from carpool.messages import Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
+from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
 MS = 1000
@@ -17,8 +18,8 @@ class SchedulerHarness:
     """Drives a Scheduler and carries out what it decides.
 
     A request is named by its correlation ID. `poll` returns "full: a b" for a batch that was dispatched,
-    "DEADLINE_EXCEEDED: a" for a refusal, and "expired: a" for a request in flight that expired. The first
-    batch has the ID "1", the next one "2".
+    "DEADLINE_EXCEEDED: a" for a refusal, and "expired: a" for a run in flight that expired. The first batch
+    has the ID "1", the next one "2".
     """
 
     def __init__(self, processes: int = 1, **settings: Any) -> None:
@@ -27,12 +28,11 @@ class SchedulerHarness:
         self._batch_ids = itertools.count(1)
 
     def offer(self, names: str, at: float = 0, **fields: Any) -> list[Refusal]:
-        """Offer the requests of one entry, and return the refusals."""
-        return self.offer_requests(requests(names, at, f"{next(self._entry_ids)}-0", **fields), at)
+        """Offer an entry with one run, and return the refusals."""
+        return self.offer_runs([run(names, at, f"{next(self._entry_ids)}-0", **fields)], at)
 
-    def offer_requests(self, offered: Iterable[Request], at: float) -> list[Refusal]:
-        refusals = [self.scheduler.offer(request, int(at * MS)) for request in offered]
-        return [refusal for refusal in refusals if refusal is not None]
+    def offer_runs(self, offered: Iterable[Run], at: float) -> list[Refusal]:
+        return [refused for one in offered for refused in self.scheduler.offer(one, int(at * MS))]
 
     def poll(self, at: float = 0) -> list[str]:
         """Carry out all decisions that are due."""
@@ -40,11 +40,13 @@ class SchedulerHarness:
         for decision in self.scheduler.poll(int(at * MS)):
             if isinstance(decision, Dispatch):
                 self.scheduler.launch(str(next(self._batch_ids)), decision, int(at * MS))
-                done.append(f"{decision.reason}: {names_of(decision.requests)}")
+                done.append(f"{decision.reason}: {names_of(decision.runs)}")
+                for one in decision.runs:
+                    one.entry.runs.remove(one)
             elif isinstance(decision, Expire):
-                done.append(f"expired: {decision.request.correlation_id}")
+                done.append(f"expired: {' '.join(decision.run.correlation_ids)}")
             else:
-                done.append(f"{decision.status}: {decision.correlation_id}")
+                done.append(f"{decision.status}: {' '.join(decision.correlation_ids)}")
         return done
 
     def settle(self, batch: int, at: float = 0) -> None:
@@ -61,25 +63,31 @@ class SchedulerHarness:
         """Teach l(n) of a lane, in ms, by batches that settle at `until`. Their round trip takes no time."""
         for number, size in enumerate((1, 11, 1, 11)):
             execution_us, settled_us = int((intercept + slope * size) * MS), int(until * MS)
-            dispatch = Dispatch(requests("x " * size, lane=lane), "idle", lane)
+            dispatch = Dispatch([run("x " * size, lane=lane)], "idle", lane)
             self.scheduler.adopt(f"earlier {number}", dispatch, dispatched_us=settled_us - execution_us)
             self.scheduler.settle(f"earlier {number}", execution_us, settled_us)
         return self
 
 
-def requests(
-    names: str, at: float = 0, entry_id: str = "1-0", *, expiration: float | None = None, **fields: Any
-) -> list[Request]:
-    """The requests of one entry, which arrived at `at`."""
+def run(
+    names: str,
+    at: float = 0,
+    entry_id: str = "1-0",
+    *,
+    expiration: float | None = None,
+    body: bytes = b"x",
+    rows: bool = False,
+    **fields: Any,
+) -> Run:
+    """An entry's only run, which arrived at `at`. Each request has the same body."""
     entry = Entry(entry_id, int(at * MS))
+    ids = names.split()
+    bodies: Bodies = Rows(b"", body * len(ids), len(body)) if rows else [body] * len(ids)
     deadline_us = None if expiration is None else int((at + expiration) * MS)
-    fields.setdefault("body", b"x")
-    entry.requests = [
-        Request(entry, name, arrival_us=entry.arrival_us, deadline_us=deadline_us, **fields)
-        for name in names.split()
-    ]
-    return entry.requests
+    one = Run(entry, ids, bodies, arrival_us=entry.arrival_us, deadline_us=deadline_us, **fields)
+    entry.runs.append(one)
+    return one
 
 
-def names_of(batch: Sequence[Request]) -> str:
-    return " ".join(request.correlation_id for request in batch)
+def names_of(runs: Sequence[Run]) -> str:
+    return " ".join(name for run in runs for name in run.correlation_ids)

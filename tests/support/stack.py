@@ -32,10 +32,13 @@ import carpool
 import carpool_batcher
 import carpool_cli
 import carpool_worker
-from carpool.keys import Keys
+from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.lifecycle import command_that_dies_with_parent
+from carpool.store.connection import Link
+from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
+from support.wire import envelopes
 
 MODELS: Final = Path(__file__).parent / "models"
 START_S: Final = 20.0  # a cold interpreter on a busy machine
@@ -227,6 +230,7 @@ class Stack:
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")},
             "CARPOOL_REDIS_URL": self.url,
+            "CARPOOL_LOG_LEVEL": "debug",  # for a line about each batch
             **self.environment.get(role, {}),
         }
         if faulty_package is not None:
@@ -252,7 +256,9 @@ class Stack:
             timeout_s=START_S,
         )
         before = len(self.events("settings changed"))
-        self.redis.hset(Keys(model).config, mapping=values)
+        link = Link(self.url, name="configure")
+        Directory(link, DEFAULT_PREFIX).configure(model, values, ())
+        link.close()
         wait_until(lambda: len(self.events("settings changed")) > before, description=f"{values} take effect")
 
     def live_workers(self, model: str) -> list[str]:
@@ -303,7 +309,7 @@ class Stack:
     def replies(self, model: str, name: str) -> list[dict[str, Any]]:
         """All envelopes in a reply stream, in order."""
         entries = self.redis.xrange(Keys(model).replies(name))
-        return [reply for _, fields in entries for reply in msgpack.unpackb(fields[b"results"])]
+        return [reply for _, fields in entries for reply in envelopes(fields)]
 
     # --- the state of Redis --------------------------------------------------------------------------------
 

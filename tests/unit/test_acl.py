@@ -11,9 +11,9 @@ from typing import Final
 
 import pytest
 
-from carpool.client import aio, transport
+from carpool.client import aio, entries, transport
 from carpool.keys import Keys
-from carpool.store import batcher, directory, results, worker
+from carpool.store import batcher, directory, reader, results, upkeep, worker
 from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES, patterns, rules
@@ -174,7 +174,7 @@ def test_selectors_give_each_command_its_own_keys() -> None:
     )
 
 
-STORES: Final = {"batcher": (batcher, results), "worker": (worker, results)}
+STORES: Final = {"batcher": (batcher, reader, results, upkeep), "worker": (worker, results)}
 
 
 def scripts_of(role: str) -> list[Script]:
@@ -194,7 +194,10 @@ def test_service_has_no_permission_that_its_code_does_not_use(role: str) -> None
 
 
 def test_producer_has_every_permission_that_the_client_uses() -> None:
-    used = {command.lower() for command in re.findall(r'\("([A-Z]{3,})",', source(aio) + source(transport))}
+    used = {
+        command.lower()
+        for command in re.findall(r'\("([A-Z]{3,})",', "".join(map(source, (aio, entries, transport))))
+    }
     assert used - {"client"} <= commands("producer")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from carpool.errors import INTERNAL
-from carpool.messages import Entry, Refusal, Request
+from carpool.messages import Entry, Refusal, Request, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Scheduler
+from support.scheduler_harness import names_of, run
 
 
 class Recorder:
@@ -45,9 +46,9 @@ def scheduler_with(policy: Any, *sizes: int, **settings: Any) -> Scheduler:
     scheduler.custom_policy = CustomPolicy(policy)
     for at, size in enumerate(sizes):
         entry = Entry(f"{at}-0", 0)
-        request = Request(entry, "abcdefgh"[at], b"x" * size)
-        entry.requests.append(request)
-        assert scheduler.offer(request, 0) is None
+        run = Run(entry, ["abcdefgh"[at]], [b"x" * size])
+        entry.runs.append(run)
+        assert scheduler.offer(run, 0) == []
     return scheduler
 
 
@@ -56,11 +57,11 @@ def outcomes(decisions: Sequence[Decision]) -> list[tuple[str, str]]:
     result = []
     for decision in decisions:
         if type(decision) is Dispatch:
-            result.append(("dispatch", "".join(request.correlation_id for request in decision.requests)))
+            result.append(("dispatch", "".join(names_of(decision.runs).split())))
         else:
             assert type(decision) is Refusal
             assert (decision.status, decision.reason) == (INTERNAL, "policy")
-            result.append(("refuse", decision.correlation_id))
+            result += [("refuse", name) for name in decision.correlation_ids]
     return result
 
 
@@ -94,6 +95,17 @@ def test_all_requests_of_a_batch_fail_if_another_hook_raises(hook: str) -> None:
     assert first[:2] == [("refuse", "a"), ("refuse", "b")]
     assert scheduler.waiting == 0
     assert scheduler.wake_at_us() is None
+
+
+def test_policy_sees_single_requests_of_a_run() -> None:
+    policy = Recorder(2, "d")
+    scheduler = scheduler_with(policy)
+    assert scheduler.offer(run("a b c d e"), 0) == []
+    assert outcomes(scheduler.poll(0)) == [("dispatch", "ab")]
+    scheduler.cancel()
+    # Given that the policy raises for a request in the middle of a run, the others are dispatched without it
+    assert outcomes(scheduler.poll(0)) == [("refuse", "d"), ("dispatch", "ce")]
+    assert policy.finalised == [["a", "b"], ["c", "e"]]
 
 
 def test_other_hooks_are_optional() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from carpool.messages import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.deadlines import BatchTimer, RequestTimer
-from carpool_batcher.core.queue import MAX_BATCH_BYTES
+from carpool_batcher.core.deadlines import BatchTimer
 from carpool_batcher.core.scheduler import Dispatch, Expire
-from support.scheduler_harness import MS, SchedulerHarness, requests
+from support.scheduler_harness import MS, SchedulerHarness, run
 
 # --- urgent requests -------------------------------------------------------------------------------------
 
@@ -85,6 +86,20 @@ def test_withdrawn_urgent_request_does_not_hurry_others() -> None:
     assert harness.poll(1000) == ["delay: b"]
 
 
+def test_urgent_request_expires_also_after_a_queue_delay_was_introduced_again() -> None:
+    # Given a request that is urgent, and no process
+    harness = SchedulerHarness(processes=0, max_queue_delay_ms=1000)
+    harness.offer("a", expiration=100)
+    assert harness.poll(98) == []
+    # When the delay is removed, and set again
+    for delay_ms in (0, 1000):
+        harness.scheduler.settings = ModelSettings(max_queue_delay_ms=delay_ms)
+        assert harness.poll(99) == []
+    # Then it still expires
+    assert harness.wake_at_ms() == 100
+    assert harness.poll(100) == ["DEADLINE_EXCEEDED: a"]
+
+
 # --- expiration in the queue -----------------------------------------------------------------------------
 
 
@@ -121,6 +136,26 @@ def test_request_that_expired_before_it_was_read_is_refused() -> None:
         assert harness.poll(20) == ["DEADLINE_EXCEEDED: a"]
 
 
+def test_rest_of_a_cut_run_expires_once() -> None:
+    harness = SchedulerHarness(processes=1, max_batch_size=2)
+    harness.offer("a b c d e", expiration=10)
+    assert harness.poll() == ["full: a b", "full: c d"]
+    assert harness.poll(10) == ["DEADLINE_EXCEEDED: e", "expired: a b", "expired: c d"]
+    assert harness.poll(11) == []
+
+
+def test_runs_of_an_entry_are_urgent_at_their_own_times() -> None:
+    harness = SchedulerHarness(processes=0, max_queue_delay_ms=1000)
+    soon, late = run("a", expiration=50), run("b", expiration=90, lane="x")
+    late.entry = soon.entry
+    soon.entry.runs.append(late)
+    harness.offer_runs([soon, late], at=0)
+    assert harness.poll(48) == []
+    harness.scheduler.model_processes = 2
+    assert harness.poll(48) == ["deadline: a"]
+    assert harness.poll(88) == ["expired: a", "deadline: b"]
+
+
 # --- expiration in flight --------------------------------------------------------------------------------
 
 
@@ -134,7 +169,7 @@ def test_request_in_flight_expires_once_and_its_batch_continues() -> None:
     assert harness.wake_at_ms() == 10
     (expire,) = harness.scheduler.poll(10 * MS)
     assert isinstance(expire, Expire)
-    assert (expire.batch_id, expire.position, expire.request.correlation_id) == ("1", 2, "c")
+    assert (expire.batch_id, expire.position, expire.run.correlation_ids) == ("1", 2, ["c"])
     assert harness.poll(11) == []
     assert harness.wake_at_ms() == 30
     assert harness.poll(30) == ["expired: a"]
@@ -157,7 +192,7 @@ def test_settled_request_does_not_expire() -> None:
 
 def test_requests_of_an_adopted_batch_expire() -> None:
     harness = SchedulerHarness()
-    in_flight = [*requests("a"), *requests("b", expiration=20), *requests("c", expiration=-5)]
+    in_flight = [run("a"), run("b", expiration=20), run("c", expiration=-5)]
     harness.scheduler.adopt("found", Dispatch(in_flight, "idle", ""), dispatched_us=-10 * MS)
     assert harness.poll(0) == ["expired: c"]
     assert harness.wake_at_ms() == 20
@@ -227,20 +262,16 @@ def test_timer_of_a_new_batch_is_kept_when_outdated_timers_are_dropped() -> None
         harness.settle(number, at=number)
 
 
-def test_timers_do_not_keep_the_bodies_of_dispatched_requests() -> None:
-    harness = SchedulerHarness(max_batch_size=4000, max_queue_bytes=1 << 40)
-    body = bytes(1 << 20)
-    for number in range(300):
-        harness.offer("a b c d", at=number, expiration=3_600_000, body=body)
-        assert harness.poll(number) == ["idle: a b c d"]
-        harness.settle(number + 1, at=number)
-    held = sum(
-        len(request.body)
-        for _, _, timer in harness.scheduler._deadlines._timers
-        if isinstance(timer, RequestTimer)
-        for request in timer.requests
-    )
-    assert held <= MAX_BATCH_BYTES + 4 * len(body)
+def test_bodies_of_dispatched_requests_are_not_kept() -> None:
+    harness = SchedulerHarness(processes=20, max_batch_size=4)
+    body = bytes(100)
+    for number in range(10):
+        harness.offer("a b", at=number, expiration=3_600_000, body=body)
+        assert harness.poll(number) == ["idle: a b"]
+    assert len(harness.scheduler._deadlines._timers) == 20
+    harness.settle(3, at=10)
+    gc.collect()
+    assert [found for found in gc.get_referrers(body) if type(found) is list] == []
 
 
 def test_request_is_watched_after_outdated_timers_were_dropped() -> None:

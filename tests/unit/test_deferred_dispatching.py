@@ -8,6 +8,8 @@ import pytest
 
 from carpool.messages import Refusal
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher
+from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.scheduler import Dispatch
 from support.scheduler_harness import MS, SchedulerHarness, names_of
 
@@ -31,21 +33,22 @@ def test_request_that_cannot_be_in_time_is_refused_before_execution() -> None:
     harness.scheduler.model_processes = 1
     (refused, dispatched) = harness.scheduler.poll(13 * MS)
     assert isinstance(refused, Refusal)
-    assert (refused.correlation_id, refused.status, refused.reason) == (
-        "hopeless",
+    assert (refused.correlation_ids, refused.status, refused.reason) == (
+        ["hopeless"],
         "DEADLINE_EXCEEDED",
         "early",
     )
     assert refused.detail == "refused early: the 6 ms before its deadline are not enough to execute it"
     assert isinstance(dispatched, Dispatch)
-    assert names_of(dispatched.requests) == "a"
+    assert names_of(dispatched.runs) == "a"
 
 
 def test_more_hopeless_requests_than_one_plan_covers_are_all_refused() -> None:
     harness = SchedulerHarness(processes=0, max_batch_size=2, policy="deferred").learn()
     harness.offer(" ".join(f"h{number}" for number in range(30)), expiration=19)
     harness.scheduler.model_processes = 1
-    assert harness.poll(13) == [f"DEADLINE_EXCEEDED: h{number}" for number in range(30)]
+    refused = " ".join(harness.poll(13)).replace("DEADLINE_EXCEEDED: ", "")
+    assert refused == " ".join(f"h{number}" for number in range(30))
 
 
 def test_request_with_a_target_only_or_a_delayed_one_is_not_refused_early() -> None:
@@ -157,3 +160,50 @@ def test_no_trial_soon_after_the_latency_of_the_lane_was_observed() -> None:
     assert harness.poll(99) == ["DEADLINE_EXCEEDED: a"]
     harness.offer("b", at=100, expiration=50)
     assert harness.poll(100) == ["deadline: b"]
+
+
+# --- many lanes --------------------------------------------------------------------------------------------
+
+
+def test_what_was_learned_is_applied_to_few_of_many_lanes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each batch that settles would cost time in proportion to all waiting lanes."""
+    harness = SchedulerHarness(max_batch_size=8, policy="deferred").learn()
+    for number in range(1000):
+        harness.offer("a", expiration=60_000, lane=f"lane-{number}")
+    harness.wake_at_ms()
+    claimed: list[str] = []
+    claim = Dispatcher._claim
+
+    def counted(self: Dispatcher, lane: Lane, settings: ModelSettings) -> Any:
+        claimed.append(lane.name)
+        return claim(self, lane, settings)
+
+    monkeypatch.setattr(Dispatcher, "_claim", counted)
+    for number in range(100):  # each is a batch that settles
+        claimed.clear()
+        harness.learn(until=number)
+        harness.wake_at_ms()
+        assert 0 < len(claimed) <= 4 * (LANES_UPDATED_MAX + 1)  # `learn` settles four
+
+
+def test_every_lane_follows_what_was_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = SchedulerHarness(max_batch_size=8, policy="deferred").learn(intercept=10, slope=0)
+    for number in range(100):
+        harness.offer("a", expiration=1000 + number, lane=f"lane-{number}")
+    assert harness.wake_at_ms() == pytest.approx(1000 - 10, abs=0.1)
+    for _ in range(1 + 100 // LANES_UPDATED_MAX):  # now it is ten times slower
+        harness.learn(intercept=100, slope=0)
+    assert harness.wake_at_ms() == pytest.approx(1000 - 100, abs=0.1)
+    assert harness.poll(899) == []
+    assert harness.poll(900.1) == ["deadline: a"]
+
+
+def test_no_batch_is_dispatched_too_early_by_a_claim_that_is_not_updated_yet() -> None:
+    harness = SchedulerHarness(max_batch_size=8, policy="deferred").learn(intercept=400, slope=0)
+    for number in range(1000):
+        harness.offer("a", expiration=1000 + number, lane=f"lane-{number}")
+    harness.wake_at_ms()
+    harness.learn(intercept=10, slope=0)
+    harness.learn(intercept=10, slope=0)
+    assert harness.poll(620) == []
+    assert harness.poll(992) == ["deadline: a"]

@@ -126,34 +126,34 @@ def test_mean_batch_is_the_mean_over_batches_not_requests() -> None:
 # --- a worker's log
 
 
-def batch(size: int, reason: str) -> str:
-    return json.dumps({"event": "batch", "size": size, "reason": reason}) + "\n"
+def summary(requests: int, **reasons: int) -> str:
+    return json.dumps({"event": "batches", "requests": requests, "reasons": reasons}) + "\n"
 
 
 async def test_reasons_are_counted_from_the_skipped_position(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
-    log.write_text(batch(3, "full"))
+    log.write_text(summary(3, full=1))
     reader = WorkerLog(log)
     reader.skip()
     with log.open("a") as more:
-        more.write(batch(64, "full") + "Traceback\n" + batch(64, "full") + batch(2, "idle") + '{"event": "ba')
-    assert await reader.reasons(130) == {"full": 2, "idle": 1}
+        more.write(summary(128, full=2) + "Traceback\n" + summary(66, full=1, idle=1) + '{"event": "ba')
+    assert await reader.reasons(194) == {"full": 3, "idle": 1}
 
 
 async def test_late_log_line_is_awaited_for_a_limited_time(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
-    log.write_text(batch(1, "idle"))
+    log.write_text(summary(1, idle=1))
     counting = asyncio.ensure_future(WorkerLog(log).reasons(3))
     await asyncio.sleep(0)
     with log.open("a") as more:
-        more.write(batch(2, "full"))
+        more.write(summary(2, full=1))
     assert await counting == {"idle": 1, "full": 1}
     assert await WorkerLog(log).reasons(4, within_s=0.01) == {"idle": 1, "full": 1}
 
 
 def test_last_error_is_that_of_the_last_error_line(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
-    log.write_text(batch(1, "idle"))
+    log.write_text(summary(1, idle=1))
     assert WorkerLog(log).last_error() is None
     log.write_text('{"level": "error", "reason": "one"}\n{"level": "error", "reason": "two"}\nend\n')
     assert WorkerLog(log).last_error() == "two"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from carpool_batcher.core.queue import MAX_BATCH_BYTES
-from support.scheduler_harness import SchedulerHarness, requests
+from support.scheduler_harness import SchedulerHarness, run
 
 # --- reasons ---------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def test_fields_for_the_model_count_as_bytes() -> None:
     extra = {"image": bytes(MAX_BATCH_BYTES // 2)}
     harness = SchedulerHarness(processes=3, max_queue_bytes=2 * MAX_BATCH_BYTES)
     assert harness.offer("a b c", extra=extra) == []
-    assert [one.correlation_id for one in harness.offer("d", extra=extra)] == ["d"]
+    assert [one.correlation_ids for one in harness.offer("d", extra=extra)] == [["d"]]
     assert harness.poll() == ["full: a", "full: b", "idle: c"]
     assert harness.scheduler.waiting_bytes == 0
 
@@ -191,7 +191,7 @@ def test_requests_put_back_keep_their_arrival() -> None:
     harness.offer("d", at=21)
     assert harness.wake_at_ms() == 30
     # When the rest of a partly dispatched entry comes back under a later ID
-    harness.offer_requests(requests("a1 a2", at=19, entry_id="9-0"), at=22)
+    harness.offer_runs([run("a1 a2", at=19, entry_id="9-0")], at=22)
     # Then its requests keep their delay and their place
     assert harness.wake_at_ms() == 29
     assert harness.poll(29) == ["delay: a1 a2 b c d"]

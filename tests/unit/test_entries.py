@@ -2,47 +2,101 @@
 
 from __future__ import annotations
 
-from carpool.messages import Entry, Request
+from carpool.messages import Entry, Run
+from carpool.rows import Body
 from carpool.store.batcher import EntryChanges, PutBack
+from carpool.store.reader import RawEntry
 from carpool_batcher.entries import EntryTable
 
 
 def table_of(**sizes: int) -> EntryTable:
+    """A table of entries with this many runs, each of one request."""
     table = EntryTable()
     for entry_id, size in sizes.items():
-        entry = table[entry_id] = Entry(entry_id, 0)
-        entry.requests = [Request(entry, f"{entry_id}.{position}", b"") for position in range(size)]
+        entry = table[entry_id] = Entry(entry_id, 7)
+        bodies: list[Body] = [b""]
+        entry.runs = [Run(entry, [f"{entry_id}.{position}"], bodies) for position in range(size)]
     return table
 
 
-def test_removed_entry_leaves_the_table_without_requests() -> None:
+def arrived(*entry_ids: str) -> list[RawEntry]:
+    return [(entry_id.encode(), []) for entry_id in entry_ids]
+
+
+def put_back(table: EntryTable, entry: Entry, *new_ids: str) -> None:
+    """Replace an entry by as many as there are IDs, each with the next run of the entry."""
+    parts = [(new_id, [run]) for new_id, run in zip(new_ids, entry.runs, strict=True)]
+    table.update_from(EntryChanges([], [PutBack(entry, parts)], []))
+
+
+def test_removed_entry_leaves_the_table_without_runs() -> None:
     table = table_of(a=2, b=1)
     removed, kept = table.values()
-    assert table.update_from(EntryChanges([removed], [], [])) == []
-    assert (removed.requests, list(table.values()), len(kept.requests)) == ([], [kept], 1)
+    assert table.update_from(EntryChanges([removed], [], [])) == ([], [])
+    assert (removed.runs, list(table.values()), len(kept.runs)) == ([], [kept], 1)
 
 
 def test_entry_that_was_put_back_is_known_by_its_new_id() -> None:
     table = table_of(a=3, b=1)
     entry = table["a"]
-    waiting = entry.requests[1:]
-    assert table.update_from(EntryChanges([], [PutBack(entry, "c", waiting)], [])) == []
-    assert (entry.id, entry.requests) == ("c", waiting)
-    assert set(table) == {"b", "c"}
-    assert all(request.entry is table["c"] for request in waiting)
+    waiting = entry.runs[1:]
+    assert table.update_from(EntryChanges([], [PutBack(entry, [("9-0", waiting)])], [])) == ([], [])
+    assert (entry.id, entry.runs) == ("9-0", waiting)
+    assert set(table) == {"b", "9-0"}
+    assert all(run.entry is table["9-0"] for run in waiting)
 
 
-def test_requests_of_a_missing_entry_are_returned() -> None:
+def test_entry_that_was_put_back_in_several_is_divided() -> None:
+    """Expect each run to know its entry, and those to be returned whose Entry is another one."""
+    table = table_of(a=4)
+    entry = table["a"]
+    _, second, third, fourth = entry.runs
+    parts = [("9-0", [second]), ("9-1", [third]), ("9-2", [fourth])]
+    missing, moved = table.update_from(EntryChanges([], [PutBack(entry, parts)], []))
+    assert (missing, moved) == ([], [third, fourth])
+    assert {name: one.runs for name, one in table.items()} == dict(parts)
+    assert [run.entry.id for run in (second, third, fourth)] == ["9-0", "9-1", "9-2"]
+    assert {one.arrival_us for one in table.values()} == {7}
+    assert table["9-0"] is entry
+
+
+def test_runs_of_a_missing_entry_are_returned() -> None:
     table = table_of(a=2, b=1)
     missing = table["a"]
-    requests = missing.requests
-    assert table.update_from(EntryChanges([], [], [missing])) == requests
-    assert missing.requests == []
+    runs = missing.runs
+    assert table.update_from(EntryChanges([], [], [missing])) == (runs, [])
+    assert missing.runs == []
     assert list(table) == ["b"]
 
 
 def test_entry_that_is_not_in_the_table_any_more_is_no_error() -> None:
     table = table_of(a=1)
     entry = table.pop("a")
-    assert table.update_from(EntryChanges([entry], [], [])) == []
+    assert table.update_from(EntryChanges([entry], [], [])) == ([], [])
     assert not table
+
+
+def test_what_was_put_back_is_not_offered_again() -> None:
+    """Given entries that were put back, expect them to be left out when they are read, in whatever reads."""
+    table = table_of(a=3)
+    put_back(table, table["a"], "5-0", "9-0", "10-0")
+    assert table.not_put_back(arrived("3-0")) == arrived("3-0")
+    assert table.not_put_back(arrived("5-0", "7-0", "9-0")) == arrived("7-0")
+    assert table.not_put_back(arrived("10-0", "11-0")) == arrived("11-0")
+
+
+def test_what_was_put_back_and_removed_since_is_not_offered_either() -> None:
+    """Given a read that was under way when the rest of the entry was dispatched, expect it to be left out."""
+    table = table_of(a=1)
+    put_back(table, table["a"], "5-0")
+    table.update_from(EntryChanges([table["5-0"]], [], []))
+    assert not table
+    assert table.not_put_back(arrived("5-0", "6-0")) == arrived("6-0")
+
+
+def test_ids_are_remembered_until_they_were_read() -> None:
+    """An entry that was put back and removed may never be read. Expect no growing list of IDs."""
+    table = table_of(a=2)
+    put_back(table, table["a"], "5-0", "9-0")
+    table.not_put_back(arrived("9-0"))
+    assert not table._put_back_ids

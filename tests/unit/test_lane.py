@@ -3,115 +3,171 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import Entry, Request
+from carpool.messages import Entry, Run
+from carpool.rows import Bodies, Rows, StoredBody
+from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import NO_WEIGHTS
-from carpool_batcher.core.lane import Lane, bytes_of
-
-NO_LIMIT = 1 << 60
+from carpool_batcher.core.lane import Lane
 
 
-def request(
-    name: str,
+def run(
+    names: str,
     arrival_us: int = 0,
     priority: int = 4,
     cost: int = 1,
     body: bytes = b"x",
     tenant: str = "",
     deadline_us: int | None = None,
-) -> Request:
-    return Request(
-        Entry("1-0", arrival_us), name, body, arrival_us=arrival_us, priority=priority, cost=cost,
+    rows: bool = False,
+) -> Run:
+    """A run with these requests. Each has the same body."""
+    ids = names.split()
+    bodies: Bodies = Rows(b"", body * len(ids), len(body)) if rows else [body] * len(ids)
+    one = Run(
+        Entry("1-0", arrival_us), ids, bodies, arrival_us=arrival_us, priority=priority, cost=cost,
         tenant=tenant, deadline_us=deadline_us,
     )  # fmt: skip
+    one.entry.runs.append(one)
+    return one
 
 
-def lane_of(*requests: Request) -> Lane:
-    lane = Lane("")
-    for r in requests:
-        lane.insert(r)
+def insert(lane: Lane, *runs: Run) -> Lane:
+    for one in runs:
+        lane.insert(one, bytes_of(one))
     return lane
 
 
-def names(lane: Lane) -> str:
-    return " ".join(r.correlation_id for r in lane.pop_batch(100, None, NO_LIMIT))
+def remove(lane: Lane, one: Run) -> None:
+    lane.remove(one, bytes_of(one))
 
 
-def test_request_put_back_is_inserted_by_arrival() -> None:
-    a, b, c, d = request("a", 1), request("b", 2), request("c", 2), request("d", 3)
-    assert names(lane_of(a, b, d, c)) == "a b c d"
-    assert names(lane_of(d, a, c, b)) == "a c b d"
+def lane_of(*runs: Run) -> Lane:
+    return insert(Lane(""), *runs)
+
+
+def names(runs: Iterable[Run]) -> str:
+    return " ".join(name for one in runs for name in one.correlation_ids)
+
+
+def popped(lane: Lane, size: int = 100, weights: Mapping[str, float] = NO_WEIGHTS) -> str:
+    return names(lane.pop_batch(BatchLimits(size), weights).runs)
+
+
+def test_run_put_back_is_inserted_by_arrival() -> None:
+    a, b, c, d = run("a", 1), run("b1 b2", 2), run("c", 2), run("d", 3)
+    assert popped(lane_of(a, b, d, c)) == "a b1 b2 c d"
+    assert popped(lane_of(d, a, c, b)) == "a c b1 b2 d"
 
 
 def test_head_is_right_after_every_change() -> None:
-    high, old, new = request("high", 5, priority=9), request("old", 1), request("new", 7)
+    high, old, new = run("high", 5, priority=9), run("old", 1), run("new", 7)
     lane = lane_of(new)
     assert lane.head() == (1 + 4, 7)
-    lane.insert(high)
+    insert(lane, high)
     assert lane.head() == (1 + 9, 5)
-    lane.insert(old)
+    insert(lane, old)
     assert lane.head() == (1 + 9, 1)
-    lane.remove(old)
+    remove(lane, old)
     assert lane.head() == (1 + 9, 5)
-    assert lane.pop_batch(1, None, NO_LIMIT) == [high]
+    assert popped(lane, 1) == "high"
     assert lane.head() == (1 + 4, 7)
 
 
 def test_totals_follow_every_change() -> None:
-    a, b, c = request("a", cost=2, body=b"123"), request("b", cost=3), request("c", body=b"12")
+    a, b, c = run("a1 a2", cost=2, body=b"123"), run("b", cost=3), run("c1 c2 c3", body=b"12", rows=True)
     lane = lane_of(a, b, c)
-    assert (lane.count, lane.cost, lane.bytes) == (3, 6, 6)
-    lane.remove(b)
+    assert (lane.count, lane.cost, lane.bytes) == (6, 10, 13)
+    remove(lane, b)
     assert b not in lane and a in lane
-    assert (lane.count, lane.cost, lane.bytes) == (2, 3, 5)
-    assert lane.pop_batch(1, None, NO_LIMIT) == [a]
-    assert (lane.count, lane.cost, lane.bytes) == (1, 1, 2)
-    assert list(lane) == [c]
+    assert (lane.count, lane.cost, lane.bytes) == (5, 7, 12)
+    assert popped(lane, 1) == "a1"
+    assert (lane.count, lane.cost, lane.bytes) == (4, 5, 9)
+    assert names([lane.take(c, [1])]) == "c2"
+    assert (lane.count, lane.cost, lane.bytes) == (3, 4, 7)
+    assert list(lane) == [a, c]
 
 
-def test_pop_batch_stops_at_each_limit_and_returns_at_least_one() -> None:
-    def taken(max_size: int = 100, max_cost: int | None = None, max_bytes: int = NO_LIMIT) -> int:
-        lane = lane_of(*(request(str(number), cost=3, body=b"1234") for number in range(5)))
-        return len(lane.pop_batch(max_size, max_cost, max_bytes))
+@pytest.mark.parametrize("runs", [["0 1 2 3 4"], ["0 1", "2", "3 4"], list("01234")])
+@pytest.mark.parametrize("rows", [False, True])
+def test_pop_batch_stops_at_each_limit_and_returns_at_least_one(runs: Sequence[str], rows: bool) -> None:
+    def taken(size: int = 100, cost: int = NO_LIMIT, size_bytes: int = NO_LIMIT) -> int:
+        lane = lane_of(*(run(names, cost=3, body=b"1234", rows=rows) for names in runs))
+        limits = BatchLimits(size, cost, size_bytes)
+        peeked = sum(one.size for one in lane.peek_batch(limits, NO_WEIGHTS))
+        batch = len(names(lane.pop_batch(limits).runs).split())
+        assert peeked == batch
+        assert names(lane) == " ".join("01234"[batch:])
+        return batch
 
     assert taken() == 5
-    assert taken(max_size=2) == 2
-    assert [taken(max_cost=cost) for cost in (1, 8, 9, 14, 15)] == [1, 2, 3, 4, 5]
-    assert [taken(max_bytes=size) for size in (1, 11, 12, 19, 20)] == [1, 2, 3, 4, 5]
+    assert taken(size=2) == 2
+    assert [taken(cost=cost) for cost in (1, 8, 9, 14, 15)] == [1, 2, 3, 4, 5]
+    assert [taken(size_bytes=size) for size in (1, 11, 12, 19, 20)] == [1, 2, 3, 4, 5]
+
+
+def test_free_requests_fit_until_the_first_is_over_the_cost_limit() -> None:
+    lane = lane_of(run("a b", cost=0), run("c", cost=5), run("d e", cost=0))
+    assert names(lane.pop_batch(BatchLimits(cost=5)).runs) == "a b c d e"
+    lane = lane_of(run("a", cost=6), run("b", cost=0))
+    assert names(lane.pop_batch(BatchLimits(cost=5)).runs) == "a"
+
+
+def test_cut_run_stays_in_its_place() -> None:
+    first, second = run("a b c", 1), run("d", 2)
+    lane = lane_of(first, second)
+    assert popped(lane, 2) == "a b"
+    assert list(lane) == [first, second]
+    assert names(first.entry.runs) == "a b c"
+    assert popped(lane) == "c d"
 
 
 def test_request_that_does_not_fit_is_not_overtaken_by_a_lower_priority() -> None:
-    lane = lane_of(request("low", priority=0), request("big", cost=9), request("high", priority=9))
-    assert [r.correlation_id for r in lane.pop_batch(10, 5, NO_LIMIT)] == ["high"]
+    lane = lane_of(run("low", priority=0), run("big", cost=9), run("high", priority=9))
+    assert names(lane.pop_batch(BatchLimits(10, 5)).runs) == "high"
 
 
-def test_removed_requests_are_no_longer_urgent() -> None:
-    a, b = request("a"), request("b")
+def test_removed_runs_are_no_longer_urgent() -> None:
+    a, b = run("a1 a2"), run("b")
     lane = lane_of(a, b)
     lane.urgent |= {a, b}
-    lane.remove(b)
-    lane.pop_batch(1, None, NO_LIMIT)
+    remove(lane, b)
+    popped(lane, 1)
+    assert lane.urgent == {a}
+    popped(lane, 1)
     assert not lane.urgent
 
 
-def test_fields_for_the_model_count_as_bytes() -> None:
-    r = request("a", body=b"12345")
-    assert bytes_of(r) == 5
-    r.extra = {"abc": b"1234567"}
-    assert bytes_of(r) == 15
+def test_fields_for_the_model_count_as_bytes_of_each_request() -> None:
+    one = run("a b", body=b"12345")
+    assert bytes_of(one) == 10
+    one.extra = {"abc": b"1234567"}
+    assert bytes_of(one) == 30
+    one.bodies = Rows(b"12", b"abc" * 2, 3)
+    assert bytes_of(one) == 30
+    one.bodies = [b"1", StoredBody("name", 1000)]
+    assert (bytes_of(one), bytes_of(one, 0, 1), bytes_of(one, 1, 2)) == (1021, 11, 1010)
 
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from("abc"), st.sampled_from((4, 4, 9)), st.integers(0, 3)),
+        st.tuples(
+            st.just("add"),
+            st.sampled_from("abc"),
+            st.sampled_from((4, 4, 9)),
+            st.integers(0, 3),
+            st.integers(1, 9),
+        ),
         st.tuples(st.just("remove"), st.integers(0, 100)),
-        st.tuples(st.just("pop"), st.integers(1, 4)),
+        st.tuples(st.just("take"), st.integers(0, 100)),
+        st.tuples(st.just("pop"), st.integers(1, 9)),
         st.tuples(st.just("expire"), st.integers(0, 100)),
     ),
     max_size=60,
@@ -121,81 +177,110 @@ tenant_weights = st.sampled_from([NO_WEIGHTS, {"a": 4.0}, {"a": 0.5, "b": 2.0, "
 
 @settings(deadline=None)
 @given(steps, tenant_weights)
-def test_in_order_and_peek_batch_agree_with_pop_batch(
+def test_runs_are_served_as_their_requests_would_be(
     operations: list[tuple[object, ...]], weights: Mapping[str, float]
 ) -> None:
-    lane = Lane("")
+    """Given the same requests in runs, and each by itself in another lane, expect the same order."""
+    lane, singly = Lane(""), Lane("")
     number = count()
     for operation, *arguments in operations:
         present = list(lane)
         if operation == "add":
-            tenant, priority, cost = arguments
+            tenant, priority, cost, size = arguments
             at = next(number)
-            lane.insert(request(str(at), at, int(str(priority)), int(str(cost)), tenant=str(tenant)))
+            ids = [f"{at}.{index}" for index in range(int(str(size)))]
+            fields = {"arrival_us": at, "priority": priority, "cost": cost, "tenant": tenant}
+            insert(lane, run(" ".join(ids), **fields))  # type: ignore[arg-type]
+            insert(singly, *(run(name, **fields) for name in ids))  # type: ignore[arg-type]
         elif operation == "pop" and present:
             size = int(str(arguments[0]))
-            expected = list(lane.in_order(weights))[:size]
-            assert lane.peek_batch(size, None, NO_LIMIT, weights) == expected
-            assert lane.pop_batch(size, None, NO_LIMIT, weights) == expected
+            assert names_in_order(lane, weights) == names_in_order(singly, weights)
+            expected = names_in_order(lane, weights)[:size]
+            peeked = lane.peek_batch(BatchLimits(size), weights)
+            assert [
+                one.run.correlation_ids[one.start + at] for one in peeked for at in range(one.size)
+            ] == expected
+            assert popped(lane, size, weights).split() == popped(singly, size, weights).split() == expected
         elif present:
             chosen = present[int(str(arguments[0])) % len(present)]
-            lane.remove(chosen) if operation == "remove" else lane.move_expired(chosen)
-        assert len(list(lane.in_order(weights))) == lane.count == len(set(lane))
-    remaining = list(lane.in_order(weights))
-    assert not remaining or lane.pop_batch(NO_LIMIT, None, NO_LIMIT, weights) == remaining
+            same = [one for name in chosen.correlation_ids for one in singly if one.correlation_ids == [name]]
+            if operation == "remove":
+                remove(lane, chosen)
+            elif operation == "expire":
+                lane.move_expired(chosen)
+                for one in same:
+                    singly.move_expired(one)
+            elif len(chosen) > 1:
+                lane.take(chosen, [1])
+                remove(singly, same[1])
+            if operation == "remove":
+                for one in same:
+                    remove(singly, one)
+        assert len(names_in_order(lane, weights)) == lane.count == singly.count
+    remaining = names_in_order(lane, weights)
+    assert remaining == names_in_order(singly, weights)
+    assert not remaining or popped(lane, NO_LIMIT, weights).split() == remaining
+
+
+def names_in_order(lane: Lane, weights: Mapping[str, float]) -> list[str]:
+    return [
+        name
+        for one, start, size in lane.in_order(weights)
+        for name in one.correlation_ids[start : start + size]
+    ]
 
 
 # --- expired requests --------------------------------------------------------------------------------------
 
 
 def test_expired_request_is_behind_all_others_and_not_urgent() -> None:
-    late, low, high = request("late", 1, priority=9), request("low", 5, priority=0), request("high", 6)
+    late, low, high = run("late", 1, priority=9), run("low", 5, priority=0), run("high", 6)
     lane = lane_of(late, high, low)
     lane.urgent.add(late)
     lane.move_expired(late)
     assert not lane.urgent
     # The arrival of the expired request does not count for the others.
     assert lane.head() == (1 + 4, 5)
-    assert names(lane) == "high low late"
+    assert popped(lane) == "high low late"
     assert not lane.expired
 
 
 def test_head_of_a_lane_with_only_expired_requests() -> None:
-    late, later = request("late", 1), request("later", 2)
+    late, later = run("late", 1), run("later", 2)
     lane = lane_of(later, late)
     lane.move_expired(late)
     assert lane.head() == (1 + 4, 2)
     lane.move_expired(later)
     assert lane.head() == (0, 1)
-    lane.insert(request("new", 3))
+    insert(lane, run("new", 3))
     assert lane.head() == (1 + 4, 3)
 
 
 # --- due times ---------------------------------------------------------------------------------------------
 
 
-def due_us(waiting: Request, target_us: int | None) -> int:
-    if waiting.deadline_us is not None:
-        return waiting.deadline_us
-    return NEVER_US if target_us is None else waiting.arrival_us + target_us
+def due_us(one: Run, target_us: int | None) -> int:
+    if one.deadline_us is not None:
+        return one.deadline_us
+    return NEVER_US if target_us is None else one.arrival_us + target_us
 
 
 def test_earliest_due_time_is_of_waiting_requests_that_have_not_expired() -> None:
-    first, second, third = (request(str(at), deadline_us=at) for at in (10, 20, 30))
+    first, second, third = (run(str(at), deadline_us=at) for at in (10, 20, 30))
     lane = lane_of(third, first)
     assert lane.earliest_due_us(None) == 10
-    lane.insert(second)
-    lane.remove(first)
+    insert(lane, second)
+    remove(lane, first)
     assert lane.earliest_due_us(None) == 20
     lane.move_expired(second)
     assert lane.earliest_due_us(None) == 30
     # Given a request without a deadline, the target counts for it, also when it changes.
-    lane.insert(request("target", arrival_us=5))
+    insert(lane, run("target", arrival_us=5))
     assert lane.earliest_due_us(None) == 30
     assert lane.earliest_due_us(7) == 12
     assert lane.earliest_due_us(20) == 25
     assert lane.earliest_due_us(None) == 30
-    lane.pop_batch(2, None, NO_LIMIT)
+    popped(lane, 2)
     assert lane.earliest_due_us(None) == NEVER_US
 
 
@@ -209,23 +294,23 @@ def test_earliest_due_time_is_right_after_every_change(
 ) -> None:
     lane, waiting = Lane(""), []
     for at, deadline_us in enumerate(deadlines_us):
-        arriving = request(str(at), chance.randrange(10), chance.randrange(3), deadline_us=deadline_us)
-        lane.insert(arriving)
+        arriving = run(str(at), chance.randrange(10), chance.randrange(3), deadline_us=deadline_us)
+        insert(lane, arriving)
         waiting.append(arriving)
         if chance.random() < 0.5:
-            lane.remove(waiting.pop(chance.randrange(len(waiting))))
+            remove(lane, waiting.pop(chance.randrange(len(waiting))))
         expected_us = min((due_us(r, target_us) for r in waiting), default=NEVER_US)
         assert lane.earliest_due_us(target_us) == expected_us
 
 
 def test_due_index_does_not_keep_removed_requests() -> None:
-    first = request("first", deadline_us=1)
+    first = run("first", deadline_us=1)
     lane = lane_of(first)
     for at in range(1000):
         if at % 500 == 0:
             assert lane.earliest_due_us(None) == 1
-        r = request(str(at), deadline_us=1000 + at)
-        lane.insert(r)
-        lane.remove(r)
+        r = run(str(at), deadline_us=1000 + at)
+        insert(lane, r)
+        remove(lane, r)
     assert len(lane._due_index or ()) < 100
     assert lane.earliest_due_us(None) == 1

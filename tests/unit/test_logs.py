@@ -72,6 +72,6 @@ def test_line_in_a_file_is_json_with_the_service(set_up_logs: SetUp) -> None:
 
 def test_events_below_the_minimum_level_are_not_logged(set_up_logs: SetUp) -> None:
     stderr = set_up_logs("warning", is_terminal=False)
-    structlog.get_logger().info("batch")
+    structlog.get_logger().info("batches")
     structlog.get_logger().warning("lease lost")
     assert [json.loads(line)["event"] for line in stderr.getvalue().splitlines()] == ["lease lost"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, DispatchReason, Entry, Refusal, Request
+from carpool.messages import JSON, DispatchReason, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.wire.report import Gauges
 from carpool_batcher.core.capacity import InFlightBatch
@@ -20,9 +20,8 @@ from carpool_batcher.recent_latency import WINDOW_US, RecentLatency
 SECOND_US = 1_000_000
 
 
-def requests(number: int, arrival_us: int = 0) -> list[Request]:
-    entry = Entry("1-1", arrival_us)
-    return [Request(entry, str(at), b"", arrival_us=arrival_us) for at in range(number)]
+def run(number: int, arrival_us: int = 0) -> Run:
+    return Run(Entry("1-1", arrival_us), list(map(str, range(number))), [b""] * number, arrival_us=arrival_us)
 
 
 # --- quantiles ---------------------------------------------------------------------------------------------
@@ -33,7 +32,7 @@ def requests(number: int, arrival_us: int = 0) -> list[Request]:
 def test_quantile_is_within_5_percent_of_the_exact_one(durations_us: list[int]) -> None:
     now_us = 1_000 * SECOND_US
     recent = RecentLatency(now_us)
-    recent.observe([now_us - one for one in durations_us], now_us)
+    recent.observe([(now_us - one, 1) for one in durations_us], now_us)
     quantiles = recent.quantiles_us(now_us)
     assert quantiles is not None
     in_order = sorted(durations_us)
@@ -44,18 +43,18 @@ def test_quantile_is_within_5_percent_of_the_exact_one(durations_us: list[int]) 
 
 def test_arrival_in_the_future_and_latency_of_hours_are_clamped() -> None:
     recent = RecentLatency(0)
-    recent.observe([5_000, -(10**11)], 4_000)
+    recent.observe([(5_000, 1), (-(10**11), 1)], 4_000)
     assert recent.quantiles_us(4_000) == pytest.approx((50, 600 * SECOND_US), rel=0.05)
 
 
 def test_slow_requests_are_forgotten_after_10_to_20_seconds() -> None:
     """Given slow requests first and fast ones later, expect the slow p99 until 20 s."""
     recent = RecentLatency(0)
-    recent.observe([0] * 50, SECOND_US)
+    recent.observe([(0, 20), (0, 30)], SECOND_US)
     seen = []
     for second in range(2, 25):
         now_us = second * SECOND_US
-        recent.observe([now_us - 1000] * 50, now_us)
+        recent.observe([(now_us - 1000, 50)], now_us)
         quantiles_us = recent.quantiles_us(now_us)
         assert quantiles_us is not None
         seen.append((second, quantiles_us[1] > SECOND_US / 2))
@@ -66,10 +65,10 @@ def test_slow_requests_are_forgotten_after_10_to_20_seconds() -> None:
 def test_idle_model_has_no_quantiles() -> None:
     recent = RecentLatency(0)
     assert recent.quantiles_us(0) is None
-    recent.observe([0], 1_000)
+    recent.observe([(0, 1)], 1_000)
     assert recent.quantiles_us(2 * WINDOW_US - 1) is not None
     assert recent.quantiles_us(3 * WINDOW_US) is None
-    recent.observe([0], 5 * WINDOW_US)
+    recent.observe([(0, 1)], 5 * WINDOW_US)
     assert recent.quantiles_us(7 * WINDOW_US) is None, "after two idle windows both histograms have expired"
 
 
@@ -78,7 +77,7 @@ def test_idle_model_has_no_quantiles() -> None:
 
 def dispatch(meter: Meter, scheduler: Scheduler, *batches: tuple[DispatchReason, int]) -> None:
     """Batches of these reasons and sizes are dispatched."""
-    meter.dispatched([Dispatch(requests(size), reason, "") for reason, size in batches], scheduler, 0)
+    meter.dispatched([Dispatch([run(size)], reason, "") for reason, size in batches], scheduler, 0)
 
 
 def test_report_counts_from_the_takeover() -> None:
@@ -90,11 +89,11 @@ def test_report_counts_from_the_takeover() -> None:
     dispatch(meter, scheduler, ("full", 10), ("idle", 5))
     dispatch(meter, scheduler, ("full", 10))
     for reason in ("queue_size", "queue_bytes", "queue_size"):
-        meter.refused([Refusal(Entry("1-1", 0), "c", None, JSON, RESOURCE_EXHAUSTED, reason, "")])
+        meter.refused([Refusal(Entry("1-1", 0), ["c"], None, JSON, RESOURCE_EXHAUSTED, reason, "")])
     meter.expired_in_flight(0)
     before = meter.report("me", scheduler, 8 * SECOND_US)
     meter.expired_in_flight(2)
-    meter.settled(InFlightBatch(0, 2, "", {}, [8 * SECOND_US, 8 * SECOND_US]), 9 * SECOND_US)
+    meter.settled(InFlightBatch(0, 2, "", {}, [(8 * SECOND_US, 2)]), 9 * SECOND_US)
     report = meter.report("me", scheduler, 9 * SECOND_US)
 
     assert (report.batcher, report.began_us, report.at_us) == ("me", 7 * SECOND_US, 9 * SECOND_US)
@@ -108,19 +107,18 @@ def test_report_counts_from_the_takeover() -> None:
 
 def test_report_holds_gauges_and_the_learned_latency() -> None:
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=3)
-    for one in requests(2, arrival_us=SECOND_US):
-        assert scheduler.offer(one, SECOND_US) is None
+    assert scheduler.offer(run(2, arrival_us=SECOND_US), SECOND_US) == []
     for batch_id, size in (("1-1", 4), ("1-2", 8)):
-        scheduler.adopt(batch_id, Dispatch(requests(size), "idle", ""), 0)
+        scheduler.adopt(batch_id, Dispatch([run(size)], "idle", ""), 0)
     scheduler.set_withheld(7)
     assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.waiting_bytes, 2.0, 2, 12, 3, 7)
 
-    assert scheduler.in_flight()["1-1"].arrivals_us == [0] * 4
+    assert scheduler.in_flight()["1-1"].arrivals == [(0, 4)]
     scheduler.settle("1-1", 8_000, 9_000)
     meter = Meter(BatcherMetrics(), "square")
     assert meter.report("me", scheduler, 0).learned == (8_000.0, 0.0, 4), (
         "one size tells nothing about others"
     )
-    scheduler.adopt("1-3", Dispatch(requests(8), "idle", ""), 0)
+    scheduler.adopt("1-3", Dispatch([run(8)], "idle", ""), 0)
     scheduler.settle("1-3", 12_000, 13_000)
     assert meter.report("me", scheduler, 0).learned == pytest.approx((4_000.0, 1_000.0, 0))

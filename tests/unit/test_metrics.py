@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from carpool.errors import CarpoolError
-from carpool.messages import RAW, Batch, BatchedRequest, Result
+from carpool.messages import RAW, Batch, BatchedRun, Result
 from carpool.metrics import (
     DURATIONS_US,
     PERCENTS,
@@ -132,10 +132,9 @@ def test_statuses_invented_by_a_model_share_one_label() -> None:
 
 def execution_of(*statuses: str) -> Execution:
     """An execution whose requests have these results."""
-    requests = [
-        BatchedRequest("1-1", str(at), RAW, None, 1_000, None, b"", None) for at in range(len(statuses))
-    ]
-    execution = Execution(Batch("1-1", 1, requests, "full", 1_500, ""))
+    names = [str(at) for at in range(len(statuses))]
+    run = BatchedRun("1-1", names, [b""] * len(names), RAW, None, 1_000, None, None)
+    execution = Execution(Batch("1-1", 1, [run], "full", 1_500, ""))
     execution.results = {at: Result(str(at), status, RAW) for at, status in enumerate(statuses)}
     return execution
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Dispatch
-from support.scheduler_harness import MS, SchedulerHarness, requests
+from support.scheduler_harness import MS, SchedulerHarness, run
 
 
 def test_cancelled_dispatch_takes_no_capacity() -> None:
@@ -34,7 +34,7 @@ def test_settling_an_unknown_batch_or_one_twice_has_no_effect() -> None:
 
 def test_adopted_batch_takes_capacity_until_it_is_forgotten() -> None:
     harness = SchedulerHarness()
-    harness.scheduler.adopt("found", Dispatch(requests("a"), "idle", ""), dispatched_us=-5 * MS)
+    harness.scheduler.adopt("found", Dispatch([run("a")], "idle", ""), dispatched_us=-5 * MS)
     harness.offer("b")
     assert harness.poll() == []
     harness.scheduler.forget_batch("found", 10 * MS)
@@ -54,7 +54,7 @@ def test_new_settings_apply_to_requests_that_already_wait() -> None:
 def test_forgotten_batch_teaches_nothing() -> None:
     harness = SchedulerHarness(max_queue_delay_ms=1000).learn()
     expected = harness.scheduler.capacity.turnaround_us("")
-    harness.scheduler.adopt("lost", Dispatch(requests("a"), "idle", ""), dispatched_us=0)
+    harness.scheduler.adopt("lost", Dispatch([run("a")], "idle", ""), dispatched_us=0)
     harness.scheduler.forget_batch("lost", 30_000 * MS)
     assert harness.scheduler.in_flight() == {}
     assert harness.scheduler.capacity.turnaround_us("") == expected

@@ -15,74 +15,120 @@ from carpool.messages import (
     DeadLetter,
     Dispatch,
     ModelProcessesChanged,
-    Request,
+    Run,
 )
-from carpool.wire.batches import decode_batch, decode_settled, encode_batch, encode_dead_letter
+from carpool.rows import Rows, StoredBody
+from carpool.tickets import Tickets
+from carpool.wire.batches import (
+    decode_batch,
+    decode_settled,
+    encode_batch,
+    encode_dead_letter,
+    encode_tickets,
+)
 from carpool.wire.requests import decode_entry
-from support.wire import DEFAULTS, decode_packed, flat_of, request_maps
+from support.wire import DEFAULTS, decode, decode_packed, flat_of, request_maps, singles
 
 fast = settings(deadline=None)
 
 
-def batched(request: Request, deadline_us: int | None) -> BatchedRequest:
-    return BatchedRequest(
-        request.entry.id,
-        request.correlation_id,
-        request.content_type,
-        request.reply_to,
-        request.arrival_us,
-        deadline_us,
-        request.body,
-        request.extra,
-        request.ticket,
-    )
+def batched(run: Run, dispatch: Dispatch) -> list[BatchedRequest]:
+    return [
+        BatchedRequest(
+            run.entry.id,
+            request.correlation_id,
+            request.content_type,
+            request.reply_to,
+            request.arrival_us,
+            dispatch.deadline_us(run),
+            request.body,
+            request.extra or None,
+            request.ticket,
+        )
+        for request in singles([run])
+    ]
+
+
+def columns_of(sent: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
+    """Each request twice: as rows, as a list of bodies, or with its body stored elsewhere."""
+    return [
+        {name: value for name, value in raw.items() if name not in ("correlation_id", "body")}
+        | {"correlation_ids": f"{raw['correlation_id']} b"}
+        | {
+            "rows": {"row_head": raw["body"], "rows": b"1122"},
+            "bodies": {"bodies": [raw["body"], b""]},
+            "stored": {"bodies": [{"body_key": "k", "body_bytes": 7}, raw["body"]]},
+        }[form]
+        for raw in sent
+    ]
 
 
 @fast
 @given(
-    st.lists(request_maps, max_size=5),
+    st.lists(request_maps, min_size=1, max_size=5),
+    st.sampled_from(["single", "rows", "bodies", "stored"]),
     st.text("lane", max_size=4),
     st.integers(1, 9),
     st.lists(st.booleans(), min_size=5, max_size=5),
-    st.lists(st.none() | st.just("1700000000000-0:3"), min_size=5, max_size=5),
+    st.booleans(),
+    st.booleans(),
 )
 def test_batch_is_read_as_it_was_written(
-    sent: list[dict[str, Any]], lane: str, epoch: int, undated: list[bool], tickets: list[str | None]
+    sent: list[dict[str, Any]],
+    form: str,
+    lane: str,
+    epoch: int,
+    undated: list[bool],
+    has_tickets: bool,
+    is_cut: bool,
 ) -> None:
-    # Given: requests with and without tickets, of which some have no deadline once in flight
-    requests = decode_packed(sent or [{}])[0].requests
-    for request, ticket in zip(requests, tickets, strict=False):
-        request.ticket = ticket
-    without_deadline = [request for request, out in zip(requests, undated, strict=False) if out]
-    dispatch = Dispatch(requests, "full", "", frozenset(without_deadline))
+    # Given: runs with and without tickets, of which some have no deadline once in flight and some are divided
+    runs = decode_packed(sent if form == "single" else columns_of(sent, form))[0].runs
+    for run in runs:
+        run.tickets = Tickets.of("1700000000000-0", 7, len(run)) if has_tickets else None
+    if is_cut and len(runs[0]) > 1:
+        runs[0].cut(1)
+    dispatch = Dispatch(
+        runs, "full", "", frozenset(run for run, out in zip(runs, undated, strict=False) if out)
+    )
     # When
-    flat = [b"requests", encode_batch(dispatch), b"reason", b"full", b"dispatched_us", b"17"]
+    flat = [b"runs", encode_batch(dispatch), b"reason", b"full", b"dispatched_us", b"17"]
+    tickets = encode_tickets(dispatch)
+    flat += [] if tickets is None else [b"tickets", tickets]
     batch = decode_batch(b"9-1", [*flat, b"lane", lane.encode()], epoch)
     # Expect
     assert (batch.id, batch.epoch, batch.reason, batch.dispatched_us) == ("9-1", epoch, "full", 17)
     assert batch.lane == lane
-    assert batch.requests == [
-        batched(request, None if request in without_deadline else request.deadline_us) for request in requests
-    ]
+    assert batch.size == dispatch.size
+    assert batch.requests == [request for run in runs for request in batched(run, dispatch)]
+    assert [run.reply_columns for run in batch.runs] == [run.reply_columns for run in runs]
+
+
+def test_rows_stay_rows_and_stored_bodies_stay_stored() -> None:
+    entry, _ = decode({"correlation_ids": "a b", "row_head": "h", "rows": "1234", "reply_columns": 1})
+    stored, _ = decode({"body_key": "k", "body_bytes": 7})
+    batch = decode_batch(b"9-0", [b"runs", encode_batch(Dispatch(entry.runs + stored.runs, "full", ""))], 1)
+    assert [run.bodies for run in batch.runs] == [Rows(b"h", b"1234", 2), [StoredBody("k", 7)]]
+    assert [run.correlation_ids for run in batch.runs] == [["a", "b"], [stored.id]]
 
 
 def test_batch_without_the_optional_fields_has_defaults() -> None:
-    batch = decode_batch(b"9-0", [b"requests", b"\x90"], 1)
+    batch = decode_batch(b"9-0", [b"runs", b"\x90"], 1)
     assert (batch.reason, batch.dispatched_us, batch.lane, batch.result_ttl_ms) == ("", 0, "", 60_000)
 
 
 def test_batch_leaves_out_entries_that_were_no_longer_in_redis() -> None:
     entries = [decode_entry(f"{number}-0".encode(), [b"body", b""], DEFAULTS)[0] for number in (1, 11, 2)]
-    requests = [request for entry in entries for request in entry.requests]
-    packed = encode_batch(Dispatch(requests, "full", ""))
-    batch = decode_batch(b"9-0", [b"requests", packed, b"gone", b"11-0 2-0"], 1)
+    runs = [run for entry in entries for run in entry.runs]
+    packed = encode_batch(Dispatch(runs, "full", ""))
+    batch = decode_batch(b"9-0", [b"runs", packed, b"gone", b"11-0 2-0"], 1)
     assert [request.entry_id for request in batch.requests] == ["1-0"]
 
 
 def test_malformed_batch_raises() -> None:
     for packed in (b"", b"\xc1", b"\x91\x91\x01"):
         with pytest.raises((ValueError, TypeError)):
-            decode_batch(b"9-0", [b"requests", packed], 1)
+            decode_batch(b"9-0", [b"runs", packed], 1)
 
 
 def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
@@ -105,3 +151,11 @@ def test_dead_letter_is_the_request_with_reason_and_attempts() -> None:
         "attempts": 2,
         "entry_id": "1-0",
     }
+
+
+def test_dead_letter_with_a_stored_body_names_it() -> None:
+    request = BatchedRequest("1-0", "a", RAW, None, 1000, None, StoredBody("k", 7), None)
+    flat = encode_dead_letter(DeadLetter(request, "it died", 2))
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    assert (fields["body_key"], fields["body_bytes"]) == ("k", 7)
+    assert "body" not in fields

@@ -11,10 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, OK, InvalidArgumentError
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Result
+from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Result, ResultColumns
+from carpool.rows import Rows
 from carpool.wire.results import (
     MAX_DETAIL_CHARS,
+    decode_columns,
     decode_results,
+    encode_columns,
     encode_envelope,
     encode_result,
     encode_results,
@@ -96,3 +99,72 @@ def test_detail_is_cut_at_its_limit() -> None:
 def test_results_field_must_be_an_array(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="results: "):
         decode_results(msgpack.packb(value))
+
+
+# --- columns -----------------------------------------------------------------------------------------------
+
+result_columns = st.integers(1, 4).flatmap(
+    lambda count: st.builds(
+        ResultColumns,
+        st.lists(st.text("ab1.:", min_size=1, max_size=3), min_size=count, max_size=count),
+        st.sampled_from(CONTENT_TYPES),
+        st.builds(
+            lambda head, rows: Rows(head, b"".join(rows), 2),
+            st.binary(max_size=3),
+            st.lists(st.binary(min_size=2, max_size=2), min_size=count, max_size=count),
+        ),
+        *[st.integers(0, 2**40)] * 3,
+    )
+)
+
+
+@fast
+@given(st.lists(result_columns, max_size=4))
+def test_columns_are_read_as_they_were_written(columns: list[ResultColumns]) -> None:
+    assert decode_columns(encode_columns(columns)) == columns
+
+
+def test_columns_are_the_same_results_as_envelopes() -> None:
+    columns = ResultColumns(["a", "b"], RAW, Rows(b"h", b"12", 1), 3, 1500, 70000)
+    assert columns.results() == [
+        Result("a", OK, RAW, b"h1", None, 3, 1500, 70000),
+        Result("b", OK, RAW, b"h2", None, 3, 1500, 70000),
+    ]
+
+
+def test_rows_may_be_a_part_of_others() -> None:
+    """A worker takes rows out of an array without copying them."""
+    part = ResultColumns(["a"], RAW, Rows(b"", b"0123456789", 2).slice(1, 2), 1, 0, 0)
+    (read,) = decode_columns(encode_columns([part]))
+    assert read.results() == [Result("a", OK, RAW, b"23", None, 1, 0, 0)]
+
+
+valid = {
+    "correlation_ids": "a b", "status": OK, "content_type": RAW, "row_head": b"", "rows": b"12",
+    "final": True, "batch_size": 1, "queue_us": 0, "compute_us": 0,
+}  # fmt: skip
+any_value = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text(max_size=3), st.binary(max_size=3),
+    st.lists(st.integers(0, 5), max_size=2), st.dictionaries(st.text(max_size=2), st.none(), max_size=2),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.sampled_from(list(valid)), any_value, st.booleans())
+def test_malformed_columns_are_an_error_that_is_expected(name: str, value: Any, is_missing: bool) -> None:
+    raw = {key: item for key, item in valid.items() if key != name} | ({} if is_missing else {name: value})
+    try:
+        (columns,) = decode_columns(msgpack.packb([raw]))
+    except InvalidArgumentError:
+        return
+    assert len(columns.rows) == len(columns.correlation_ids)
+    assert all(type(result.body) is bytes for result in columns.results())
+    assert columns.content_type in CONTENT_TYPES or name == "content_type"
+
+
+@pytest.mark.parametrize(
+    "packed", [b"", b"\xc1", b"\x80", b"\x91\x07", b"\x91\xc0", b"\x91\x80", b"\x91" * 5000]
+)
+def test_columns_field_must_be_an_array_of_maps(packed: bytes) -> None:
+    with pytest.raises(InvalidArgumentError, match="columns: "):
+        decode_columns(packed)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from typing import Final, NamedTuple
 
-from carpool.messages import Request
+from carpool.messages import Run
 from carpool_batcher.core.lane_latency import LaneLatencies
 from carpool_batcher.core.latency import LatencyModel
 
@@ -39,13 +39,14 @@ ROUND_TRIPS_MAX: Final = 16  # kept, of which the median counts
 
 
 class InFlightBatch(NamedTuple):
-    """A batch in flight. `expiring`: its requests with a deadline, by position; `arrivals_us`: of all."""
+    """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
+    `arrivals`: when the requests arrived, as (us, number of requests)."""
 
     dispatched_us: int
     size: int
     lane: str
-    expiring: dict[int, Request]
-    arrivals_us: Sequence[int] = ()
+    expiring: dict[int, Run]
+    arrivals: Sequence[tuple[int, int]] = ()
 
 
 class Capacity:
@@ -54,6 +55,7 @@ class Capacity:
     def __init__(self, processes: int) -> None:
         self.processes = processes
         self.in_flight: dict[str, InFlightBatch] = {}  # in the order in which they were dispatched
+        self.learned = 0  # batches from which latencies were learned: what was forecast before may differ
         self._latencies = LaneLatencies()
         self._reserved = 0
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
@@ -99,6 +101,7 @@ class Capacity:
         batch = self.in_flight.get(batch_id)
         if batch is None:
             return
+        self.learned += 1
         turnaround_us = now_us - batch.dispatched_us
         self._latencies.observe(batch.lane, batch.size, turnaround_us, execution_us, now_us)
         if execution_us is not None and batch_id in self._sent_to_idle:

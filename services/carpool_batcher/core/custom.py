@@ -24,10 +24,12 @@ from carpool.messages import Request
 
 
 class FormedBatch(NamedTuple):
-    """The requests of a batch, or those that failed because the policy raised, with the error for each."""
+    """How many requests from the front form a batch. Or, by index, which ones failed because the policy
+    raised, and the error for them."""
 
-    requests: list[Request]
-    failed: list[tuple[Request, str]]
+    size: int
+    failed: Sequence[int] = ()
+    detail: str = ""
 
 
 class CustomPolicy:
@@ -51,24 +53,24 @@ class CustomPolicy:
         If a request fails, none is dispatched: without it the fair turns change, so the batch is formed anew.
         """
         hook = "initialise"
-        included: list[Request] = []
+        size = 0
         try:
             batch = self._initialise()
             hook = "include"
             for request in candidates:
-                included.append(request)
+                size += 1
                 may_join = self._include(batch, request)
-                if not may_join and len(included) > 1:
-                    included.pop()
+                if not may_join and size > 1:
+                    size -= 1
                     break
             hook = "finalise"
-            self._finalise(batch, included)
+            self._finalise(batch, candidates[:size])
         except Exception as error:
             self.raised = f"{hook} raised {type(error).__name__}: {error}"
             detail = f"the model's batching policy raised {type(error).__name__} in {hook}"
-            failed = {"initialise": candidates, "include": included[-1:], "finalise": included}[hook]
-            return FormedBatch([], [(request, detail) for request in failed])
-        return FormedBatch(included, [])
+            failed = {"initialise": range(len(candidates)), "include": [size - 1], "finalise": range(size)}
+            return FormedBatch(0, failed[hook], detail)
+        return FormedBatch(size)
 
 
 def _no_hook(*_: object) -> None:

@@ -1,32 +1,32 @@
-"""What a scheduler decides: to dispatch a batch, to refuse a request, or to expire one in flight."""
+"""What a scheduler decides: to dispatch a batch, to refuse requests, or to expire some in flight."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from carpool.messages import Dispatch, Refusal, Request
+from carpool.messages import Dispatch, Refusal, Run
 
 
 class Expire(NamedTuple):
-    """Answer the request at `position` of a batch in flight with DEADLINE_EXCEEDED."""
+    """Answer a run of a batch in flight with DEADLINE_EXCEEDED. `position` is that of its first request."""
 
     batch_id: str
     position: int
-    request: Request
+    run: Run
 
 
 Decision = Dispatch | Refusal | Expire
 
 
-def refusal(request: Request, status: str, reason: str, detail: str) -> Refusal:
-    """The Refusal of a waiting or arriving request."""
+def refusal(run: Run, status: str, reason: str, detail: str) -> Refusal:
+    """The Refusal of a waiting or arriving run."""
     return Refusal(
-        request.entry,
-        request.correlation_id,
-        request.reply_to,
-        request.content_type,
+        run.entry,
+        run.correlation_ids,
+        run.reply_to,
+        run.content_type,
         status,
         reason,
         detail,
-        request,
+        run,
     )

@@ -1,27 +1,29 @@
 """When a batch is dispatched, why, and with which requests: rules 1 to 3 at the top of `core.scheduler`.
 
-Nothing is stored here: time and settings are arguments, `core.queue` holds the waiting requests, and
-`core.capacity` knows when processes are free.
+`core.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is only the index
+of lanes by when they have a batch: it follows the lanes that changed, and is made anew when settings change.
 """
 
 from __future__ import annotations
 
-import heapq
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
-from carpool.messages import Dispatch, DispatchReason, Refusal, Request
+from carpool.messages import Dispatch, DispatchReason, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import Forecast, efficient_size, latest_start_us, plan
 from carpool_batcher.core.due_index import NEVER_US
+from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 
 PLANNED_BATCHES_MAX: Final = 4  # how many waiting requests a plan considers, in batches of the largest size
+LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
 
 
 class Dispatcher:
@@ -30,25 +32,23 @@ class Dispatcher:
     def __init__(self, queue: Queue, capacity: Capacity) -> None:
         self._queue = queue
         self._capacity = capacity
+        self._index = LaneIndex()
+        self._indexed_settings: ModelSettings | None = None
+        self._indexed_learned = 0
+        self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
 
     def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
-        if not self._queue.count or not self._capacity.has_capacity():
-            return decisions
-        lanes = self._queue.lanes
-        claims = [
-            claim for lane in lanes.values() if (claim := self._claim(lane, settings, now_us)) is not None
-        ]
-        heapq.heapify(claims)
-        while claims and self._capacity.has_capacity():
-            _, _, name, reason = heapq.heappop(claims)
-            if not self._can_dispatch(reason, settings, now_us):
+        self._update_index(settings)
+        while self._queue.count and self._capacity.has_capacity():
+            claim = self._index.first(self._open_gates(now_us), now_us)
+            if claim is None:
+                break
+            if not self._is_current(claim, settings):
                 continue
-            lane = lanes[name]
-            decisions += self._form(lane, reason, settings, custom, now_us)
-            if (claim := self._claim(lane, settings, now_us)) is not None:
-                heapq.heappush(claims, claim)
+            decisions += self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
+            self._update_index(settings)
         return decisions
 
     def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
@@ -56,50 +56,94 @@ class Dispatcher:
         free_at_us = self._capacity.free_at_us(now_us) if self._queue.count else None
         if free_at_us is None:
             return None
-        lanes = self._queue.lanes.values()
-        ready_at_us = min(self._ready_at_us(lane, settings, now_us)[0] for lane in lanes if lane.count)
-        return max(free_at_us, ready_at_us)
+        self._update_index(settings)
+        spaced_at_us = max(self._index.ready_at_us(Gate.SPACED, now_us), self._capacity.spacing_ends_us())
+        ready_at_us = min(self._index.ready_at_us(gate, now_us) for gate in (Gate.AHEAD, Gate.FREE))
+        return max(free_at_us, min(ready_at_us, spaced_at_us))
+
+    def oldest_arrival_us(self, settings: ModelSettings) -> int | None:
+        """When the oldest waiting request arrived; None if none waits."""
+        self._update_index(settings)
+        return self._index.oldest_arrival_us()
 
     # --- when, and why -------------------------------------------------------------------------------------
 
-    def _can_dispatch(self, reason: DispatchReason, settings: ModelSettings, now_us: int) -> bool:
-        """Whether a process is free. A full batch may be dispatched ahead, unless that could make it late."""
-        if reason == "full" and settings.policy != "deferred":
-            return True
+    def _open_gates(self, now_us: int) -> Sequence[Gate]:
         free_at_us = self._capacity.free_at_us(now_us)
-        return free_at_us is not None and free_at_us <= now_us
+        if free_at_us is None or free_at_us > now_us:
+            return (Gate.AHEAD,)
+        if self._capacity.spacing_ends_us() > now_us:
+            return (Gate.AHEAD, Gate.FREE)
+        return (Gate.AHEAD, Gate.FREE, Gate.SPACED)
 
-    def _claim(
-        self, lane: Lane, settings: ModelSettings, now_us: int
-    ) -> tuple[int, int, str, DispatchReason] | None:
-        """A lane with a batch that is ready, as (-rank, arrival, name, reason): the smallest comes first."""
-        if not lane.count:
-            return None
-        ready_at_us, reason = self._ready_at_us(lane, settings, now_us)
-        if now_us < ready_at_us:
-            return None
-        rank, arrival_us = lane.head()
-        return -rank, arrival_us, lane.name, reason
+    def _update_index(self, settings: ModelSettings) -> None:
+        """Follow the lanes that changed. What was learned since concerns all lanes, but only if deferred."""
+        queue, index = self._queue, self._index
+        learned = self._capacity.learned if settings.policy == "deferred" else 0
+        changed: Iterable[str] = queue.changed
+        if settings is not self._indexed_settings:
+            changed = queue.changed | queue.lanes.keys()
+        elif learned != self._indexed_learned:
+            changed = queue.changed | self._next_outdated(
+                LANES_UPDATED_MAX * (learned - self._indexed_learned)
+            )
+        self._indexed_settings, self._indexed_learned = settings, learned
+        for name in changed:
+            lane = queue.lanes.get(name)
+            if lane is None or not lane.count:
+                index.remove(name)
+            else:
+                index.put(*self._claim(lane, settings))
+        queue.changed.clear()
 
-    def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
-        """When a batch of a lane is ready, and the reason; `now_us` if it is ready whatever the time.
+    def _next_outdated(self, count: int) -> set[str]:
+        """The next `count` lanes to update with what was learned: all of them unless there are many.
 
-        The lane must not be empty.
+        Thousands of lanes take turns, or each batch that settles would cost milliseconds. Until its turn, a
+        lane's batch may start a little late; never too early, because claims are verified before they count.
         """
+        lanes = self._queue.lanes
+        if len(lanes) <= count:
+            self._outdated.clear()
+            return set(lanes)
+        if not self._outdated:
+            self._outdated = list(lanes)
+        next_lanes = set(self._outdated[-count:])
+        del self._outdated[-count:]
+        return next_lanes
+
+    def _is_current(self, claim: Claim, settings: ModelSettings) -> bool:
+        """Whether a lane's claim accounts for all that was learned; if not, it is updated."""
+        if settings.policy != "deferred":
+            return True
+        gate, current = self._claim(self._queue.lanes[claim.lane], settings)
+        self._index.put(gate, current)
+        return current == claim
+
+    def _claim(self, lane: Lane, settings: ModelSettings) -> tuple[Gate, Claim]:
+        ready_at_us, reason = self._ready_at_us(lane, settings)
+        gate = Gate.FREE
+        if reason == "full" and settings.policy != "deferred":
+            gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead
+        elif reason == "idle":
+            gate = Gate.SPACED
+        rank, arrival_us = lane.head()
+        return gate, Claim(-rank, arrival_us, lane.name, reason, ready_at_us)
+
+    def _ready_at_us(self, lane: Lane, settings: ModelSettings) -> tuple[int, DispatchReason]:
+        """When a batch of a lane is ready, and the reason. The lane must not be empty."""
         if self._queue.has_full_batch(lane, settings):
-            return now_us, "full"
+            return ANY_TIME_US, "full"
         if settings.preferred_batch_sizes and _preferred_size(lane, settings):
-            return now_us, "preferred"
+            return ANY_TIME_US, "preferred"
         if lane.urgent:
-            return now_us, "deadline"
+            return ANY_TIME_US, "deadline"
         delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
         if not self._is_deferred(lane, settings):
-            if settings.max_queue_delay_ms:
-                return delay_ends_us, "delay"
-            return max(delay_ends_us, self._capacity.spacing_ends_us()), "idle"
+            return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
         forecast = self._forecast(lane, settings)
         if lane.count >= efficient_size(forecast.latency, settings.max_batch_size):
-            return now_us, "efficient"
+            return ANY_TIME_US, "efficient"
         start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), lane.count)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
             return delay_ends_us, "delay"
@@ -141,47 +185,66 @@ class Dispatcher:
         size_max = min(lane.count, settings.max_batch_size)
         if forecast.settles_us(now_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
-        in_order = list(islice(lane.in_order(settings.tenant_weights), PLANNED_BATCHES_MAX * size))
+        slices = list(_front(lane.in_order(settings.tenant_weights), PLANNED_BATCHES_MAX * size))
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
-        planned = plan(
-            forecast, [_strict_deadline_us(request, lane, settings) for request in in_order], now_us
-        )
+        deadlines_us: list[int] = []
+        for run, _, count in slices:
+            deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
+        planned = plan(forecast, deadlines_us, now_us)
         if not planned.size and self._capacity.begin_trial(lane.name, now_us):
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
-            return [self._refuse_early(in_order[at], now_us) for at in planned.refused]
+            return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
         return [self._dispatch_from(lane, reason, min(size, planned.size), settings)]
 
     def _form_custom(
         self, lane: Lane, reason: DispatchReason, settings: ModelSettings, custom: CustomPolicy
     ) -> list[Decision]:
         """Dispatch the requests that a user's policy includes, or refuse those for which it raised."""
-        formed = custom.form(self._queue.peek_batch(lane, settings))
-        decisions: list[Decision] = []
-        for request, detail in formed.failed:
-            self._queue.remove(request)
-            decisions.append(refusal(request, INTERNAL, "policy", detail))
-        if formed.requests:
-            decisions.append(self._dispatch_from(lane, reason, len(formed.requests), settings))
+        slices = self._queue.peek_batch(lane, settings)
+        requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
+        formed = custom.form(requests)
+        decisions: list[Decision] = [
+            refusal(run, INTERNAL, "policy", formed.detail) for run in self._take(slices, formed.failed)
+        ]
+        if formed.size:
+            decisions.append(self._dispatch_from(lane, reason, formed.size, settings))
         return decisions
 
-    def _refuse_early(self, request: Request, now_us: int) -> Refusal:
-        self._queue.remove(request)
-        remaining_ms = ((request.deadline_us or 0) - now_us) / 1000
+    def _take(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
+        """Remove the requests at these indexes, counted over all slices, and return them as runs."""
+        requests = [(run, at) for run, start, count in slices for at in range(start, start + count)]
+        by_run: dict[Run, list[int]] = {}
+        for index in indexes:
+            run, at = requests[index]
+            by_run.setdefault(run, []).append(at)
+        return [self._queue.take(run, sorted(at)) for run, at in by_run.items()]
+
+    def _refuse_early(self, run: Run, now_us: int) -> Refusal:
+        remaining_ms = ((run.deadline_us or 0) - now_us) / 1000
         detail = f"refused early: the {remaining_ms:.0f} ms before its deadline are not enough to execute it"
-        return refusal(request, DEADLINE_EXCEEDED, "early", detail)
+        return refusal(run, DEADLINE_EXCEEDED, "early", detail)
 
     def _dispatch_from(
         self, lane: Lane, reason: DispatchReason, size: int, settings: ModelSettings
     ) -> Dispatch:
         """Take the next batch of a lane, of at most `size` requests, and reserve capacity for it."""
-        expired = frozenset(lane.expired)
-        batch = self._queue.pop_batch(lane, size, settings)
+        runs, expired = self._queue.pop_batch(lane, size, settings)
+        first_expired = len(runs) - expired
         undated = frozenset(
-            request for request in batch if request in expired or _outlives_deadline(request, settings)
+            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
         self._capacity.reserve()
-        return Dispatch(batch, reason, lane.name, undated)
+        return Dispatch(runs, reason, lane.name, undated)
+
+
+def _front(slices: Iterable[Slice], size: int) -> Iterator[Slice]:
+    """The first `size` requests of these."""
+    for one in slices:
+        if size <= 0:
+            return
+        yield one._replace(size=min(one.size, size))
+        size -= one.size
 
 
 def _preferred_size(lane: Lane, settings: ModelSettings) -> int:
@@ -194,14 +257,14 @@ def _target_us(settings: ModelSettings) -> int | None:
     return None if settings.target_latency_ms is None else int(settings.target_latency_ms * 1000)
 
 
-def _strict_deadline_us(request: Request, lane: Lane, settings: ModelSettings) -> int:
-    """The deadline for which a request may be refused early: NEVER_US if it has only a target, or is served
+def _strict_deadline_us(run: Run, lane: Lane, settings: ModelSettings) -> int:
+    """The deadline for which a run may be refused early: NEVER_US if it has only a target, or is served
     even after its deadline."""
-    if request.deadline_us is None or request in lane.expired:
+    if run.deadline_us is None or run in lane.expired:
         return NEVER_US
-    return NEVER_US if settings.delays_expired(request.priority) else request.deadline_us
+    return NEVER_US if settings.delays_expired(run.priority) else run.deadline_us
 
 
-def _outlives_deadline(request: Request, settings: ModelSettings) -> bool:
-    """Whether a request is served even after its deadline (`expiration_action` is delay)."""
-    return request.deadline_us is not None and settings.delays_expired(request.priority)
+def _outlives_deadline(run: Run, settings: ModelSettings) -> bool:
+    """Whether a run is served even after its deadline (`expiration_action` is delay)."""
+    return run.deadline_us is not None and settings.delays_expired(run.priority)

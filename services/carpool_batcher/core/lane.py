@@ -1,34 +1,42 @@
-"""The waiting requests of one lane: higher priorities first, tenants in fair turns within a priority.
+"""The waiting runs of one lane: higher priorities first, tenants in fair turns within a priority.
 
-Requests that expired, and are served all the same (`expiration_action` is delay), come behind all others.
+Runs that expired, and are served all the same (`expiration_action` is delay), come behind all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
-from carpool.messages import PRIORITY_LEVELS, Request
+from carpool.messages import Run
+from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
 from carpool_batcher.core.due_index import DueIndex
-from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue
+from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue, Slice
 
-EXPIRED_RANK: Final = 0  # a request's rank is 1 + its priority, or this
+EXPIRED_RANK: Final = 0  # a run's rank is 1 + its priority, or this
 DUE_INDEX_SIZE_MIN: Final = 64
 
 
+class PoppedBatch(NamedTuple):
+    """Runs that are to be dispatched together; the last `expired` of them had expired."""
+
+    runs: list[Run]
+    expired: int
+
+
 class Lane:
-    """Requests that may share a batch. With one tenant, adding, removing or taking a request is O(1), except
+    """Requests that may share a batch. With one tenant, adding, removing or taking a run is O(1), except
     `insert` of one that was put back; `core.fairness` has the cost with more tenants.
 
-    `urgent`: requests that must be dispatched now to meet their deadlines. `expired`: see the module.
-    The Queue inserts and removes; `core.deadlines` adds to `urgent`, and calls `move_expired`.
+    `count`, `cost` and `bytes` are totals over all requests. `urgent`: runs that must be dispatched now to
+    meet their deadlines. `expired`: see the module. Only the Queue changes a lane.
     """
 
     __slots__ = (
         "_due_index",
         "_head",
-        "_ranks",
+        "_queues",
         "bytes",
         "cost",
         "count",
@@ -42,109 +50,119 @@ class Lane:
         self.count = 0
         self.cost = 0
         self.bytes = 0
-        self.urgent: set[Request] = set()
-        self.expired: set[Request] = set()
-        self._ranks = [FairQueue() for _ in range(1 + PRIORITY_LEVELS)]
+        self.urgent: set[Run] = set()
+        self.expired: set[Run] = set()
+        self._queues: dict[int, FairQueue] = {}  # by rank, the highest first
         self._due_index: DueIndex | None = None  # built when it is first asked for
         self._head: tuple[int, int] | None = None  # cached: a producer may use a new lane for each request
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._ranks[self._rank(request)]
+    def __contains__(self, run: Run) -> bool:
+        queue = self._queues.get(self._rank(run))
+        return queue is not None and run in queue
 
-    def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._ranks)
+    def __iter__(self) -> Iterator[Run]:
+        return chain.from_iterable(self._queues.values())
 
-    def _rank(self, request: Request) -> int:
-        return EXPIRED_RANK if request in self.expired else 1 + request.priority
+    def _rank(self, run: Run) -> int:
+        return EXPIRED_RANK if run in self.expired else 1 + run.priority
 
     # --- changing ------------------------------------------------------------------------------------------
 
-    def insert(self, request: Request) -> None:
-        """Add a waiting request."""
-        rank = self._rank(request)
-        self._ranks[rank].insert(request)
+    def insert(self, run: Run, size_bytes: int) -> None:
+        """Add a waiting run, which has `size_bytes`."""
+        rank = self._rank(run)
+        queue = self._queues.get(rank)
+        if queue is None:
+            queue = self._queues[rank] = FairQueue()
+            if len(self._queues) > 1:
+                self._queues = dict(sorted(self._queues.items(), reverse=True))
+        queue.insert(run)
         if self._due_index is not None:
-            self._due_index.insert(request)
+            self._due_index.insert(run)
             if len(self._due_index) > 2 * self.count + DUE_INDEX_SIZE_MIN:
-                self._due_index = None  # most requests in it no longer wait; perhaps the policy changed
+                self._due_index = None  # most runs in it no longer wait; perhaps the policy changed
         head = self._head
         if not self.count:
-            self._head = rank, request.arrival_us
+            self._head = rank, run.arrival_us
         elif head is not None and EXPIRED_RANK in (rank, head[0]):
             self._head = None
-        elif head is not None and (rank > head[0] or request.arrival_us < head[1]):
-            self._head = max(head[0], rank), min(head[1], request.arrival_us)
-        self.count += 1
-        self.cost += request.cost
-        self.bytes += bytes_of(request)
+        elif head is not None and (rank > head[0] or run.arrival_us < head[1]):
+            self._head = max(head[0], rank), min(head[1], run.arrival_us)
+        count = len(run.correlation_ids)
+        self.count += count
+        self.cost += count * run.cost
+        self.bytes += size_bytes
 
-    def remove(self, request: Request) -> None:
-        """Remove a request from any position."""
-        self._ranks[self._rank(request)].remove(request)
-        self.count -= 1
-        self.cost -= request.cost
-        self.bytes -= bytes_of(request)
-        self.urgent.discard(request)
-        self.expired.discard(request)
+    def remove(self, run: Run, size_bytes: int) -> None:
+        """Remove a run, which has `size_bytes`, from any position."""
+        self._queues[self._rank(run)].remove(run)
+        self.urgent.discard(run)
+        self.expired.discard(run)
         self._head = None
+        self._count_removed(run, size_bytes)
 
-    def move_expired(self, request: Request) -> None:
-        """A request expired: move it behind all others."""
-        self.remove(request)
-        self.expired.add(request)
-        self.insert(request)
+    def take(self, run: Run, indexes: Sequence[int]) -> Run:
+        """Remove some requests of a waiting run, and not all, and return them as a run. The others keep their
+        place."""
+        taken = run.take(indexes)
+        self._count_removed(taken, bytes_of(taken))
+        return taken
 
-    def pop_batch(
-        self,
-        max_size: int,
-        max_cost: int | None,
-        max_bytes: int,
-        weights: Mapping[str, float] = NO_WEIGHTS,
-    ) -> list[Request]:
+    def move_expired(self, run: Run) -> None:
+        """A run expired: move it behind all others."""
+        size_bytes = bytes_of(run)
+        self.remove(run, size_bytes)
+        self.expired.add(run)
+        self.insert(run, size_bytes)
+
+    def pop_batch(self, limits: BatchLimits, weights: Mapping[str, float] = NO_WEIGHTS) -> PoppedBatch:
         """Remove and return the next batch: in order, up to the first request that would exceed a limit, and
-        at least one."""
-        batch: list[Request] = []
-        cost = size_bytes = 0
-        for queue in reversed(self._ranks):
+        at least one. A run of which only a part fits is cut."""
+        space = BatchSpace(limits)
+        runs: list[Run] = []
+        expired = 0
+        for rank, queue in self._queues.items():
             while queue:
-                request = queue.first()
-                next_cost, next_bytes = cost + request.cost, size_bytes + bytes_of(request)
-                is_over = (max_cost is not None and next_cost > max_cost) or next_bytes > max_bytes
-                if batch and (is_over or len(batch) == max_size):
+                run = queue.pop(space, weights)
+                if run is None:
                     break
-                batch.append(queue.pop(weights))
-                cost, size_bytes = next_cost, next_bytes
+                runs.append(run)
+                expired += rank == EXPIRED_RANK
             if queue:
                 break
-        self.count -= len(batch)
-        self.cost -= cost
-        self.bytes -= size_bytes
+        self.count -= limits.size - space.size
+        self.cost -= limits.cost - space.cost
+        self.bytes -= limits.bytes - space.bytes
         if self.urgent:
-            self.urgent.difference_update(batch)
+            self.urgent.difference_update(runs)
         if self.expired:
-            self.expired.difference_update(batch)
+            self.expired.difference_update(runs)
         self._head = None
-        return batch
+        return PoppedBatch(runs, expired)
+
+    def _count_removed(self, run: Run, size_bytes: int) -> None:
+        count = len(run.correlation_ids)
+        self.count -= count
+        self.cost -= count * run.cost
+        self.bytes -= size_bytes
 
     # --- reading -------------------------------------------------------------------------------------------
 
-    def in_order(self, weights: Mapping[str, float]) -> Iterator[Request]:
+    def in_order(self, weights: Mapping[str, float]) -> Iterator[Slice]:
         """All requests, in the order in which `pop_batch` would return them."""
-        return chain.from_iterable(queue.in_order(weights) for queue in reversed(self._ranks))
+        return chain.from_iterable(queue.in_order(weights) for queue in self._queues.values())
 
-    def peek_batch(
-        self, max_size: int, max_cost: int | None, max_bytes: int, weights: Mapping[str, float]
-    ) -> list[Request]:
+    def peek_batch(self, limits: BatchLimits, weights: Mapping[str, float]) -> list[Slice]:
         """The requests that `pop_batch` would return, without removing them."""
-        batch: list[Request] = []
-        cost = size_bytes = 0
-        for request in self.in_order(weights):
-            cost, size_bytes = cost + request.cost, size_bytes + bytes_of(request)
-            is_over = (max_cost is not None and cost > max_cost) or size_bytes > max_bytes
-            if batch and (is_over or len(batch) == max_size):
+        space = BatchSpace(limits)
+        slices: list[Slice] = []
+        for run, start, count in self.in_order(weights):
+            fitting = space.add(run, start, count)
+            if fitting:
+                slices.append(Slice(run, start, fitting))
+            if fitting < count:
                 break
-            batch.append(request)
-        return batch
+        return slices
 
     def earliest_due_us(self, target_us: int | None) -> int:
         """The earliest due time of the requests that have not expired; NEVER_US if none is ever due.
@@ -156,8 +174,8 @@ class Lane:
             self._due_index = DueIndex(target_us, self)
         return self._due_index.earliest_us(self._is_in_time)
 
-    def _is_in_time(self, request: Request) -> bool:
-        return request in self and request not in self.expired
+    def _is_in_time(self, run: Run) -> bool:
+        return run in self and run not in self.expired
 
     def head(self) -> tuple[int, int]:
         """The highest rank, and the oldest arrival. The lane must not be empty.
@@ -165,14 +183,7 @@ class Lane:
         The arrival of an expired request counts only where all requests have expired.
         """
         if self._head is None:
-            ranks = [rank for rank, queue in enumerate(self._ranks) if queue]
+            ranks = [rank for rank, queue in self._queues.items() if queue]
             in_time = [rank for rank in ranks if rank != EXPIRED_RANK] or ranks
-            self._head = ranks[-1], min(self._ranks[rank].oldest_arrival_us() for rank in in_time)
+            self._head = ranks[0], min(self._queues[rank].oldest_arrival_us() for rank in in_time)
         return self._head
-
-
-def bytes_of(request: Request) -> int:
-    """The bytes of a request that count against limits: its body, and the fields for the model."""
-    if request.extra is None:
-        return len(request.body)
-    return len(request.body) + sum(len(name) + len(value) for name, value in request.extra.items())

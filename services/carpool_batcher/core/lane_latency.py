@@ -10,6 +10,7 @@ the time.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Final
 
@@ -40,10 +41,14 @@ class LaneLatency:
 
 
 class LaneLatencies:
-    """What is learned of all lanes together and of each lane. O(1) for each batch that settles."""
+    """What is learned of all lanes together and of each lane. O(1) for each batch that settles.
+
+    While only one lane has settled, what is known of all lanes and of that one is the same, and kept once.
+    """
 
     def __init__(self) -> None:
         self.all_lanes = LaneLatency()
+        self._only_lane: str | None = None  # while only this lane has settled
         self._lanes: OrderedDict[str, LaneLatency] = OrderedDict()  # the lane that settled last is last
         self._trial_lane: str | None = None  # of a trial in flight
         self._trial_us = 0  # when the last trial was dispatched, or settled
@@ -51,31 +56,46 @@ class LaneLatencies:
 
     def of(self, lane: str) -> LaneLatency:
         """What applies to a lane: its own, once enough is known, or else that of all lanes."""
-        own = self._lanes.get(lane)
-        return self.all_lanes if own is None or own.executed_batches < LANE_BATCHES_MIN else own
+        return self._own(lane) or self.all_lanes
+
+    def _own(self, lane: str) -> LaneLatency | None:
+        """What is known of a lane, if it is enough."""
+        own = self.all_lanes if lane == self._only_lane else self._lanes.get(lane)
+        return None if own is None or own.executed_batches < LANE_BATCHES_MIN else own
 
     def observe(
         self, lane: str, size: int, turnaround_us: int, execution_us: int | None, now_us: int
     ) -> None:
         """A batch of a lane settled: see `LaneLatency.observe`."""
-        own = self._lanes.pop(lane, None) or LaneLatency()
-        self._lanes[lane] = own
-        if len(self._lanes) > LANES_MAX:
-            self._lanes.popitem(last=False)
+        if self._only_lane is None and not self._lanes:
+            self._only_lane = lane
+        if lane != self._only_lane:
+            self._observe_own(lane, size, turnaround_us, execution_us, now_us)
         self.all_lanes.observe(size, turnaround_us, execution_us, now_us)
-        own.observe(size, turnaround_us, execution_us, now_us)
         if lane == self._trial_lane:
             self._trial_lane = None
             self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * (execution_us or 0))
 
+    def _observe_own(
+        self, lane: str, size: int, turnaround_us: int, execution_us: int | None, now_us: int
+    ) -> None:
+        """Keep each lane by itself, from the second lane on."""
+        if self._only_lane is not None:
+            self._lanes[self._only_lane] = copy.deepcopy(self.all_lanes)
+            self._only_lane = None
+        own = self._lanes.pop(lane, None) or LaneLatency()
+        self._lanes[lane] = own
+        if len(self._lanes) > LANES_MAX:
+            self._lanes.popitem(last=False)
+        own.observe(size, turnaround_us, execution_us, now_us)
+
     def begin_trial(self, lane: str, now_us: int) -> bool:
         """Whether to dispatch a batch as a trial. The lane must have none in flight."""
-        latency = self.of(lane)
-        is_own = latency is not self.all_lanes
-        is_trusted = is_own and 0 <= now_us - latency.last_executed_us < LANE_MODEL_TRUST_US
+        own = self._own(lane)
+        is_trusted = own is not None and 0 <= now_us - own.last_executed_us < LANE_MODEL_TRUST_US
         if is_trusted or 0 <= now_us - self._trial_us < self._trial_pause_us:
             return False
         self._trial_lane = lane
         # The trial may never settle: pause as if it took as long as expected.
-        self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * latency.latency.of(1))
+        self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * self.of(lane).latency.of(1))
         return True

@@ -5,23 +5,26 @@ Requests begin and cease to wait only here, so that the totals are always right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from carpool.messages import PRIORITY_LEVELS, Refusal, Request
+from carpool.messages import PRIORITY_LEVELS, Refusal, Run
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
 from carpool_batcher.core.decisions import refusal
-from carpool_batcher.core.lane import Lane, bytes_of
+from carpool_batcher.core.fairness import Slice
+from carpool_batcher.core.lane import Lane, PoppedBatch
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 
 
 class Queue:
-    """The waiting requests of one model.
+    """The waiting runs of one model.
 
-    `count` and `bytes` are totals over all lanes. `withheld` is the number of results that wait for earlier
-    tickets (`preserve_ordering`): they count against `max_queue_size`.
+    `count` and `bytes` are totals over all requests of all lanes. `withheld` is the number of results that
+    wait for earlier tickets (`preserve_ordering`): they count against `max_queue_size`. `changed` has the
+    names of lanes that changed since the Dispatcher last looked, which empties it.
     """
 
     def __init__(self) -> None:
@@ -29,108 +32,197 @@ class Queue:
         self.bytes = 0
         self.withheld = 0
         self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
+        self.changed: set[str] = set()
         self._count_by_priority = [0] * PRIORITY_LEVELS
 
-    def __contains__(self, request: Request) -> bool:
-        lane = self.lanes.get(request.lane)
-        return lane is not None and request in lane
-
-    def oldest_arrival_us(self) -> int | None:
-        """The arrival of the oldest request; None if none waits. O(lanes)."""
-        return min((lane.head()[1] for lane in self.lanes.values() if lane.count), default=None)
+    def __contains__(self, run: Run) -> bool:
+        lane = self.lanes.get(run.lane)
+        return lane is not None and run in lane
 
     # --- admitting -----------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, settings: ModelSettings) -> Refusal | None:
-        """Admit a request, or return the Refusal if a limit is reached."""
-        if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
-            detail = f"cost: {request.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
-            return refusal(request, INVALID_ARGUMENT, "cost", detail)
-        if self.count + self.withheld >= settings.max_queue_size:
-            content = f"{self.count} requests wait"
-            if self.withheld:
-                content += f", {self.withheld} results are withheld until earlier ones are done"
-            detail = f"the queue is full (max_queue_size): {content}; try again later"
-            return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
-        if settings.priority_policies and self._is_priority_full(request.priority, settings):
-            detail = f"the queue is full for priority {request.priority} (priority_policies); try again later"
-            return refusal(request, RESOURCE_EXHAUSTED, "queue_size", detail)
-        size_bytes = bytes_of(request)
-        if self.bytes + size_bytes > settings.max_queue_bytes:
-            detail = (
-                f"the queue is full (max_queue_bytes): {self.bytes} bytes wait, and this request has "
-                f"{size_bytes}; try again later"
-            )
-            return refusal(request, RESOURCE_EXHAUSTED, "queue_bytes", detail)
-        lane = self.lanes.get(request.lane)
-        if lane is None:
-            lane = self.lanes[request.lane] = Lane(request.lane)
-        lane.insert(request)
-        self.count += 1
-        self.bytes += size_bytes
-        self._count_by_priority[request.priority] += 1
-        return None
+    def admit(self, run: Run, settings: ModelSettings) -> list[Refusal]:
+        """Admit a run, or as much of it as the limits allow. Returns the Refusals of the others, which are
+        taken out of the run; if none is admitted, the Refusal is of the run itself."""
+        if settings.max_batch_cost is not None and run.cost > settings.max_batch_cost:
+            detail = f"cost: {run.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
+            return [refusal(run, INVALID_ARGUMENT, "cost", detail)]
+        size_bytes, count = bytes_of(run), len(run.correlation_ids)
+        if (
+            self.count + self.withheld + count > settings.max_queue_size
+            or self.bytes + size_bytes > settings.max_queue_bytes
+            or (settings.priority_policies and count > self._priority_space(run.priority, settings))
+        ):
+            return self._admit_part(run, settings)
+        self._insert(run, size_bytes)
+        return []
 
-    def _is_priority_full(self, priority: int, settings: ModelSettings) -> bool:
+    def _insert(self, run: Run, size_bytes: int) -> None:
+        lane = self.lanes.get(run.lane)
+        if lane is None:
+            lane = self.lanes[run.lane] = Lane(run.lane)
+        lane.insert(run, size_bytes)
+        self.changed.add(lane.name)
+        count = len(run.correlation_ids)
+        self.count += count
+        self.bytes += size_bytes
+        self._count_by_priority[run.priority] += count
+
+    def _admit_part(self, run: Run, settings: ModelSettings) -> list[Refusal]:
+        """Admit the requests of a run in order, each if there is space for it."""
+        queue_space = settings.max_queue_size - self.count - self.withheld
+        count_max = min(queue_space, self._priority_space(run.priority, settings))
+        bytes_max = settings.max_queue_bytes - self.bytes
+        admitted = 0
+        over_count: list[int] = []
+        over_bytes: list[int] = []
+        sizes = sizes_bytes(run)
+        for at, size_bytes in enumerate(sizes):
+            if admitted >= count_max:
+                over_count.append(at)
+            elif size_bytes > bytes_max:
+                over_bytes.append(at)
+            else:
+                admitted += 1
+                bytes_max -= size_bytes
+        refused_sizes = [sizes[at] for at in over_bytes]
+        # Those over the count are at the end, so the other indexes stay valid.
+        by_count = _part(run, over_count)
+        by_bytes = _part(run, over_bytes)
+        if admitted:
+            self._insert(run, bytes_of(run))
+        refusals: list[Refusal] = []
+        if by_bytes is not None:
+            detail = self._full_of_bytes(refused_sizes)
+            refusals.append(refusal(by_bytes, RESOURCE_EXHAUSTED, "queue_bytes", detail))
+        if by_count is not None:
+            is_queue_full = queue_space <= count_max
+            detail = self._full_of_requests() if is_queue_full else _full_for_priority(run.priority)
+            refusals.append(refusal(by_count, RESOURCE_EXHAUSTED, "queue_size", detail))
+        return refusals
+
+    def _priority_space(self, priority: int, settings: ModelSettings) -> int:
+        """How many more requests of a priority may wait by the limit of this priority."""
         policy = settings.priority_policies.get(priority)
         limit = None if policy is None else policy.max_queue_size
-        return limit is not None and self._count_by_priority[priority] >= limit
+        return NO_LIMIT if limit is None else limit - self._count_by_priority[priority]
+
+    def _full_of_requests(self) -> str:
+        content = f"{self.count} requests wait"
+        if self.withheld:
+            content += f", {self.withheld} results are withheld until earlier ones are done"
+        return f"the queue is full (max_queue_size): {content}; try again later"
+
+    def _full_of_bytes(self, refused_sizes: Sequence[int]) -> str:
+        least, most = min(refused_sizes), max(refused_sizes)
+        size = f"{most}" if least == most else f"{least} to {most}"
+        return (
+            f"the queue is full (max_queue_bytes): {self.bytes} bytes wait, and this request has {size}; "
+            "try again later"
+        )
 
     # --- removing ------------------------------------------------------------------------------------------
 
-    def pop_batch(self, lane: Lane, size: int, settings: ModelSettings) -> list[Request]:
+    def pop_batch(self, lane: Lane, size: int, settings: ModelSettings) -> PoppedBatch:
         """Remove and return the next batch of a lane, of at most `size` requests."""
-        bytes_before = lane.bytes
-        batch = lane.pop_batch(size, settings.max_batch_cost, MAX_BATCH_BYTES, settings.tenant_weights)
+        count_before, bytes_before = lane.count, lane.bytes
+        batch = lane.pop_batch(_limits(size, settings), settings.tenant_weights)
+        self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
-        self._count_removed(batch, lane)
+        for run in batch.runs:
+            self._count_by_priority[run.priority] -= len(run.correlation_ids)
+        self._drop_if_empty(lane)
         return batch
 
-    def remove(self, request: Request) -> None:
-        """Remove a request. It must be waiting."""
-        lane = self.lanes[request.lane]
-        lane.remove(request)
-        self.bytes -= bytes_of(request)
-        self._count_removed([request], lane)
+    def remove(self, run: Run) -> None:
+        """Remove a run. It must be waiting."""
+        lane = self.lanes[run.lane]
+        size_bytes = bytes_of(run)
+        lane.remove(run, size_bytes)
+        self._count_removed(run, size_bytes, lane)
+
+    def take(self, run: Run, indexes: Sequence[int]) -> Run:
+        """Remove the requests of a waiting run at these ascending indexes, at least one, and return them as a
+        run: the run itself if that is all."""
+        if len(indexes) == len(run.correlation_ids):
+            self.remove(run)
+            return run
+        lane = self.lanes[run.lane]
+        taken = lane.take(run, indexes)
+        self._count_removed(taken, bytes_of(taken), lane)
+        return taken
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
         """Remove the requests with these correlation IDs, and return their answers. O(all waiting)."""
         withdrawn = [
-            request
+            (run, [at for at, name in enumerate(run.correlation_ids) if name in correlation_ids])
             for lane in self.lanes.values()
-            for request in lane
-            if request.correlation_id in correlation_ids
+            for run in lane
+            if not correlation_ids.isdisjoint(run.correlation_ids)
         ]
-        self.forget(withdrawn)
         return [
-            refusal(request, CANCELLED, "withdrawn", "withdrawn by its producer") for request in withdrawn
+            refusal(self.take(run, indexes), CANCELLED, "withdrawn", "withdrawn by its producer")
+            for run, indexes in withdrawn
         ]
 
-    def forget(self, requests: Iterable[Request]) -> None:
-        """Remove those of these requests that wait, without an answer."""
-        for request in requests:
-            if request in self:
-                self.remove(request)
+    def forget(self, runs: Iterable[Run]) -> None:
+        """Remove those of these runs that wait, without an answer."""
+        for run in runs:
+            if run in self:
+                self.remove(run)
 
-    def _count_removed(self, requests: list[Request], lane: Lane) -> None:
-        self.count -= len(requests)
-        for request in requests:
-            self._count_by_priority[request.priority] -= 1
+    def _count_removed(self, run: Run, size_bytes: int, lane: Lane) -> None:
+        count = len(run.correlation_ids)
+        self.count -= count
+        self.bytes -= size_bytes
+        self._count_by_priority[run.priority] -= count
+        self._drop_if_empty(lane)
+
+    def _drop_if_empty(self, lane: Lane) -> None:
+        self.changed.add(lane.name)
         if not lane.count and lane.name:
             del self.lanes[lane.name]  # producers choose the names: empty lanes would pile up
 
-    # --- batches -------------------------------------------------------------------------------------------
+    # --- deadlines -----------------------------------------------------------------------------------------
+
+    def mark_urgent(self, run: Run) -> None:
+        """A waiting run must be dispatched now to meet its deadline."""
+        lane = self.lanes[run.lane]
+        lane.urgent.add(run)
+        self.changed.add(lane.name)
+
+    def move_expired(self, run: Run) -> None:
+        """A waiting run expired, and is served behind all others."""
+        lane = self.lanes[run.lane]
+        lane.move_expired(run)
+        self.changed.add(lane.name)
+
+    # --- reading -------------------------------------------------------------------------------------------
 
     @staticmethod
     def has_full_batch(lane: Lane, settings: ModelSettings) -> bool:
-        """Whether a lane has a batch that cannot grow: by size, by bytes or by cost."""
+        """Whether a batch of this lane could not grow by waiting."""
         if lane.count >= settings.max_batch_size or lane.bytes >= MAX_BATCH_BYTES:
             return True
         return settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost
 
     @staticmethod
-    def peek_batch(lane: Lane, settings: ModelSettings) -> list[Request]:
+    def peek_batch(lane: Lane, settings: ModelSettings) -> list[Slice]:
         """The requests that `pop_batch` would return, without removing them."""
-        return lane.peek_batch(
-            settings.max_batch_size, settings.max_batch_cost, MAX_BATCH_BYTES, settings.tenant_weights
-        )
+        return lane.peek_batch(_limits(settings.max_batch_size, settings), settings.tenant_weights)
+
+
+def _limits(size: int, settings: ModelSettings) -> BatchLimits:
+    cost = NO_LIMIT if settings.max_batch_cost is None else settings.max_batch_cost
+    return BatchLimits(size, cost, MAX_BATCH_BYTES)
+
+
+def _part(run: Run, indexes: Sequence[int]) -> Run | None:
+    """Take the requests at these indexes out of a run: the run itself if they are all, None if none."""
+    if not indexes:
+        return None
+    return run if len(indexes) == len(run) else run.take(indexes)
+
+
+def _full_for_priority(priority: int) -> str:
+    return f"the queue is full for priority {priority} (priority_policies); try again later"

@@ -24,6 +24,9 @@
 5. A request that would exceed `max_queue_size` (of the model or of its priority) or `max_queue_bytes` is
    refused on arrival: always the newest, never one that waits. A withheld result counts as a waiting request.
    A request whose cost alone exceeds `max_batch_cost` is refused on arrival, too.
+6. The unit is the run: requests of one entry that differ only in correlation ID and body. Every rule has the
+   outcome that it would have for each request by itself. A run is cut where a batch ends, where another
+   tenant's turn begins, and where some of its requests are withdrawn or refused.
 
 A request is in exactly one state:
 
@@ -36,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from carpool.messages import Dispatch, DispatchReason, Refusal, Request
+from carpool.messages import Dispatch, DispatchReason, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
@@ -75,7 +78,7 @@ class Scheduler:
         had_delay = self._settings.max_queue_delay_ms > 0
         self._settings = settings
         if settings.max_queue_delay_ms and not had_delay:
-            self._deadlines.watch_again(settings)
+            self._deadlines.watch_all_again(settings)
 
     @property
     def model_processes(self) -> int:
@@ -90,29 +93,38 @@ class Scheduler:
         """Set how many results are withheld until earlier ones are done (`preserve_ordering`)."""
         self._queue.withheld = results
 
-    def offer(self, request: Request, now_us: int) -> Refusal | None:
-        """A request arrived: admit it, or return its Refusal."""
-        refused = self._queue.admit(request, self._settings)
-        if refused is None and request.deadline_us is not None:
-            self._deadlines.watch(request, request.deadline_us, self._settings, now_us)
-        return refused
+    def offer(self, run: Run, now_us: int) -> list[Refusal]:
+        """A run arrived: admit it. Returns the Refusals of those of its requests that were not admitted.
+
+        They are no longer in the run, except where all of it is refused: then it is the run of a Refusal.
+        """
+        refusals = self._queue.admit(run, self._settings)
+        if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
+            self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
+        return refusals
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
-        """A producer withdraws requests. Those in flight are not affected."""
+        """A producer withdraws requests. Those in flight are not affected. One Refusal for each run."""
         return self._queue.withdraw(correlation_ids)
 
-    def forget(self, requests: Iterable[Request]) -> None:
-        """Waiting requests are no longer in Redis: removed by XDEL, or dispatched by another batcher."""
-        self._queue.forget(requests)
+    def forget(self, runs: Iterable[Run]) -> None:
+        """Runs are no longer in Redis: removed by XDEL, or dispatched by another batcher. Those that do not
+        wait are ignored."""
+        self._queue.forget(runs)
+
+    def watch_again(self, runs: Iterable[Run]) -> None:
+        """These runs are in other entries than before: those that wait need timers for their new entries."""
+        self._deadlines.watch_again(runs, self._settings)
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
-        """A Dispatch of the last `poll` was carried out, with these of its requests."""
+        """A Dispatch of the last `poll` was carried out, with these of its runs. Their bodies are released:
+        they are in Redis, in the batch."""
         batch = _in_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
     def cancel(self) -> None:
-        """A Dispatch of the last `poll` was not carried out: none of its requests was still in Redis."""
+        """A Dispatch of the last `poll` was not carried out: none of its runs was still in Redis."""
         self.capacity.cancel()
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
@@ -151,15 +163,16 @@ class Scheduler:
         return self.capacity.in_flight
 
     def oldest_arrival_us(self) -> int | None:
-        """When the oldest waiting request arrived; None if none waits. O(lanes)."""
-        return self._queue.oldest_arrival_us()
+        """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
+        its lane did."""
+        return self._dispatcher.oldest_arrival_us(self._settings)
 
-    def fill_percent(self, requests: Sequence[Request]) -> int:
-        """How full a batch of these requests is, by size or by cost, whichever is nearer to its limit."""
+    def fill_percent(self, runs: Sequence[Run]) -> int:
+        """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
         settings = self._settings
-        percent = 100 * len(requests) // settings.max_batch_size
+        percent = 100 * sum(map(len, runs)) // settings.max_batch_size
         if settings.max_batch_cost is not None:
-            percent = max(percent, 100 * sum(r.cost for r in requests) // settings.max_batch_cost)
+            percent = max(percent, 100 * sum(run.cost * len(run) for run in runs) // settings.max_batch_cost)
         return min(percent, 100)
 
     # --- decisions -----------------------------------------------------------------------------------------
@@ -181,7 +194,15 @@ class Scheduler:
 
 
 def _in_flight(dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
-    requests = dispatch.requests
-    expiring = {at: r for at, r in enumerate(requests) if dispatch.deadline_us(r) is not None}
-    arrivals_us = [request.arrival_us for request in requests]
-    return InFlightBatch(dispatched_us, len(requests), dispatch.lane, expiring, arrivals_us)
+    """What is kept of a batch. Its bodies are not."""
+    expiring: dict[int, Run] = {}
+    arrivals: list[tuple[int, int]] = []
+    size = 0
+    for run in dispatch.runs:
+        if run.deadline_us is not None and dispatch.deadline_us(run) is not None:
+            expiring[size] = run
+        count = len(run.correlation_ids)
+        arrivals.append((run.arrival_us, count))
+        size += count
+        run.bodies = []
+    return InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)

@@ -88,7 +88,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 class WorkerLog:
-    """A worker's log of JSON lines, which has a line for each batch with its size and dispatch reason."""
+    """A worker's log of JSON lines, which has a summary of the committed batches for each second."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,17 +98,17 @@ class WorkerLog:
         """Ignore everything logged so far."""
         self._skipped_bytes = self._path.stat().st_size
 
-    async def reasons(self, requests: int, within_s: float = 2.0) -> Counter[str]:
+    async def reasons(self, requests: int, within_s: float = 3.0) -> Counter[str]:
         """Count the batches since `skip` by dispatch reason.
 
-        Waits up to `within_s` until the batches have this many requests: a worker logs a batch after its
-        results are written.
+        Waits up to `within_s` until the batches have this many requests: a worker logs its
+        batches up to a second after their results are written.
         """
         until_s = time.monotonic() + within_s
         while True:
-            batches = [line for line in self._lines() if line.get("event") == "batch"]
-            if sum(line["size"] for line in batches) >= requests or time.monotonic() > until_s:
-                return Counter(line["reason"] for line in batches)
+            summaries = [line for line in self._lines() if line.get("event") == "batches"]
+            if sum(line["requests"] for line in summaries) >= requests or time.monotonic() > until_s:
+                return sum((Counter(line["reasons"]) for line in summaries), Counter())
             await asyncio.sleep(0.02)
 
     def last_error(self) -> str | None:

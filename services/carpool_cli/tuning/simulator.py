@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import JSON, Entry, Refusal, Request
+from carpool.messages import JSON, Entry, Refusal, Run
+from carpool.rows import Bodies
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
 from carpool_cli.tuning.curve import Curve, at
@@ -29,7 +30,8 @@ NO_SPREAD: Final = (1.0,)
 SPREAD_FACTORS: Final = 101  # of a normal spread: one for each interval of equal probability
 SPREAD_FACTOR_MIN: Final = 0.1
 _EQUAL_LANES: Final[Mapping[str, float]] = MappingProxyType({})
-_NO_ENTRY: Final = Entry("", 0)  # simulated requests come from no stream
+_NO_IDS: Final = [""]
+_NO_BODIES: Final[Bodies] = [b""]
 
 
 class World(NamedTuple):
@@ -126,7 +128,7 @@ class SimulationResult:
 class SchedulerProtocol(Protocol):
     """The part of a scheduler that a simulation calls: see `carpool_batcher.core.scheduler`."""
 
-    def offer(self, request: Request, now_us: int) -> Refusal | None: ...
+    def offer(self, run: Run, now_us: int) -> list[Refusal]: ...
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None: ...
     def settle(self, batch_id: str, compute_us: int, now_us: int) -> None: ...
     def poll(self, now_us: int) -> list[Decision]: ...
@@ -136,22 +138,22 @@ class SchedulerProtocol(Protocol):
 class OrderedResults:
     """preserve_ordering: results are delivered in the order in which requests were admitted.
 
-    A result that is ready before an earlier one is withheld. O(1) for each request.
+    A result that is ready before an earlier one is withheld. O(1) for each request, which is a run of one.
     """
 
     def __init__(self) -> None:
-        self._tickets: deque[Request] = deque()
-        self._ready: dict[Request, bool] = {}  # whether a model computed the result
+        self._tickets: deque[Run] = deque()
+        self._ready: dict[Run, bool] = {}  # whether a model computed the result
 
-    def admit(self, request: Request) -> None:
+    def admit(self, run: Run) -> None:
         """Give a request the next ticket."""
-        self._tickets.append(request)
+        self._tickets.append(run)
 
-    def complete(self, request: Request, *, computed: bool) -> list[Request]:
+    def complete(self, run: Run, *, computed: bool) -> list[Run]:
         """A request has a result, which a model `computed` or not. Return the requests whose computed results
         are delivered now, in order."""
-        self._ready[request] = computed
-        delivered: list[Request] = []
+        self._ready[run] = computed
+        delivered: list[Run] = []
         while self._tickets and self._tickets[0] in self._ready:
             first = self._tickets.popleft()
             if self._ready.pop(first):
@@ -163,13 +165,13 @@ class SimulatedBatch(NamedTuple):
     """A batch in flight. `back_us`: from its end to its settling. `compute_us` is set when it executes."""
 
     batch_id: str
-    requests: list[Request]
+    runs: list[Run]
     back_us: int
     compute_us: int = 0
 
 
 class Simulation:
-    """Runs one trace through one scheduler, which must be new.
+    """Runs one trace through one scheduler, which must be new. Each request is an entry and a run of its own.
 
     `on_progress` is called with PROGRESS_REQUESTS after as many further arrivals. `in_order` is the model's
     preserve_ordering. The scheduler does not learn of withheld results, so they do not count towards its
@@ -193,7 +195,7 @@ class Simulation:
         self._number = count(1)
         self._idle_processes = world.processes
         self._batches_waiting: deque[SimulatedBatch] = deque()  # for a model process
-        self._answered: set[Request] = set()  # in flight, and answered at their deadline
+        self._answered: set[Run] = set()  # in flight, and answered at their deadline
         self._result = SimulationResult()
         self._on_progress = on_progress
         self._ordered = OrderedResults() if in_order else None
@@ -233,11 +235,13 @@ class Simulation:
     def _offer(self, arrival: Arrival) -> None:
         at_us, expiration_us, lane, priority, cost = arrival
         deadline_us = None if expiration_us is None else at_us + expiration_us
-        request = Request(_NO_ENTRY, "", b"", JSON, None, at_us, deadline_us, priority, lane, cost)
-        if self._scheduler.offer(request, at_us) is not None:
+        entry = Entry("", at_us)
+        run = Run(entry, _NO_IDS, _NO_BODIES, JSON, None, at_us, deadline_us, priority, lane, cost)
+        entry.runs.append(run)
+        if self._scheduler.offer(run, at_us):
             self._result.refused += 1
         elif self._ordered is not None:
-            self._ordered.admit(request)
+            self._ordered.admit(run)
 
     def _poll(self, now_us: int) -> None:
         result = self._result
@@ -245,26 +249,22 @@ class Simulation:
             if type(decision) is Dispatch:
                 self._dispatch(decision, now_us)
             elif type(decision) is Expire:
-                self._answered.add(decision.request)
+                self._answered.add(decision.run)
                 result.late += 1
-                self._release_withheld(decision.request, now_us)
+                self._release_withheld(decision.run, now_us)
             elif type(decision) is Refusal:
                 late = decision.status == DEADLINE_EXCEEDED
                 result.late += late
                 result.refused += not late
-                if decision.request is not None:
-                    self._release_withheld(decision.request, now_us)
+                if decision.run is not None:
+                    self._release_withheld(decision.run, now_us)
 
     # --- the events of a batch, in their order -------------------------------------------------------------
 
     def _dispatch(self, dispatch: Dispatch, now_us: int) -> None:
         """A batch is on the way to the workers."""
-        batch_id, size, result, world = (
-            str(next(self._number)),
-            len(dispatch.requests),
-            self._result,
-            self._world,
-        )
+        batch_id, size = str(next(self._number)), dispatch.size
+        result, world = self._result, self._world
         self._scheduler.launch(batch_id, dispatch, now_us)
         result.batch_sizes.append(size)
         result.reasons[dispatch.reason] = result.reasons.get(dispatch.reason, 0) + 1
@@ -274,7 +274,7 @@ class Simulation:
             int(factor * (world.out_us + each_way_us)),
             int(factor * (world.back_us + each_way_us)),
         )
-        self._schedule(now_us + out_us, self._arrive, SimulatedBatch(batch_id, dispatch.requests, back_us))
+        self._schedule(now_us + out_us, self._arrive, SimulatedBatch(batch_id, dispatch.runs, back_us))
 
     def _arrive(self, at_us: int, batch: SimulatedBatch) -> None:
         """A batch waits for a model process."""
@@ -286,7 +286,7 @@ class Simulation:
         if self._idle_processes and self._batches_waiting:
             self._idle_processes -= 1
             batch = self._batches_waiting.popleft()
-            execution_us = self._world.execution_us(len(batch.requests), batch.requests[0].lane)
+            execution_us = self._world.execution_us(len(batch.runs), batch.runs[0].lane)
             execution_us *= self._random.choice(self._world.spread)
             compute_us = max(1, int(execution_us))
             self._schedule(at_us + compute_us, self._finish, batch._replace(compute_us=compute_us))
@@ -301,13 +301,13 @@ class Simulation:
         """The batcher learns of the commit, and producers get their results."""
         answered, ordered = self._answered, self._ordered
         self._scheduler.settle(batch.batch_id, batch.compute_us, at_us)
-        for request in batch.requests:
-            if answered and request in answered:
-                answered.discard(request)
+        for run in batch.runs:
+            if answered and run in answered:
+                answered.discard(run)
             elif ordered is None:
-                self._deliver(request, at_us)
+                self._deliver(run, at_us)
             else:
-                for ready in ordered.complete(request, computed=True):
+                for ready in ordered.complete(run, computed=True):
                     self._deliver(ready, at_us)
 
     def _schedule(
@@ -317,17 +317,17 @@ class Simulation:
 
     # --- results -------------------------------------------------------------------------------------------
 
-    def _release_withheld(self, request: Request, at_us: int) -> None:
+    def _release_withheld(self, run: Run, at_us: int) -> None:
         """A request was refused: deliver the results that were withheld for it."""
         if self._ordered is not None:
-            for ready in self._ordered.complete(request, computed=False):
+            for ready in self._ordered.complete(run, computed=False):
                 self._deliver(ready, at_us)
 
-    def _deliver(self, request: Request, at_us: int) -> None:
+    def _deliver(self, run: Run, at_us: int) -> None:
         """A producer gets a computed result."""
         result = self._result
-        if request.deadline_us is not None and request.deadline_us < at_us:
+        if run.deadline_us is not None and run.deadline_us < at_us:
             result.late += 1  # withheld for too long, or the scheduler ignores deadlines
         else:
-            result.latencies_us.append(at_us - request.arrival_us)
-            result.good_arrivals_us.append(request.arrival_us)
+            result.latencies_us.append(at_us - run.arrival_us)
+            result.good_arrivals_us.append(run.arrival_us)

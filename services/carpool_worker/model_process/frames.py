@@ -29,6 +29,7 @@ _TENSOR: Final = 1  # msgpack extension type
 _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
 
+Buffer = bytes | bytearray | memoryview
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
@@ -85,15 +86,21 @@ class ProcessGoneError(ConnectionError):
 # --- messages ----------------------------------------------------------------------------------------------
 
 
-def send_message(sock: socket.socket, header: Any, payload: bytes | bytearray | memoryview = b"") -> None:
-    """Send one message. Raises ProcessGoneError."""
+def message_parts(header: Any, *payload: Buffer) -> list[Buffer]:
+    """One message as pieces to be sent one after the other; those of a large payload are not copied."""
     head = msgpack.packb(header, unicode_errors="replace")  # an exception's text may have lone surrogates
+    payload_bytes = sum(map(len, payload))
+    lengths = _LENGTHS.pack(len(head), payload_bytes)
+    if payload_bytes < _ONE_WRITE_BYTES_MAX:
+        return [b"".join((lengths, head, *payload))]
+    return [lengths + head, *payload]
+
+
+def send_message(sock: socket.socket, header: Any, *payload: Buffer) -> None:
+    """Send one message. Raises ProcessGoneError."""
     try:
-        if len(payload) < _ONE_WRITE_BYTES_MAX:
-            sock.sendall(b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload)))
-        else:
-            sock.sendall(_LENGTHS.pack(len(head), len(payload)) + head)
-            sock.sendall(payload)
+        for part in message_parts(header, *payload):
+            sock.sendall(part)
     except OSError as error:
         raise ProcessGoneError(str(error)) from error
 
@@ -107,7 +114,12 @@ class MessageReader:
         self._start = 0
         self._end = 0
 
-    def receive(self) -> tuple[Any, bytearray]:
+    @property
+    def has_buffered(self) -> bool:
+        """Whether a message, or a part of one, was read from the socket with the one before it."""
+        return self._start < self._end
+
+    def receive(self) -> tuple[Any, Buffer]:
         """The next message's header (a NamedTuple arrives as a list) and payload.
 
         Raises ProcessGoneError at the end of the stream.
@@ -116,7 +128,7 @@ class MessageReader:
         header = msgpack.unpackb(self._take(head_bytes), strict_map_key=False)
         return header, self._take(payload_bytes)
 
-    def _take(self, size_bytes: int) -> bytearray:
+    def _take(self, size_bytes: int) -> Buffer:
         if self._end - self._start < size_bytes <= _BUFFER_BYTES:
             self._fill(size_bytes)
         if size_bytes <= self._end - self._start:
@@ -133,15 +145,14 @@ class MessageReader:
         while self._end < size_bytes:
             self._end += self._receive_into(memoryview(self._buffer)[self._end :])
 
-    def _take_large(self, size_bytes: int) -> bytearray:
-        data = bytearray(size_bytes)
-        view = memoryview(data)
+    def _take_large(self, size_bytes: int) -> Buffer:
+        view: memoryview = np.empty(size_bytes, np.uint8).data  # a bytearray would be filled with zeros first
         filled = self._end - self._start
         view[:filled] = self._buffer[self._start : self._end]
         self._start = self._end = 0
         while filled < size_bytes:
             filled += self._receive_into(view[filled:])
-        return data
+        return view
 
     def _receive_into(self, view: memoryview) -> int:
         try:
@@ -191,12 +202,12 @@ def pack_values(values: Any) -> bytes:
     return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
 
 
-def unpack_values(data: bytes | bytearray | memoryview) -> Any:
+def unpack_values(data: Buffer) -> Any:
     """The inverse of `pack_values`; tuples come back as lists."""
     return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
 
 
-def unpack_each(data: bytes | bytearray | memoryview) -> list[Any]:
+def unpack_each(data: Buffer) -> list[Any]:
     """The values of a packed list, each unpacked alone: an exception replaces one that cannot be unpacked."""
     unpacker = msgpack.Unpacker(max_buffer_size=0)
     unpacker.feed(data)
@@ -248,7 +259,7 @@ def part_bytes(part: Part, count: int) -> int:
     return WIDTHS[part[1]] * math.prod(part[2]) * count
 
 
-def unstack(parts: Sequence[Part], count: int, data: bytearray | memoryview) -> dict[str, Array]:
+def unstack(parts: Sequence[Part], count: int, data: Buffer) -> dict[str, Array]:
     """The stacked arrays that follow each other in `data`, each of shape (count, *shape).
 
     A BYTES tensor's item is a packed list of strings. They are stacked as an array of str objects, because

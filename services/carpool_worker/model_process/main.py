@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from carpool.errors import INTERNAL
-from carpool.lifecycle import die_with_parent
+from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
 from carpool.plugins import UnusableError
 from carpool_worker.model_process import frames
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parent, descriptor, location, device = argv
     die_with_parent(int(parent))
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the worker drains first, then ends this process
     sock = socket.socket(fileno=int(descriptor))
     # Processes that the model starts must not inherit the socket: they could write to it, and while they hold

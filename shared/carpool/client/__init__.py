@@ -1,11 +1,16 @@
 """Producers in Python: `AsyncClient`, and `Client` for programs without an event loop.
 
-aio           AsyncClient: requests, timeouts, results
 sync          Client: AsyncClient on a thread of its own
-transport     the two connections to Redis, reconnection, and how requests share entries
+aio           AsyncClient
+transport     the two connections to Redis, and how they are restored
+entries       requests on their way to Redis, in entries
+timeouts      timers of entries
+reading       results -> values
+sinks         where values go: to futures, to a window in order, or to one array
 """
 
-from carpool.client.aio import AsyncClient, Reply
+from carpool.client.aio import AsyncClient
+from carpool.client.sinks import Reply
 from carpool.client.sync import Client
 
 __all__ = ["AsyncClient", "Client", "Reply"]

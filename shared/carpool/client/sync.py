@@ -5,6 +5,9 @@ with Client("redis://127.0.0.1:6379/0") as client:
     future = client.submit("square", 8)              # a concurrent.futures.Future
     for result in client.map("square", range(1000)): # in order, at most 1,024 in flight
         ...
+    squares = client.infer_many("square", np.arange(1000.0))
+
+The thread runs uvloop where it is installed (`pip install carpool[uvloop]`).
 """
 
 from __future__ import annotations
@@ -15,14 +18,61 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
-from carpool.client.aio import DEFAULT_TIMEOUT_S, IN_FLIGHT, AsyncClient, Reply, RequestOptions
+import numpy as np
+
+from carpool.client.aio import DEFAULT_TIMEOUT_S, IN_FLIGHT, AsyncClient, RequestOptions
+from carpool.client.sinks import Reply, ThreadFutureSink
 from carpool.errors import UnavailableError
+from carpool.wire.tensors import Array
 
 __all__ = ["AsyncClient", "Client", "Reply"]
 
 T = TypeVar("T")
+
+
+class _Submission(NamedTuple):
+    """A request on its way from the caller's thread to the client's."""
+
+    future: Future[Any]
+    model: str
+    body: Any
+    options: RequestOptions
+
+
+class _ThreadClient(AsyncClient):
+    """AsyncClient with requests of other threads, whose results go to the futures of these threads."""
+
+    _thread_futures = ThreadFutureSink()
+
+    async def send_to_new_model(self, submission: _Submission) -> None:
+        """Look the model up, then send the request."""
+        try:
+            await self._open_channel(submission.model)
+        except Exception as error:
+            self._thread_futures.fail(submission.future, error)
+        else:
+            self.send(submission)
+
+    def send(self, submission: _Submission) -> bool:
+        """Send a request. Returns False if the model has to be looked up first."""
+        future, model, body, options = submission
+        channel = self._channels.get(model)
+        if channel is None:
+            return False
+        try:
+            correlation_id = self._add(channel, body, options, self._thread_futures, future)
+        except Exception as error:
+            self._thread_futures.fail(future, error)
+        else:
+            future.add_done_callback(lambda done: self._on_done(correlation_id, done))
+        return True
+
+    def _on_done(self, correlation_id: str, future: Future[Any]) -> None:
+        """Runs on any thread."""
+        if future.cancelled():
+            self._loop.call_soon_threadsafe(self._withdraw, correlation_id, future)
 
 
 class Client:
@@ -35,8 +85,11 @@ class Client:
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._client = AsyncClient(url, prefix=prefix, timeout=timeout)
-        self._loop = asyncio.new_event_loop()
+        self._client = _ThreadClient(url, prefix=prefix, timeout=timeout)
+        self._loop = _new_event_loop()
+        self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
+        self._submission_scheduled = False
+        self._lookups: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="carpool client", daemon=True)
         self._thread.start()
         self._closed = False
@@ -68,7 +121,37 @@ class Client:
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
-        return self._start(self._client.infer(model, body, **options))
+        if self._closed:
+            raise UnavailableError("this client is closed")
+        future: Future[Any] = Future()
+        self._submitted.append(_Submission(future, model, body, options))
+        if not self._submission_scheduled:  # all that is submitted until the loop wakes is sent together
+            self._submission_scheduled = True
+            self._loop.call_soon_threadsafe(self._send_submitted)
+        return future
+
+    def infer_many(
+        self,
+        model: str,
+        bodies: Array | Iterable[Any],
+        *,
+        in_flight: int = IN_FLIGHT,
+        return_exceptions: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
+        """Send a request for each row of an array, or for each of `bodies`, and return all results in order.
+
+        Options, results and errors as for AsyncClient.infer_many.
+        """
+        if not isinstance(bodies, np.ndarray):
+            bodies = list(bodies)  # here, because an iterator may block, which would delay other threads
+        return self._wait(
+            self._start(
+                self._client.infer_many(
+                    model, bodies, in_flight=in_flight, return_exceptions=return_exceptions, **options
+                )
+            )
+        )
 
     def map(
         self,
@@ -110,12 +193,24 @@ class Client:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            while self._submitted:  # by other threads, too late for the loop
+                self._submitted.popleft().future.set_exception(UnavailableError("this client is closed"))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
             coroutine.close()
             raise UnavailableError("this client is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _send_submitted(self) -> None:
+        """Runs on the loop's thread."""
+        self._submission_scheduled = False
+        while self._submitted:
+            submission = self._submitted.popleft()
+            if not self._client.send(submission):
+                lookup = self._loop.create_task(self._client.send_to_new_model(submission))
+                self._lookups.add(lookup)
+                lookup.add_done_callback(self._lookups.discard)
 
     async def _close(self) -> None:
         """Close the client, and let every call in other threads end before the event loop stops."""
@@ -139,3 +234,13 @@ class Client:
             return self._wait(future)
         error = future.exception()
         return future.result() if error is None else error
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's event loop where it is installed: a request costs less of the processor."""
+    try:
+        import uvloop  # noqa: PLC0415 (an optional dependency)
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

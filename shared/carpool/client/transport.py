@@ -1,32 +1,25 @@
 """The two connections of a producer: a pipelined writer and a reader, and how they are restored.
 
-    send() -> outbox -> writer: XADD, several requests in one entry
-                        reader: XREAD of this producer's reply streams -> on_envelope
+    send() -> outbox -> writer: XADD of each entry
+                        reader: XREAD of this producer's reply streams -> on_results
 
-Requests sent in the same iteration of the event loop share entries, and all results of a batch arrive in one
-entry. When one connection is lost, both are opened anew. Entries for which Redis has not replied are sent
-again with the same correlation IDs; a second result for one of them is ignored. Reading resumes after the
-last entry read, so results written in the meantime are found.
+All results of a batch arrive in one entry. When one connection is lost, both are opened anew. Entries for
+which Redis has not replied are sent again with the same correlation IDs; a second result for one of them is
+ignored. Reading resumes after the last entry read, so results written in the meantime are found.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Final
 
-import msgpack
-
+from carpool.client.entries import Channel, OutgoingEntry
 from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
-from carpool.keys import Keys
 from carpool.store.connection import AsyncLink, Command, CommandError, LinkError
-from carpool.wire.results import decode_results
 
-MAX_ENTRY_BYTES: Final = 1024 * 1024
-MAX_ENTRY_REQUESTS: Final = 256
 MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
 READ_BLOCK_MS: Final = 2000
 READ_ENTRIES: Final = 64
@@ -36,54 +29,49 @@ CONGESTION_PAUSE_S: Final = 0.001
 _RECONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-@dataclass(slots=True, eq=False)
-class Channel:
-    """One model as this producer uses it: where its requests go, and where their results are read."""
+class _Transaction:
+    """An entry that is sent in a transaction, and Redis's replies to its commands, from MULTI to EXEC."""
 
-    keys: Keys
-    replies: bytes  # the key of this producer's reply stream
-    entry_requests_max: int
-    last_id: str = "0-0"  # of the last entry read from the reply stream
-    untrimmed_entries: int = 0  # entries that were read and still take memory in Redis
-    withdrawn_ids: list[str] = field(default_factory=list)  # correlation IDs to withdraw with the next flush
+    __slots__ = ("_replies_left", "entry", "error")
 
+    def __init__(self, entry: OutgoingEntry, commands: int) -> None:
+        self.entry = entry
+        self.error: CommandError | None = None  # the first; that of EXEC only says that there was one
+        self._replies_left = commands
 
-@dataclass(slots=True, eq=False)
-class OutgoingRequest:
-    """A request on its way to Redis. Requests of one entry share content type and expiration."""
-
-    channel: Channel
-    future: asyncio.Future[Any]
-    fields: dict[str, Any]  # those that it does not share, correlation ID and body among them
-    content_type: str
-    expiration_ms: int | None
-    sent: bool = False
+    def take(self, reply: Any) -> bool:
+        """Take the next reply. Returns whether it is the last."""
+        self._replies_left -= 1
+        if self.error is None:
+            results = reply if isinstance(reply, list) else (reply,)  # a list: those of EXEC
+            self.error = next((result for result in results if isinstance(result, CommandError)), None)
+        return not self._replies_left
 
 
-# What Redis's reply to a command concerns: the requests of an entry, a caller of `call`, or nothing.
-_Waiter = list[OutgoingRequest] | asyncio.Future[Any] | None
+# What Redis's reply to a command concerns: an entry of requests, a caller of `call`, or nothing.
+_Waiter = OutgoingEntry | _Transaction | asyncio.Future[Any] | None
 
 
 class Transport:
-    """Sends requests and receives results.
+    """Sends entries of requests and receives results.
 
-    `on_envelope` is called with each result, and `on_rejected` with each request that Redis did not accept.
+    `on_results` is called with the fields of each entry of a reply stream: field, value, field, value.
+    `on_rejected` is called with each entry that Redis did not accept.
     """
 
     def __init__(
         self,
         url: str,
         name: str,
-        on_envelope: Callable[[dict[str, Any]], None],
-        on_rejected: Callable[[OutgoingRequest, CarpoolError], None],
+        on_results: Callable[[Sequence[bytes]], None],
+        on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
     ) -> None:
         self._url = url
         self._name = name
-        self._on_envelope = on_envelope
+        self._on_results = on_results
         self._on_rejected = on_rejected
         self._channels: list[Channel] = []
-        # Requests to be sent with the next flush, grouped by what the requests of one entry share.
-        self._outbox: dict[tuple[Channel, str, int | None], list[OutgoingRequest]] = {}
+        self._outbox: list[OutgoingEntry] = []  # to be written with the next flush
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
         self._waiters: deque[_Waiter] = deque()  # one for each command without a reply, oldest first
         self._channels_by_stream: dict[bytes, Channel] = {}  # those of the XREAD under way
@@ -129,21 +117,16 @@ class Transport:
         elif self._reader.identity is not None:  # end the XREAD under way, which lacks the new stream
             self._enqueue_command(("CLIENT", "UNBLOCK", self._reader.identity), None)
 
-    def send(self, request: OutgoingRequest) -> None:
-        """Send a request, together with all others of this iteration of the event loop."""
-        group = (request.channel, request.content_type, request.expiration_ms)
-        requests = self._outbox.get(group)
-        if requests is None:
-            self._outbox[group] = [request]
-        else:
-            requests.append(request)
+    def send(self, entries: Iterable[OutgoingEntry]) -> None:
+        """Send entries: at once, if there is a connection that keeps up."""
+        self._outbox += entries
         if not self._flush_scheduled:
-            self._schedule_flush()
+            self._flush()
 
-    def withdraw(self, request: OutgoingRequest) -> None:
-        """Withdraw a request, if it was sent: its result is no longer wanted."""
-        if request.sent and not self._closed:
-            request.channel.withdrawn_ids.append(request.fields["correlation_id"])
+    def withdraw(self, channel: Channel, correlation_ids: Iterable[str]) -> None:
+        """Withdraw requests that were sent: their results are no longer wanted."""
+        if not self._closed:
+            channel.withdrawn_ids += correlation_ids
             self._schedule_flush()
 
     def call(self, *command: str) -> asyncio.Future[Any]:
@@ -157,7 +140,7 @@ class Transport:
     async def _connect(self) -> None:
         lost = self._on_connection_lost
         writer = AsyncLink(self._url, name=f"{self._name}:w", on_reply=self._on_reply, on_lost=lost)
-        reader = AsyncLink(self._url, name=f"{self._name}:r", on_reply=self._on_results, on_lost=lost)
+        reader = AsyncLink(self._url, name=f"{self._name}:r", on_reply=self._on_read, on_lost=lost)
         await writer.connect()
         try:
             await reader.connect()
@@ -181,12 +164,13 @@ class Transport:
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
+        self._outbox[:0] = [
+            waiter.entry if isinstance(waiter, _Transaction) else waiter
+            for waiter in waiters
+            if isinstance(waiter, OutgoingEntry | _Transaction)
+        ]
         for waiter in waiters:
-            if isinstance(waiter, list):
-                for request in waiter:
-                    if not request.future.done():
-                        self.send(request)
-            elif waiter is not None and not waiter.done():
+            if isinstance(waiter, asyncio.Future) and not waiter.done():
                 waiter.set_exception(error)
         if not self._closed:
             self._reconnecting = asyncio.ensure_future(self._reconnect())
@@ -240,11 +224,13 @@ class Transport:
     def _take_commands(self, *, trim: bool = False) -> list[Command]:
         """Everything to be written now. Appends a waiter for each command, in the same order."""
         commands: list[Command] = []
-        outbox, self._outbox = self._outbox, {}
-        for (channel, content_type, expiration_ms), group in outbox.items():
-            for requests in _split(group, channel.entry_requests_max):
-                commands.append(self._add_entry(channel, content_type, expiration_ms, requests))
-                self._waiters.append(requests)
+        for entry in self._outbox:
+            of_entry = entry.commands(self._name)
+            if of_entry:
+                entry.sent = True
+                commands += of_entry
+                self._waiters.append(entry if len(of_entry) == 1 else _Transaction(entry, len(of_entry)))
+        self._outbox.clear()
         for command, call in self._commands:
             commands.append(command)
             self._waiters.append(call)
@@ -258,30 +244,24 @@ class Transport:
                 self._waiters.append(None)
         return commands
 
-    def _add_entry(
-        self, channel: Channel, content_type: str, expiration_ms: int | None, requests: list[OutgoingRequest]
-    ) -> Command:
-        """One XADD for requests that share content type and expiration."""
-        for request in requests:
-            request.sent = True
-        shared: list[Any] = ["content_type", content_type, "reply_to", self._name]
-        if expiration_ms is not None:
-            shared += ["expiration", expiration_ms]
-        if len(requests) == 1:
-            own = [part for pair in requests[0].fields.items() for part in pair]
-            return ("XADD", channel.keys.requests, "*", *shared, *own)
-        packed = msgpack.packb([request.fields for request in requests])
-        return ("XADD", channel.keys.requests, "*", *shared, "requests", packed)
-
     def _on_reply(self, reply: Any) -> None:
         """Redis's reply to the oldest command without one."""
-        waiter = self._waiters.popleft()
-        if isinstance(waiter, list):
-            if isinstance(reply, CommandError):
-                for request in waiter:
-                    self._on_rejected(request, _rejection(reply))
+        waiter = self._waiters[0]
+        if isinstance(waiter, _Transaction) and not waiter.take(reply):
+            return
+        self._waiters.popleft()
+        if isinstance(waiter, OutgoingEntry):
+            self._on_entry_reply(waiter, reply)
+        elif isinstance(waiter, _Transaction):
+            self._on_entry_reply(waiter.entry, waiter.error)
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
+
+    def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
+        """Redis accepted or rejected an entry."""
+        entry.runs.clear()  # it need not be sent again
+        if isinstance(reply, CommandError):
+            self._on_rejected(entry, _rejection(reply))
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -294,39 +274,20 @@ class Transport:
                 [("XREAD", "COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS, "STREAMS", *streams, *last_ids)]
             )
 
-    def _on_results(self, reply: Any) -> None:
+    def _on_read(self, reply: Any) -> None:
         """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
         self._last_read_s = self._loop.time()
         if isinstance(reply, CommandError):
             self._on_connection_lost(LinkError(f"cannot read the reply stream: {reply}"))
             return
-        envelopes: list[dict[str, Any]] = []
         for stream, entries in reply or ():
             channel = self._channels_by_stream[stream]
-            for _, flat in entries:
-                envelopes += decode_results(flat[flat.index(b"results") + 1])
             channel.last_id = entries[-1][0].decode()
             channel.untrimmed_entries += len(entries)
-        for envelope in envelopes:
-            self._on_envelope(envelope)
+            for _, flat in entries:
+                self._on_results(flat)
         # Not at once: the callers that have just got their results come first.
         self._loop.call_soon(self._read_results)
-
-
-def _split(group: list[OutgoingRequest], requests_max: int) -> Iterator[list[OutgoingRequest]]:
-    """Requests by entry, at most `requests_max` and about MAX_ENTRY_BYTES each, without cancelled ones."""
-    requests: list[OutgoingRequest] = []
-    size_bytes = 0
-    for request in group:
-        if request.future.done():
-            continue
-        if len(requests) == requests_max or size_bytes > MAX_ENTRY_BYTES:
-            yield requests
-            requests, size_bytes = [], 0
-        requests.append(request)
-        size_bytes += len(request.fields["body"])
-    if requests:
-        yield requests
 
 
 def _trim(channel: Channel) -> Command:
@@ -344,6 +305,6 @@ def _withdraw(channel: Channel) -> Command:
 
 
 def _rejection(reply: CommandError) -> CarpoolError:
-    if reply.code == "OOM":
+    if reply.code == "OOM" or (reply.code == "EXECABORT" and ": OOM " in str(reply)):
         return ResourceExhaustedError(f"Redis is out of memory: {reply}")
     return UnavailableError(f"Redis did not accept the request: {reply}")

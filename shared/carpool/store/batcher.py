@@ -1,4 +1,4 @@
-"""What a batcher does in Redis: hold the lease, read, dispatch, refuse, answer ahead, publish its report.
+"""What a batcher does in Redis for one model: dispatch, refuse, answer ahead; and what it looks up.
 
 With `preserve_ordering` also: put tickets into the order, and release withheld results.
 
@@ -8,50 +8,54 @@ batcher updates its own table of them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import (
-    Batch,
-    Dispatch,
-    Entry,
-    Refusal,
-    Request,
-    Result,
-    SettledEvent,
-)
+from carpool.messages import Batch, Dispatch, Entry, Refusal, Result, Run, tickets_of_each
+from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.directory import ModelSnapshot, take_snapshot
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
     Answer,
+    FirstTicket,
     answer_ahead,
     release,
     result_groups,
 )
-from carpool.wire.batches import decode_batch, decode_settled, encode_batch
-from carpool.wire.requests import encode_requests, tickets_of
+from carpool.tickets import TicketRange
+from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
+from carpool.wire.requests import encode_runs, tickets_of
 
-_ADMIT: Final = Script("ordering/admit", after=("arguments", "ordering/tickets"))
-_DISPATCH: Final = Script("dispatch", after=("arguments", "ordering/tickets", "put_back"))
+_ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
+_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back"))
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
-_LEASE: Final = Script("lease")
 _MISSING: Final = Script("missing")
-_REPORT: Final = Script("report")
 
-RawEntry = tuple[bytes, list[bytes]]  # ID, and field, value, field, value, ...
+PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
+PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
+RENEWALS_MAX: Final = 1000  # in one round trip
 
 
 class PutBack(NamedTuple):
-    """An entry was replaced by one with a new ID, which holds those of its requests that still wait."""
+    """An entry was replaced by others: for each its ID, and the runs that it holds and that still wait."""
 
     entry: Entry
-    new_id: str
-    waiting: list[Request]
+    parts: list[tuple[str, list[Run]]]
+
+
+class Admission(NamedTuple):
+    """The number of tickets in the order: of requests that wait or are in flight, and of withheld results.
+
+    `forged`: entries that claim tickets which are not theirs. Their requests have none.
+    """
+
+    tickets: int
+    forged: list[Entry]
 
 
 class EntryChanges(NamedTuple):
@@ -74,36 +78,21 @@ class DispatchOutcome(NamedTuple):
 
     batches: list[Dispatched | None]
     entries: EntryChanges
+    tickets: int | None  # in the order of results; None if none were put there
 
 
 class BatcherStore:
-    """A batcher's connection to one model. Not for two threads: each loop has a store of its own."""
+    """A batcher's moves of one model. The models of a batcher share its connection and its clock."""
 
     def __init__(self, link: Link, keys: Keys, clock: RedisClock | None = None) -> None:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._link.close()
-
-    def hold_lease(self, name: str, lease_ms: int) -> bool:
-        """Become or stay the model's one active batcher; `lease_ms` 0 gives the lease back."""
-        return bool(self._link.run(_LEASE, [self.keys.batcher], [name, lease_ms]))
-
-    def snapshot(self) -> ModelSnapshot:
-        """The state of the model. Also sets the clock."""
-        return take_snapshot(self._link, self.keys, self.clock)
-
-    def publish_report(self, report: str, ttl_ms: int) -> None:
-        """Publish this batcher's report; it expires after `ttl_ms`."""
-        self._link.run(_REPORT, [self.keys.report], [report, ttl_ms])
-
-    def last_settled_id(self) -> str:
+    def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
         last = self._link.call("XREVRANGE", self.keys.settled, "+", "-", "COUNT", 1)
-        return last[0][0].decode() if last else "0-0"
+        return bytes(last[0][0]) if last else b"0-0"
 
     def batches_in_flight(self) -> list[Batch]:
         """Every batch that is dispatched and not settled."""
@@ -116,48 +105,53 @@ class BatcherStore:
         """Which of these entries are no longer in the stream."""
         return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
 
-    def admit(self, entries: Sequence[Entry]) -> int:
-        """Put the tickets of these entries' requests into the order of results.
+    def admit(self, arrivals: Sequence[TicketRange], claimants: Sequence[Entry] = ()) -> Admission:
+        """Put the tickets of entries that arrived into the order of results.
 
-        Returns the number of tickets in the order: of requests that wait or are in flight, and of withheld
-        results.
+        Those of the `claimants`, which were put back, are in it already: only verify that.
         """
-        groups: list[Group] = []
-        for entry in entries:
-            tickets = [request.ticket for request in entry.requests if request.ticket is not None]
-            groups.append([entry.id, *list_args(tickets)])
-        return int(self._link.run(_ADMIT, [self.keys.order, self.keys.held], group_list_args(groups)))
+        claims: list[Group] = []
+        for entry in claimants:
+            assert entry.claimed_tickets is not None
+            claims.append([entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges)))])
+        args = [_arrivals_arg(arrivals), *group_list_args(claims)]
+        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], args)
+        return Admission(tickets, [claimants[index - 1] for index in forged])
 
-    def release(self, entries: Container[str] = (), batches: Container[str] = ()) -> None:
+    def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
 
-        `entries` and `batches` are known to be in Redis. A ticket of one of them is not looked up: that would
-        cost Redis the bytes of the whole entry or batch.
+        `is_known`: whether the first ticket's request is known to wait or to be in flight. If so, it is not
+        looked up, which would cost Redis the bytes of its entry, and of all batches in flight.
+
+        Returns the number of tickets in the order.
         """
         first = release(self._link, self.keys)
-        if first is None:
-            return
-        known = batches if first.state == "IN_FLIGHT" else entries
-        if first.id not in known:
-            release(self._link, self.keys, free_lost=True)
+        if first is not None and not is_known(first):
+            first = release(self._link, self.keys, free_lost=True)
+        return 0 if first is None else first.tickets
 
-    def dispatch(self, dispatches: Sequence[Dispatch], result_ttl_ms: int) -> DispatchOutcome:
-        """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back."""
-        taken: dict[Entry, int] = {}
-        for dispatch in dispatches:
-            for request in dispatch.requests:
-                taken[request.entry] = taken.get(request.entry, 0) + 1
-        indexes = {entry: index for index, entry in enumerate(taken, 1)}
-        remaining = self._remaining(dispatches, taken)
-        args = list_args([entry.id for entry in indexes])
+    def dispatch(
+        self, dispatches: Sequence[Dispatch], result_ttl_ms: int, arrivals: Sequence[TicketRange] = ()
+    ) -> DispatchOutcome:
+        """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
+
+        `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
+        """
+        entries = dict.fromkeys(run.entry for dispatch in dispatches for run in dispatch.runs)
+        indexes = {entry: index for index, entry in enumerate(entries, 1)}
+        decided = frozenset(run for dispatch in dispatches for run in dispatch.runs)
+        remaining = {entry: parts for entry in entries if (parts := _parts_to_put_back(entry, decided))}
+        args: list[Argument] = [_arrivals_arg(arrivals), *list_args([entry.id for entry in indexes])]
         args += group_list_args(
-            [(indexes[entry], *_put_back_args(entry, waiting)) for entry, waiting in remaining.items()]
+            [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         )
         args += group_list_args(
             [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
         )
-        missing, new_ids, batch_ids = self._link.run(
-            _DISPATCH, [self.keys.requests, self.keys.batches, self.keys.held], args
+        keys = self.keys
+        missing, new_ids, batch_ids, tickets = self._link.run(
+            _DISPATCH, [keys.requests, keys.batches, keys.held, keys.order], args
         )
 
         missing_ids = {entry_id.decode() for entry_id in missing}
@@ -168,42 +162,26 @@ class BatcherStore:
         changes = EntryChanges(
             removed=[entry for entry in indexes if entry not in remaining and entry.id not in missing_ids],
             put_back=[
-                PutBack(entry, new_id.decode(), waiting)
-                for (entry, waiting), new_id in zip(remaining.items(), new_ids, strict=True)
-                if new_id
+                _put_back(entry, parts, part_ids)
+                for (entry, parts), part_ids in zip(remaining.items(), new_ids, strict=True)
+                if part_ids
             ],
             missing=[entry for entry in indexes if entry.id in missing_ids],
         )
-        return DispatchOutcome(batches, changes)
-
-    @staticmethod
-    def _remaining(dispatches: Sequence[Dispatch], taken: Mapping[Entry, int]) -> dict[Entry, list[Request]]:
-        """The requests that remain of each entry that is dispatched only partly."""
-        partly = [entry for entry, number in taken.items() if number < len(entry.requests)]
-        if not partly:
-            return {}
-        dispatched = {request for dispatch in dispatches for request in dispatch.requests}
-        return {
-            entry: [request for request in entry.requests if request not in dispatched] for entry in partly
-        }
+        return DispatchOutcome(batches, changes, tickets if arrivals else None)
 
     def _dispatch_args(
         self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int
     ) -> list[Argument]:
-        fields: list[Argument] = ["requests", encode_batch(dispatch)]
-        fields += ["size", len(dispatch.requests), "reason", dispatch.reason]
+        fields: list[Argument] = ["runs", encode_batch(dispatch)]
+        fields += ["size", dispatch.size, "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        if (tickets := encode_tickets(dispatch)) is not None:
+            fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
-        args = list_args(dict.fromkeys(indexes[request.entry] for request in dispatch.requests))
+        args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
         args += list_args(fields)
-        args += group_list_args(
-            [
-                (indexes[request.entry], request.ticket)
-                for request in dispatch.requests
-                if request.ticket is not None
-            ]
-        )
         return args
 
     def refuse(
@@ -217,24 +195,35 @@ class BatcherStore:
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
-        remaining: list[list[Request]] = []
+        remaining: list[list[list[Run]]] = []
         groups: list[Group] = []
         for entry, of_entry in by_entry.items():
-            refused = {refusal.request for refusal in of_entry}
-            waiting = [request for request in entry.requests if request not in refused]
-            remaining.append(waiting)
-            results = group_list_args(result_groups(self.keys, script_keys, map(_result_of, of_entry)))
-            groups.append([entry.id, *_put_back_args(entry, waiting), *results])
+            refused = frozenset(refusal.run for refusal in of_entry)
+            parts = _parts_to_put_back(entry, refused)
+            remaining.append(parts)
+            results = chain.from_iterable(map(_results_of, of_entry))
+            result_args = group_list_args(result_groups(self.keys, script_keys, results))
+            bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
+            groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, *group_list_args(groups)]
         replies = self._link.run(_REFUSE, script_keys.keys, args)
 
         changes = EntryChanges([], [], [])
-        for entry, waiting, (outcome, *new_id) in zip(by_entry, remaining, replies, strict=True):
+        for entry, parts, (outcome, *part_ids) in zip(by_entry, remaining, replies, strict=True):
             if outcome == b"PUT_BACK":
-                changes.put_back.append(PutBack(entry, new_id[0].decode(), waiting))
+                changes.put_back.append(_put_back(entry, parts, part_ids))
             else:
                 (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
         return changes
+
+    def renew_bodies(self, names: Sequence[str]) -> None:
+        """Let these stored bodies expire BODY_TTL_MS from now.
+
+        An ACL file older than stored bodies forbids it. Then they expire as their producers said.
+        """
+        for start in range(0, len(names), RENEWALS_MAX):
+            keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
+            self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
     def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
         """Answer requests of a batch in flight whose deadline passed.
@@ -244,69 +233,59 @@ class BatcherStore:
         return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
 
 
-class StreamReader:
-    """Reads what is new in a model's request and settled streams.
-
-    `start_read` and `finish_read` are separate, so that a timer can end the wait between them: the read goes
-    on in Redis, and a later `finish_read` gets its reply.
-    """
-
-    def __init__(self, link: Link, keys: Keys, settled_after: str) -> None:
-        self._link = link
-        self._keys = keys
-        self._requests_after = "0-0"
-        self._settled_after = settled_after
-        self._reading = False
-
-    def start_read(self, count: int, block_ms: int) -> None:
-        """Send the read, which waits up to `block_ms`. Does nothing while the reply to one is due."""
-        if self._reading:
-            return
-        keys = self._keys
-        self._link.send(
-            "XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS",
-            keys.requests, keys.settled, self._requests_after, self._settled_after,
-        )  # fmt: skip
-        self._reading = True
-
-    def finish_read(self, timeout_s: float) -> tuple[list[RawEntry], list[SettledEvent]]:
-        """Entries of the request stream and of `settled`; neither if no reply comes within `timeout_s`."""
-        if not self._link.readable(timeout_s):
-            return [], []
-        reply = self._link.receive()
-        self._reading = False
-        arrived: list[RawEntry] = []
-        settled: list[SettledEvent] = []
-        for stream, entries in reply or ():
-            if not entries:  # Redis woke us for entries that were deleted before it read them
-                continue
-            if stream == self._keys.settled.encode():
-                settled = [decode_settled(flat) for _, flat in entries]
-                self._settled_after = entries[-1][0].decode()
-            else:
-                arrived = entries
-                self._requests_after = entries[-1][0].decode()
-        return arrived, settled
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._link.close()
+def _arrivals_arg(arrivals: Sequence[TicketRange]) -> str:
+    return " ".join([f"{entry_id} {size}" for entry_id, _, size in arrivals])
 
 
 def _without(dispatch: Dispatch, missing_ids: Container[str]) -> Dispatch:
     if not missing_ids:
         return dispatch
-    requests = [request for request in dispatch.requests if request.entry.id not in missing_ids]
-    return dispatch._replace(requests=requests)
+    return dispatch._replace(runs=[run for run in dispatch.runs if run.entry.id not in missing_ids])
 
 
-def _put_back_args(entry: Entry, waiting: Sequence[Request]) -> tuple[bytes, int, str]:
-    """Payload, arrival (ms) and tickets of the requests to put back; an empty payload if there are none."""
-    payload = encode_requests(waiting) if waiting else b""
-    return payload, entry.arrival_us // 1000, tickets_of(waiting)
+def _parts_to_put_back(entry: Entry, decided: Container[Run | None]) -> list[list[Run]]:
+    """The runs that remain of an entry, as the entries to put them back in.
+
+    Each gets about an eighth of the requests. If all were in one entry, every small batch would write again
+    the whole rest of a large entry, and the cost would grow with the square of its size. So a request is put
+    back once for each level, and a few times in the last one.
+    """
+    remaining = [run for run in entry.runs if run not in decided]
+    size = max(PUT_BACK_REQUESTS_MIN, -(-sum(map(len, remaining)) // PUT_BACK_ENTRIES_MAX))
+    parts: list[list[Run]] = []
+    space = 0
+    for run in remaining:
+        if space <= 0:
+            parts.append([])
+            space = size
+        parts[-1].append(run)
+        space -= len(run)
+    return parts
 
 
-def _result_of(refusal: Refusal) -> tuple[Address, Result]:
-    ticket = None if refusal.request is None else refusal.request.ticket
-    result = Result(refusal.correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
-    return Address(refusal.reply_to, ticket), result
+def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argument]:
+    """The arrival (ms), and the list of entries: payload and tickets of the requests to put back in each."""
+    return [
+        entry.arrival_us // 1000,
+        *group_list_args([(encode_runs(runs), tickets_of(runs)) for runs in parts]),
+    ]
+
+
+def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes]) -> PutBack:
+    return PutBack(entry, [(part_id.decode(), runs) for part_id, runs in zip(part_ids, parts, strict=True)])
+
+
+def _body_names(refusals: Iterable[Refusal]) -> list[str]:
+    """The names of all stored bodies of these requests."""
+    names: list[str] = []
+    for refusal in refusals:
+        names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
+    return names
+
+
+def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
+    run = refusal.run
+    tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
+    for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
+        result = Result(correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
+        yield Address(refusal.reply_to, ticket), result

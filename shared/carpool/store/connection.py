@@ -1,6 +1,7 @@
 """Connections to Redis. The only module that imports redis-py.
 
-redis-py parses the URL, connects, sets up TLS, signs in, and parses replies. Its command layer is not used:
+redis-py parses the URL, connects, sets up TLS and signs in. From then on commands and replies pass directly
+through hiredis. The rest of redis-py is not used:
 
 - no response callbacks, which cost more time than Redis itself;
 - no connection pool;
@@ -11,7 +12,7 @@ redis-py parses the URL, connects, sets up TLS, signs in, and parses replies. It
 Three private attributes of redis-py's connections are used, which have no public equivalent. Because of them
 pyproject.toml limits its version.
 
-- `Connection._sock` (Link), the socket: to set kernel timeouts, and to wait for a reply with a timeout.
+- `Connection._sock` (Link), the socket: to set kernel timeouts, and to send and receive.
 - `asyncio.Connection._writer` (AsyncLink), its stream: to take over the transport.
 - `asyncio.Connection._reader` (AsyncLink): set to None with `_writer` at the end, since redis-py does not see
   that the connection was closed, and would warn.
@@ -22,13 +23,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import re
-import select
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import islice
 from typing import Any, Final
 
 import hiredis
@@ -40,15 +43,15 @@ from redis.retry import Retry
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
+from carpool.readiness import wait_until_ready
+from carpool.store.redis_socket import LARGE_BYTES, PARTS_MAX, RedisSocket, pack
+from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
 
-Argument = str | bytes | int | float
 Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
-_READ_BYTES: Final = 256 * 1024
 _TIMEVAL: Final = struct.Struct("@ll")
 _INCOMPLETE: Final = object()
-_SELECT_DESCRIPTORS: Final = 1024  # FD_SETSIZE: select() takes only lower ones
 
 
 class LinkError(UnavailableError):
@@ -63,20 +66,12 @@ class CommandError(Exception):
         self.code = code
 
 
-# redis-py removes the code from the messages of errors that have a class of their own.
-_CODES: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (redis.exceptions.NoScriptError, "NOSCRIPT"),
-    (redis.exceptions.OutOfMemoryError, "OOM"),
-    (redis.exceptions.NoPermissionError, "NOPERM"),
-    (redis.exceptions.ReadOnlyError, "READONLY"),
-)
+# Errors of the connection and not of the command: Redis loads its data, or the user's password was changed.
+_LINK_ERROR_CODES: Final = frozenset(("LOADING", "NOAUTH", "WRONGPASS"))
 
 
-def _command_error(error: Exception) -> CommandError:
-    for kind, code in _CODES:
-        if isinstance(error, kind):
-            return CommandError(code, str(error))
-    return CommandError(str(error).split(" ", 1)[0], str(error))
+def _command_error(text: str) -> CommandError:
+    return CommandError(text.split(" ", 1)[0], text)
 
 
 # Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
@@ -106,7 +101,8 @@ _REMEDIES: Final = (
 
 def _link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkError:
     """`connecting`: the connection was not established yet, so the settings may be wrong: add a remedy."""
-    reason = "no answer in time" if isinstance(error.__context__, BlockingIOError) else str(error)
+    is_late = isinstance(error, BlockingIOError) or (isinstance(error, TimeoutError) and not connecting)
+    reason = "no answer in time" if is_late else str(error)
     for scheme, pattern, remedy in _REMEDIES if connecting else ():
         if url.startswith(scheme) and re.search(pattern, reason):
             reason = f"{reason.rstrip('.')}; {remedy}"
@@ -117,12 +113,6 @@ def _link_error(url: str, error: Exception, *, connecting: bool = False) -> Link
 def _keepalive(url: str) -> dict[str, Any]:
     """Options that detect a host which is down; Unix sockets have none."""
     return {} if url.startswith("unix:") else {"socket_keepalive": True}
-
-
-def _pack(command: tuple[Argument, ...]) -> bytes:
-    # hiredis's type stub only allows tuples of one element
-    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
-    return packed
 
 
 class Script:
@@ -165,12 +155,11 @@ class Link:
                 driver_info=None,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                socket_read_size=_READ_BYTES,
                 retry=Retry(NoBackoff(), 0),
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()
-        self._poller: tuple[int, select.poll] | None = None
+        self._socket: RedisSocket | None = None
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply. Raises LinkError or CommandError."""
@@ -179,44 +168,64 @@ class Link:
 
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
-        try:
-            if self._connection._sock is None:
-                self._connect()
-            self._connection.send_packed_command((_pack(command),), check_health=False)
-        except (redis.RedisError, OSError) as error:
-            connecting = self._connection._sock is None
-            self.close()
-            raise _link_error(self._url, error, connecting=connecting) from error
+        self._send_parts(pack(command))
 
-    def _connect(self) -> None:
+    def _send_parts(self, parts: Sequence[bytes]) -> None:
+        redis_socket = self._socket or self._connect()
+        try:
+            redis_socket.send(parts)
+        except OSError as error:
+            self.close()
+            raise _link_error(self._url, error) from error
+
+    def _connect(self) -> RedisSocket:
         """Connect, and set timeouts in the kernel: Python's cost a system call for each read and write."""
-        self._connection.connect()
+        try:
+            self._connection.connect()
+        except (redis.RedisError, OSError) as error:
+            self.close()
+            raise _link_error(self._url, error, connecting=True) from error
         sock = self._connection._sock
         if not isinstance(sock, ssl.SSLSocket):
             sock.settimeout(None)
             timeout = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._socket = RedisSocket(sock, _command_error)
+        return self._socket
 
-    def receive(self) -> Any:
-        """The next reply, of which the first bytes must arrive within the link's timeout."""
+    def receive(self, expected_bytes: int = 0) -> Any:
+        """The next reply, of which the first bytes must arrive within the link's timeout.
+
+        If it is a large string of `expected_bytes`, it is received without a copy.
+        """
         try:
-            return self._connection.read_response()
-        except redis.ResponseError as error:
-            raise _command_error(error) from error
-        except (redis.RedisError, OSError) as error:
+            if self._socket is None:
+                raise ConnectionError("connection closed")
+            reply = self._socket.receive(expected_bytes)
+        except (hiredis.ProtocolError, OSError) as error:
             self.close()
             raise _link_error(self._url, error) from error
+        if type(reply) is not CommandError:
+            return reply
+        if reply.code in _LINK_ERROR_CODES:
+            self.close()
+            raise _link_error(self._url, reply)
+        raise reply
 
     def call_many(self, *commands: Command) -> list[Any]:
-        """Send several commands, then receive all replies. A CommandError is returned in its place."""
-        for command in commands:
-            self.send(*command)
-        return [self._receive_or_error() for _ in commands]
+        """Send several commands in one write, then receive all replies. A CommandError is returned in its
+        place."""
+        return self.call_strings([(command, 0) for command in commands])
 
-    def _receive_or_error(self) -> Any:
+    def call_strings(self, commands: Sequence[tuple[Command, int]]) -> list[Any]:
+        """As `call_many`, each command with the length of the string that is expected in reply."""
+        self._send_parts([part for command, _ in commands for part in pack(tuple(command))])
+        return [self._receive_or_error(expected_bytes) for _, expected_bytes in commands]
+
+    def _receive_or_error(self, expected_bytes: int) -> Any:
         try:
-            return self.receive()
+            return self.receive(expected_bytes)
         except CommandError as error:
             return error
 
@@ -229,28 +238,52 @@ class Link:
                 raise
         return self.call("EVAL", script.source, len(keys), *keys, *args)
 
+    @property
+    def descriptor(self) -> int | None:
+        """The socket to wait on, together with others, until a reply arrives.
+
+        None if `receive` would return at once: Redis closed the connection, or TLS has read bytes already.
+        """
+        if self._socket is None or self._socket.is_buffered:
+            return None
+        return self._socket.fileno()
+
+    def run_many(
+        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
+    ) -> list[Any]:
+        """Run a script once for each of these keys and arguments, in one round trip.
+
+        A CommandError is returned in its place.
+        """
+        replies = self.call_many(*[("EVALSHA", script.sha, len(keys), *keys, *args) for keys, args in calls])
+        for at, reply in enumerate(replies):
+            if isinstance(reply, CommandError) and reply.code == "NOSCRIPT":
+                try:
+                    replies[at] = self.run(script, *calls[at])
+                except CommandError as error:
+                    replies[at] = error
+        return replies
+
     def readable(self, timeout_s: float) -> bool:
         """Whether a reply begins to arrive within `timeout_s`. Also True when Redis closed the connection."""
-        sock = self._connection._sock
-        if sock is None:
-            return True
-        if (
-            getattr(sock, "pending", None) and sock.pending()
-        ):  # bytes that TLS has read from the kernel already
-            return True
-        descriptor = sock.fileno()
-        if descriptor < _SELECT_DESCRIPTORS:  # exact to the microsecond; poll rounds up to milliseconds
-            return bool(select.select((descriptor,), (), (), max(0.0, timeout_s))[0])
-        if self._poller is None or self._poller[0] != descriptor:
-            poller = select.poll()
-            poller.register(descriptor, select.POLLIN)
-            self._poller = (descriptor, poller)
-        return bool(self._poller[1].poll(max(0.0, timeout_s) * 1000))
+        return bool(readable_links((self,), timeout_s))
 
     def close(self) -> None:
         """Close the connection. The next call connects again."""
-        self._poller = None
+        self._socket = None
         self._connection.disconnect()
+
+
+def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
+    """Those of these links on which a reply begins to arrive; waits for the first one up to `timeout_s`.
+
+    Also those whose connection was closed.
+    """
+    by_descriptor = {link.descriptor: link for link in links}
+    if None in by_descriptor:
+        return [link for link in links if link.descriptor is None]
+    readable, _ = wait_until_ready([descriptor for descriptor in by_descriptor if descriptor], (), timeout_s)
+    return [by_descriptor[descriptor] for descriptor in readable]
 
 
 class AsyncLink(asyncio.Protocol):
@@ -284,9 +317,11 @@ class AsyncLink(asyncio.Protocol):
                 **_keepalive(url),
             )
             self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
-        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=_command_error)
         self._transport: Any = None
-        self.congested = False
+        self._descriptor: int | None = None  # of the socket; None: only the transport can send (TLS)
+        self._unsent: deque[memoryview] = deque()  # what is to be sent when the transport's buffer is empty
+        self._is_paused = False
         self.identity: int | None = None
 
     async def connect(self) -> None:
@@ -304,15 +339,52 @@ class AsyncLink(asyncio.Protocol):
             raise _link_error(self._url, error, connecting=True) from error
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
+        if self._transport.get_extra_info("sslcontext") is None:
+            self._descriptor = self._transport.get_extra_info("socket").fileno()
+            self._transport.set_write_buffer_limits(high=0)
 
     def write(self, commands: Iterable[Command]) -> None:
-        """Send commands in one write. If the connection is lost meanwhile, `on_lost` reports it."""
-        if self._transport is not None:
-            self._transport.write(b"".join([_pack(tuple(command)) for command in commands]))
+        """Send commands together. If the connection is lost meanwhile, `on_lost` reports it."""
+        if self._transport is None:
+            return
+        parts = [part for command in commands for part in pack(tuple(command))]
+        if self.congested or (
+            self._descriptor is not None and max(map(len, parts), default=0) >= LARGE_BYTES
+        ):
+            self._unsent += map(memoryview, parts)
+            self._send_unsent()
+        else:
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _send_unsent(self) -> None:
+        """Send as much as the socket takes, without copying it as the transport would.
+
+        The transport is only given a little of the rest. It calls `resume_writing` when it has sent that.
+        """
+        unsent = self._unsent
+        # A transport that is closing may have closed the descriptor, which then may be another file's.
+        while unsent and not (self._is_paused or self._transport.is_closing()):
+            sent_bytes = 0
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):  # the transport reports it
+                    sent_bytes = os.writev(self._descriptor, list(islice(unsent, PARTS_MAX)))
+            while unsent and sent_bytes >= len(unsent[0]):
+                sent_bytes -= len(unsent.popleft())
+            if unsent:
+                part = unsent.popleft()[sent_bytes:]
+                if len(part) > LARGE_BYTES:
+                    unsent.appendleft(part[LARGE_BYTES:])
+                self._transport.write(part[:LARGE_BYTES])
+
+    @property
+    def congested(self) -> bool:
+        """Whether something is unsent, because Redis does not keep up."""
+        return self._is_paused or bool(self._unsent)
 
     def close(self) -> None:
         """Close the connection at once; `on_lost` is not called any more."""
         transport, self._transport = self._transport, None
+        self._unsent.clear()
         if transport is not None:
             transport.abort()
             self._detach()
@@ -323,22 +395,23 @@ class AsyncLink(asyncio.Protocol):
         """Parse the data, and pass on every complete reply; errors as CommandError."""
         self._reader.feed(data)
         while (reply := self._reader.gets()) is not _INCOMPLETE:
-            if isinstance(reply, hiredis.ReplyError):
-                reply = CommandError(str(reply).split(" ", 1)[0], str(reply))
             self._on_reply(reply)
 
     def pause_writing(self) -> None:
-        """The write buffer is full: Redis does not keep up."""
-        self.congested = True
+        """The transport's buffer is not empty (with TLS: full)."""
+        self._is_paused = True
 
     def resume_writing(self) -> None:
-        """The write buffer has room again."""
-        self.congested = False
+        """The transport's buffer is empty (with TLS: has room) again."""
+        self._is_paused = False
+        if self._transport is not None:
+            self._send_unsent()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The transport was closed, by Redis or by an error."""
         if self._transport is not None:
             self._transport = None
+            self._unsent.clear()
             self._detach()
             self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys, models_key
 from carpool.store.connection import Argument, CommandError, Link
 from carpool.wire.requests import arrival_of
+
+SETTLED_ENTRIES_MAX: Final = 10_000
 
 
 class ModelSnapshot(NamedTuple):
@@ -20,7 +22,7 @@ class ModelSnapshot(NamedTuple):
 
     waiting_entries: int
     batches_in_flight: int
-    tickets: int  # in the order of results: of requests that wait or are in flight, and of withheld results
+    entries_in_order: int  # entries with tickets that are not done (`preserve_ordering`)
     model_processes: list[str]  # whose lease runs
     registration: dict[str, str]
     config: dict[str, str]  # the operator's overrides
@@ -74,14 +76,22 @@ class Directory:
         return registration, config
 
     def configure(self, model: str, values: Mapping[str, str], removed: Sequence[str]) -> None:
-        """Override registered settings by `values`, and remove the overrides of the settings in `removed`."""
-        key = Keys(model, self._prefix).config
+        """Override registered settings by `values`, and remove the overrides of the settings in `removed`.
+
+        The batcher learns of it from `settled`.
+        """
+        keys = Keys(model, self._prefix)
         commands: list[tuple[Argument, ...]] = [("MULTI",)]
         if values:
-            commands.append(("HSET", key, *(part for pair in values.items() for part in pair)))
+            commands.append(("HSET", keys.config, *(part for pair in values.items() for part in pair)))
         if removed:
-            commands.append(("HDEL", key, *removed))
-        no_errors(self._link.call_many(*commands, ("EXEC",)))
+            commands.append(("HDEL", keys.config, *removed))
+        changed = " ".join((*values, *removed))
+        commands.append(
+            ("XADD", keys.settled, "MAXLEN", "~", SETTLED_ENTRIES_MAX, "*", "config", changed, "size", 0)
+        )
+        *_, executed = no_errors(self._link.call_many(*commands, ("EXEC",)))
+        no_errors(executed)
 
     def oldest_arrival_us(self, model: str) -> int | None:
         """When the oldest waiting request of a model arrived."""
@@ -97,24 +107,42 @@ class Directory:
 
 
 def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
-    """The state of a model. Also sets the clock."""
-    tickets, *replies = link.call_many(
+    """The state of a model. Also sets the clock. Raises CommandError."""
+    time_reply, *replies = link.call_many(("TIME",), *snapshot_commands(keys))
+    clock.set(no_errors([time_reply])[0], time.monotonic_ns())
+    snapshot = read_snapshot(replies, clock.now_us() // 1000)
+    if isinstance(snapshot, CommandError):
+        raise snapshot
+    return snapshot
+
+
+def snapshot_commands(keys: Keys) -> tuple[tuple[Argument, ...], ...]:
+    """The SNAPSHOT_COMMANDS commands whose replies are a snapshot."""
+    return (
         ("LLEN", keys.order),
-        ("TIME",),
         ("XLEN", keys.requests),
         ("XLEN", keys.batches),
         ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
         ("HGETALL", keys.registration),
         ("HGETALL", keys.config),
     )
-    if isinstance(tickets, CommandError) and tickets.code == "WRONGTYPE":
-        tickets = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
-    time_reply, waiting, in_flight, tickets, workers, *hashes = no_errors(
-        [*replies[:3], tickets, *replies[3:]]
+
+
+SNAPSHOT_COMMANDS: Final = 6
+
+
+def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | CommandError:
+    """The state of a model from the replies to `snapshot_commands`; the first error among them."""
+    in_order, *others = replies
+    if isinstance(in_order, CommandError) and in_order.code == "WRONGTYPE":
+        in_order = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
+    for reply in (in_order, *others):
+        if isinstance(reply, CommandError):
+            return reply
+    waiting, in_flight, workers, registration, config = others
+    return ModelSnapshot(
+        waiting, in_flight, in_order, _alive(workers, now_ms), _texts(registration), _texts(config)
     )
-    clock.set(time_reply, time.monotonic_ns())
-    alive = _alive(workers, clock.now_us() // 1000)
-    return ModelSnapshot(waiting, in_flight, tickets, alive, *map(_texts, hashes))
 
 
 def no_errors(replies: list[Any]) -> list[Any]:

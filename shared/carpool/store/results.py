@@ -7,33 +7,54 @@ Batchers and workers both write results: a worker by `commit` and `answer_ahead`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import BatchedRequest, Request, Result
+from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunColumns, tickets_of_each
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.wire.results import encode_envelope, encode_result, encode_results
+from carpool.tickets import TicketRange
+from carpool.wire.results import (
+    encode_array_head,
+    encode_columns,
+    encode_columns_map,
+    encode_envelope,
+    encode_result,
+    encode_results,
+)
 
 ENTRY_BYTES: Final = 16 * 1024 * 1024
+WITHHELD_BYTES: Final = 1024 * 1024  # in one part; one script delivers about 8 MiB of them
+WITHHELD_RESULTS: Final = 1000  # in one part
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 # The files that every script that delivers results needs.
 DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
 
 _ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER))
-_RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
+RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
 
 
 class Address(NamedTuple):
     """Where a result goes: to the stream `reply_to` or its own list; withheld in order if it has a ticket."""
 
     reply_to: str | None
-    ticket: str | None
+    ticket: TicketRange | None
 
     @classmethod
-    def of(cls, request: Request | BatchedRequest) -> Self:
+    def of(cls, request: BatchedRequest) -> Self:
         """Where a request's result goes."""
         return cls(request.reply_to, request.ticket)
+
+
+def addresses_of(batch: Batch) -> list[Address]:
+    """Where the result of each request of a batch goes, by position."""
+    addresses: list[Address] = []
+    for run in batch.runs:
+        if run.tickets is None:
+            addresses += [Address(run.reply_to, None)] * len(run.correlation_ids)
+        else:
+            addresses += [Address(run.reply_to, ticket) for ticket in tickets_of_each(run)]
+    return addresses
 
 
 class Answer(NamedTuple):
@@ -52,10 +73,15 @@ class Owner(NamedTuple):
 
 
 class FirstTicket(NamedTuple):
-    """The state of the first ticket in the order of results; `id` is its request's entry or batch."""
+    """The first ticket in the order of results: its request is in flight, or waits in the entry `waiting_in`.
 
-    state: Literal["WAITING", "IN_FLIGHT", "UNKNOWN"]
-    id: str
+    `tickets` is the number of all: of requests that wait or are in flight, and of withheld results.
+    """
+
+    tickets: int
+    entry_id: str
+    position: int
+    waiting_in: str
 
 
 class FencedError(Exception):
@@ -98,39 +124,118 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
     """
     streams = [keys.requests, keys.batches] if free_lost else []
     while True:
-        outcome, *ticket_id = link.run(_RELEASE, [keys.order, keys.held, *streams], [])
+        outcome, *first = link.run(RELEASE, [keys.order, keys.held, *streams], [])
         if outcome == b"EMPTY":
             return None
-        if outcome != b"MORE":
-            return FirstTicket(outcome.decode(), ticket_id[0].decode())
+        if outcome == b"FIRST":
+            tickets, entry_id, position, waiting_in = first
+            return FirstTicket(tickets, entry_id.decode(), position, waiting_in.decode())
 
 
 def result_groups(
-    keys: Keys, script_keys: ScriptKeys, results: Iterable[tuple[Address, Result]]
+    keys: Keys,
+    script_keys: ScriptKeys,
+    results: Iterable[tuple[Address, Result]],
+    columns: Iterable[RunColumns] = (),
 ) -> Iterator[Group]:
-    """The elements of a script's list of results: key index, kind, ticket and payload of each.
+    """The elements of a script's list of results: key index, kind, ranges of tickets and payload of each.
 
-    Results for one reply stream share a group. One with a ticket has a group of its own, with an envelope as
-    its payload: `order.lua` packs those that it delivers together.
+    Results for one reply stream share a group, and columns for it share another. `order.lua` divides the
+    payload of those with tickets, if not all of them may be delivered yet.
     """
     by_stream: dict[str, list[Result]] = {}
+    in_order: dict[str, list[tuple[TicketRange, Result]]] = {}
     for (reply_to, ticket), result in results:
         if reply_to is None:
-            key = script_keys.index(keys.result(result.correlation_id))
-            yield key, "list", ticket or "", encode_result(result)
-        elif ticket is not None:
-            key = script_keys.index(keys.replies(reply_to))
-            yield key, "stream", ticket, encode_envelope(result)
+            key, payload = script_keys.index(keys.result(result.correlation_id)), encode_result(result)
+            yield key, "list", "" if ticket is None else f"{ticket}={len(payload)}", payload
+        elif ticket is None:
+            by_stream.setdefault(reply_to, []).append(result)
         else:
-            of_stream = by_stream.get(reply_to)
-            if of_stream is None:
-                by_stream[reply_to] = [result]
-            else:
-                of_stream.append(result)
+            in_order.setdefault(reply_to, []).append((ticket, result))
     for reply_to, of_stream in by_stream.items():
         key = script_keys.index(keys.replies(reply_to))
         for chunk in _limited_chunks(of_stream):
             yield key, "stream", "", encode_results(chunk)
+    for reply_to, with_tickets in in_order.items():
+        key = script_keys.index(keys.replies(reply_to))
+        for ranges, payload in _ordered_payloads(_successive(with_tickets)):
+            yield key, "stream", ranges, payload
+    yield from _columns_groups(keys, script_keys, columns)
+
+
+class _Part(NamedTuple):
+    """What is withheld and delivered as one: elements of a payload, encoded, and their range of tickets."""
+
+    tickets: TicketRange
+    elements: int
+    encoded: bytes
+
+
+def _successive(results: Iterable[tuple[TicketRange, Result]]) -> Iterator[_Part]:
+    """Results for one stream; successive ones with successive tickets as one part."""
+    entry_id, first, size_bytes = "", 0, 0
+    envelopes: list[bytes] = []
+    for ticket, result in results:
+        count = len(envelopes)
+        follows = ticket.first == first + count and ticket.entry_id == entry_id
+        if count and not (follows and size_bytes <= WITHHELD_BYTES and count < WITHHELD_RESULTS):
+            yield _Part(TicketRange(entry_id, first, count), count, b"".join(envelopes))
+            envelopes, size_bytes = [], 0
+        if not envelopes:
+            entry_id, first, _ = ticket
+        envelope = encode_envelope(result)
+        envelopes.append(envelope)
+        size_bytes += len(envelope)
+    if envelopes:
+        yield _Part(TicketRange(entry_id, first, len(envelopes)), len(envelopes), b"".join(envelopes))
+
+
+def _ordered_payloads(parts: Iterable[_Part]) -> Iterator[tuple[str, bytes]]:
+    """Ranges with the bytes of each in the payload, as `take_result` reads them, and that payload."""
+    chunk: list[_Part] = []
+    size_bytes = 0
+    for part in parts:
+        if chunk and size_bytes > ENTRY_BYTES:
+            yield _ordered_payload(chunk)
+            chunk, size_bytes = [], 0
+        chunk.append(part)
+        size_bytes += len(part.encoded)
+    if chunk:
+        yield _ordered_payload(chunk)
+
+
+def _ordered_payload(parts: Sequence[_Part]) -> tuple[str, bytes]:
+    ranges = [f"{entry_id}:{first}+{size}={len(encoded)}" for (entry_id, first, size), _, encoded in parts]
+    head = encode_array_head(sum(part.elements for part in parts))
+    return " ".join(ranges), b"".join([head, *(part.encoded for part in parts)])
+
+
+def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunColumns]) -> Iterator[Group]:
+    by_stream: dict[str, list[ResultColumns]] = {}
+    in_order: dict[str, list[_Part]] = {}
+    for run, _, of_run, tickets in columns:
+        assert run.reply_to is not None
+        if tickets is None:
+            by_stream.setdefault(run.reply_to, []).append(of_run)
+            continue
+        parts, start = in_order.setdefault(run.reply_to, []), 0
+        for of_range in tickets.ranges:
+            stop = start + of_range.size
+            part = of_run if len(tickets.ranges) == 1 else _slice(of_run, start, stop)
+            parts.append(_Part(of_range, 1, encode_columns_map(part)))
+            start = stop
+    for reply_to, of_stream in by_stream.items():
+        yield script_keys.index(keys.replies(reply_to)), "columns", "", encode_columns(of_stream)
+    for reply_to, of_stream_parts in in_order.items():
+        key = script_keys.index(keys.replies(reply_to))
+        for ranges, payload in _ordered_payloads(of_stream_parts):
+            yield key, "columns", ranges, payload
+
+
+def _slice(columns: ResultColumns, start: int, stop: int) -> ResultColumns:
+    ids = columns.correlation_ids[start:stop]
+    return columns._replace(correlation_ids=ids, rows=columns.rows.slice(start, stop))
 
 
 def _limited_chunks(results: list[Result]) -> Iterable[list[Result]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result
+from carpool.messages import Batch, DeadLetter, Result, RunColumns
+from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
-from carpool.store.connection import Argument, Link, Script
-from carpool.store.directory import no_errors
+from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -24,7 +25,6 @@ from carpool.store.results import (
 )
 from carpool.wire.batches import decode_batch, encode_dead_letter
 
-SETTLED_ENTRIES_MAX: Final = 10_000
 DEAD_ENTRIES_MAX: Final = 10_000
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER))
@@ -75,16 +75,29 @@ class WorkerStore:
 
         Raises CommandError with the code NOGROUP if Redis was emptied: register again.
         """
+        self.start_fetch(consumer, block_ms)
+        return self.finish_fetch()
+
+    def start_fetch(self, consumer: str, block_ms: int | None) -> None:
+        """Ask for the next batch. Until `finish_fetch`, nothing else may be called."""
         block: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", block_ms)
         self._link.send(
             "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, *block,
             "STREAMS", self.keys.batches, ">",
         )  # fmt: skip
+
+    def finish_fetch(self) -> Batch | None:
+        """The batch that was asked for; waits until `descriptor` is readable. Raises as `fetch` does."""
         reply = self._link.receive()
         if not reply or not reply[0][1]:
             return None
         entry_id, flat = reply[0][1][0]
         return decode_batch(entry_id, flat, epoch=1)
+
+    @property
+    def descriptor(self) -> int | None:
+        """The socket to wait on for what was asked for; None if there is nothing to wait for."""
+        return self._link.descriptor
 
     def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
         """Take over a batch whose owner's lease ran out, if there is one."""
@@ -101,6 +114,44 @@ class WorkerStore:
             else:
                 started[int(position)] = int(value)
         return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
+
+    def load_bodies(self, batch: Batch, answered: Container[int] = ()) -> dict[int, str]:
+        """Load the stored bodies of a batch, in one round trip, into its runs; not those of `answered`.
+
+        Returns what is wrong with those that could not be loaded, by position. They stay as they are.
+        """
+        stored: list[tuple[int, list[Body], int, StoredBody]] = []
+        position = 0
+        for run in batch.runs:
+            if type(run.bodies) is list:
+                stored += [
+                    (position + at, run.bodies, at, body)
+                    for at, body in enumerate(run.bodies)
+                    if type(body) is StoredBody
+                ]
+            position += len(run.correlation_ids)
+        if not stored:
+            return {}
+        batch.body_names = [body.name for *_, body in stored]
+        needed = [item for item in stored if item[0] not in answered]
+        # No more than a byte over what was declared: what a key has is up to its producer.
+        replies = self._link.call_strings(
+            [
+                (("GETRANGE", self.keys.body(body.name), 0, body.size_bytes), body.size_bytes)
+                for *_, body in needed
+            ]
+        )
+        failures: dict[int, str] = {}
+        for (position, bodies, at, body), reply in zip(needed, replies, strict=True):
+            if isinstance(reply, CommandError):
+                if reply.code != "WRONGTYPE":
+                    raise reply
+                failures[position] = "body_key: the key is not a string"
+            elif len(reply) != body.size_bytes:
+                failures[position] = _wrong_length(len(reply), body)
+            else:
+                bodies[at] = reply
+        return failures
 
     def renew(
         self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
@@ -141,43 +192,32 @@ class WorkerStore:
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
         compute_us: int,
+        columns: Sequence[RunColumns] = (),
     ) -> set[int]:
-        """Commit a batch. `results` by position, each with its address; others were answered ahead.
+        """Commit a batch, all or nothing.
 
-        Returns the positions for which nothing was written because they had been answered ahead after all.
-        Raises FencedError.
+        `results` by position, each with its address, and `columns` for runs with `reply_columns` and a
+        reply stream. All other positions were answered ahead.
+
+        Returns the positions that must be left out, too, because they had been answered ahead after all: then
+        nothing was written, and the caller commits again. Raises FencedError.
         """
-        left_out = set(range(len(batch.requests))) - results.keys()
-        answered: set[int] = set()
-        while True:
-            more_answered = self._commit(consumer, batch, results, left_out | answered, dead, compute_us)
-            if not more_answered:
-                return answered
-            answered |= more_answered
-
-    def _commit(
-        self,
-        consumer: str,
-        batch: Batch,
-        results: Mapping[int, tuple[Address, Result]],
-        left_out: set[int],
-        dead: Sequence[DeadLetter],
-        compute_us: int,
-    ) -> set[int]:
-        """Returns an empty set if the batch is settled, else the positions that must be left out, too."""
         keys = self.keys
         script_keys = ScriptKeys(
             keys.batches, keys.settled, keys.progress(batch.id), keys.dead, keys.order, keys.held
         )
-        if left_out:
-            results = {position: result for position, result in results.items() if position not in left_out}
-        settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", len(batch.requests)]
+        left_out: set[int] = set()
+        if len(results) + sum(len(of_run.positions) for of_run in columns) < batch.size:
+            left_out = set(range(batch.size)) - results.keys()
+            left_out = left_out.difference(*(of_run.positions for of_run in columns))
+        settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", batch.size]
         settled += ["compute_us", compute_us]
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
         args += list_args(left_out)
+        args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
         args += list_args(settled)
-        args += group_list_args(result_groups(keys, script_keys, results.values()))
+        args += group_list_args(result_groups(keys, script_keys, results.values(), columns))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
         outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)
         if outcome == b"FENCED":
@@ -185,3 +225,10 @@ class WorkerStore:
         if outcome == b"SETTLED_MORE":
             release(self._link, keys)
         return set(positions)
+
+
+def _wrong_length(found_bytes: int, body: StoredBody) -> str:
+    if not found_bytes:
+        return "body_key: there is no body under this key; it expired, or was never stored"
+    found = f"{found_bytes}" if found_bytes < body.size_bytes else "more"
+    return f"body_key: {found} bytes, but body_bytes is {body.size_bytes}"

@@ -12,38 +12,61 @@ import msgpack
 
 from carpool.messages import (
     Batch,
-    BatchedRequest,
+    BatchedRun,
     BatchSettled,
     DeadLetter,
     Dispatch,
     ModelProcessesChanged,
     SettledEvent,
 )
+from carpool.rows import Bodies, Body, Rows, StoredBody
+from carpool.tickets import TicketRange, Tickets
 
 
 def encode_batch(dispatch: Dispatch) -> bytes:
-    """The `requests` field of a batch: a msgpack array of BatchedRequest tuples.
+    """The `runs` field of a batch: a msgpack array with an array for each run.
 
-    A request without a ticket is a tuple one element shorter.
+    Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
+    deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
+    and `reply_columns`.
     """
-    undated = dispatch.undated  # looked at here, because a call of `deadline_us` costs each request 0.1 µs
-    tuples: list[tuple[Any, ...]] = [
-        (
-            request.entry.id,
-            request.correlation_id,
-            request.content_type,
-            request.reply_to,
-            request.arrival_us,
-            None if undated and request in undated else request.deadline_us,
-            request.body,
-            request.extra,
+    undated = dispatch.undated
+    return bytes(
+        msgpack.packb(
+            [
+                (
+                    run.entry.id,
+                    " ".join(run.correlation_ids),
+                    run.content_type,
+                    run.reply_to,
+                    run.arrival_us,
+                    None if run in undated else run.deadline_us,
+                    *_bodies_and_rows(run.bodies),
+                    run.extra,
+                    run.reply_columns,
+                )
+                for run in dispatch.runs
+            ]
         )
-        for request in dispatch.requests
-    ]
-    for position, request in enumerate(dispatch.requests):
-        if request.ticket is not None:
-            tuples[position] += (request.ticket,)
-    return bytes(msgpack.packb(tuples))
+    )
+
+
+def encode_tickets(dispatch: Dispatch) -> bytes | None:
+    """The `tickets` field of a batch; None if no request has one.
+
+    A msgpack array with nil or an array for each run: its entry ID, then each range of tickets (ID of the
+    entry in which they arrived, first position, number). A field of its own, because `release.lua` reads it.
+    """
+    if all(run.tickets is None for run in dispatch.runs):
+        return None
+    of_runs = [run.tickets and (run.entry.id, *run.tickets.ranges) for run in dispatch.runs]
+    return bytes(msgpack.packb(of_runs))
+
+
+def _bodies_and_rows(bodies: Bodies) -> tuple[list[Body] | None, tuple[Any, ...] | None]:
+    if isinstance(bodies, Rows):
+        return None, (bodies.head, bodies.width, bodies.data)
+    return bodies, None
 
 
 def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
@@ -52,15 +75,20 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     Those entries were missing when the batch was dispatched: see `dispatch.lua`.
     """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    requests = [BatchedRequest(*fields) for fields in msgpack.unpackb(raw[b"requests"])]
+    of_runs = msgpack.unpackb(raw[b"runs"])
+    if b"tickets" in raw:
+        tickets = map(_decode_tickets, msgpack.unpackb(raw[b"tickets"]))
+        runs = [_decode_run(fields, of_run) for fields, of_run in zip(of_runs, tickets, strict=True)]
+    else:
+        runs = [_decode_run(fields, None) for fields in of_runs]
     gone = raw.get(b"gone")
     if gone:
         entry_ids = frozenset(gone.decode().split())
-        requests = [request for request in requests if request.entry_id not in entry_ids]
+        runs = [run for run in runs if run.entry_id not in entry_ids]
     return Batch(
         entry_id.decode(),
         epoch,
-        requests,
+        runs,
         raw.get(b"reason", b"").decode(),
         int(raw.get(b"dispatched_us", b"0")),
         raw.get(b"lane", b"").decode(),
@@ -68,8 +96,32 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     )
 
 
+def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
+    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns = fields
+    decoded: Bodies
+    if rows is not None:
+        head, width, data = rows
+        decoded = Rows(head, data, width)
+    else:
+        decoded = bodies or []
+        if list in map(type, decoded):  # the usual case costs no step of Python for each
+            decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
+    return BatchedRun(
+        entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
+        extra, columns, tickets,
+    )  # fmt: skip
+
+
+def _decode_tickets(fields: Sequence[Any] | None) -> Tickets | None:
+    if fields is None:
+        return None
+    _, *ranges = fields
+    return Tickets(tuple([TicketRange(*of_range) for of_range in ranges]))
+
+
 def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
-    """An entry of the `settled` stream. One without a batch means that a model process joined or left."""
+    """An entry of the `settled` stream. One without a batch means that a model process joined
+    or left, or that settings were overridden."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
@@ -87,9 +139,15 @@ def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
     """
     request = letter.request
     flat: list[str | bytes | int] = ["correlation_id", request.correlation_id]
-    flat += ["content_type", request.content_type, "body", request.body]
+    flat += ["content_type", request.content_type, *_body_fields(request.body)]
     if request.reply_to is not None:
         flat += ["reply_to", request.reply_to]
     for name, value in (request.extra or {}).items():
         flat += [name, value]
     return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
+
+
+def _body_fields(body: Body) -> list[str | bytes | int]:
+    if isinstance(body, StoredBody):
+        return ["body_key", body.name, "body_bytes", body.size_bytes]
+    return ["body", body]

@@ -7,7 +7,7 @@ the same batcher, divided by the time between them.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -44,7 +44,8 @@ class BatcherReport:
 
     def encode(self) -> str:
         """The report as JSON."""
-        return json.dumps({**asdict(self), "gauges": self.gauges._asdict()}, separators=(",", ":"))
+        values = {name: getattr(self, name) for name in _FIELDS}  # `asdict` would copy what they hold
+        return json.dumps({**values, "gauges": self.gauges._asdict()}, separators=(",", ":"))
 
     @staticmethod
     def decode(report: bytes) -> BatcherReport | None:
@@ -55,4 +56,5 @@ class BatcherReport:
             return None
 
 
+_FIELDS: Final = tuple(field.name for field in fields(BatcherReport))
 _DECODER: Final = TypeAdapter(BatcherReport)

@@ -30,12 +30,16 @@ CARPOOL_FIELDS: Final = frozenset(
         "priority",
         "lane",
         "cost",
+        "reply_columns",
         *SEQUENCE_FIELDS,
         "requests",
         "arrival",
         "withdraw",
     }
 )
+# These two sets are read only where there is no `body`. Beside a `body` they are the producer's own fields.
+COLUMN_FIELDS: Final = frozenset({"correlation_ids", "row_head", "rows", "bodies"})
+STORED_BODY_FIELDS: Final = frozenset({"body_key", "body_bytes"})
 
 Fields = dict[str, Any]
 

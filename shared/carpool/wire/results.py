@@ -1,4 +1,8 @@
-"""Results <-> envelopes: a JSON object or a msgpack map each; on a reply stream, a msgpack array of maps."""
+"""Results <-> envelopes: a JSON object or a msgpack map each; on a reply stream, a msgpack array of maps.
+
+A producer that asked for it (`reply_columns`) reads results that differ only in correlation ID and row as
+columns: one map for all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import OK, InvalidArgumentError
-from carpool.messages import JSON, Result
+from carpool.messages import JSON, Result, ResultColumns
+from carpool.rows import Rows
 
 MAX_DETAIL_CHARS: Final = 1000
 
@@ -29,6 +34,14 @@ def encode_envelope(result: Result) -> bytes:
 def encode_results(results: Iterable[Result]) -> bytes:
     """The `results` field of one entry on a reply stream: a msgpack array of envelopes."""
     return bytes(msgpack.packb([_envelope(result) for result in results]))
+
+
+def encode_array_head(size: int) -> bytes:
+    """What a msgpack array of `size` elements begins with; the encoded elements follow it."""
+    return bytes(_PACKER.pack_array_header(size))
+
+
+_PACKER: Final = msgpack.Packer()
 
 
 def _envelope(result: Result) -> Fields:
@@ -79,3 +92,68 @@ def decode_results(packed: bytes) -> list[Fields]:
     if type(envelopes) is not list:
         raise InvalidArgumentError("results: must be a msgpack array")
     return envelopes
+
+
+def encode_columns(columns: Iterable[ResultColumns]) -> bytes:
+    """The `columns` field of one entry on a reply stream: a msgpack array of maps."""
+    return bytes(msgpack.packb([_columns_map(results) for results in columns]))
+
+
+def encode_columns_map(results: ResultColumns) -> bytes:
+    """One element of a `columns` field."""
+    return bytes(msgpack.packb(_columns_map(results)))
+
+
+def _columns_map(results: ResultColumns) -> Fields:
+    correlation_ids, content_type, rows, batch_size, queue_us, compute_us = results
+    return {
+        "correlation_ids": " ".join(correlation_ids),
+        "status": OK,
+        "content_type": content_type,
+        "row_head": rows.head,
+        "rows": rows.data,
+        "final": True,
+        "batch_size": batch_size,
+        "queue_us": queue_us,
+        "compute_us": compute_us,
+    }
+
+
+def decode_columns(packed: bytes) -> list[ResultColumns]:
+    """The columns of one entry on a reply stream. Raises InvalidArgumentError unless they are well formed."""
+    try:
+        maps = msgpack.unpackb(packed)
+    except ValueError as error:
+        raise InvalidArgumentError(f"columns: not msgpack ({str(error) or 'unexpected end'})") from None
+    if type(maps) is not list:
+        raise InvalidArgumentError("columns: must be a msgpack array")
+    return [_decode_columns(raw) for raw in maps]
+
+
+_COLUMN_TYPES: Final = {
+    "correlation_ids": str, "content_type": str, "row_head": bytes, "rows": bytes,
+    "batch_size": int, "queue_us": int, "compute_us": int,
+}  # fmt: skip
+
+
+def _decode_columns(raw: Any) -> ResultColumns:
+    if type(raw) is not dict:
+        raise InvalidArgumentError("columns: an element is not a map")
+    for name, kind in _COLUMN_TYPES.items():
+        if type(raw.get(name)) is not kind:
+            raise InvalidArgumentError(f"columns: {name} must be {kind.__name__}")
+    correlation_ids = raw["correlation_ids"].split(" ")
+    data = raw["rows"]
+    width, left_over = divmod(len(data), len(correlation_ids))
+    if left_over or not width:
+        raise InvalidArgumentError(
+            f"columns: {len(data)} bytes are not {len(correlation_ids)} rows of equal length"
+        )
+    return ResultColumns(
+        correlation_ids,
+        raw["content_type"],
+        Rows(raw["row_head"], data, width),
+        raw["batch_size"],
+        raw["queue_us"],
+        raw["compute_us"],
+    )

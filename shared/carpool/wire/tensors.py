@@ -22,6 +22,7 @@ Array = NDArray[Any]
 
 MAX_DIMENSIONS: Final = 32
 MAX_ITEMS: Final = 1 << 40
+_COPIED_BYTES_MAX: Final = 16 * 1024
 TENSOR_FIELDS: Final = frozenset({"datatype", "shape", "data"})
 
 # Bytes per number. numpy has no BF16: it is 2 bytes on the wire, and decoded to the upper half of a float32.
@@ -297,10 +298,11 @@ class HeadMemo:
         self.datatype = ""
         self.shape: tuple[int, ...] = ()
 
-    def data_of(self, body: bytes) -> bytes | None:
-        """The data of `body`, if it has the layout that was remembered; else None."""
+    def data_of(self, body: bytes) -> bytes | memoryview | None:
+        """The data of `body`, not copied if it is large. None unless the body has the layout remembered."""
         if len(body) == self._body_bytes and body.startswith(self._head):
-            return body[len(self._head) :]
+            head_bytes = len(self._head)
+            return body[head_bytes:] if len(body) < _COPIED_BYTES_MAX else memoryview(body)[head_bytes:]
         return None
 
     def remember(self, body: bytes, datatype: str, shape: tuple[int, ...], data_bytes: int) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from carpool.wire.tensors import TensorSpec
+
 
 class Transpose:
     """Transposes a matrix: the result differs from the body in shape and data."""
@@ -14,6 +16,18 @@ class Transpose:
 
     def predict(self, batch: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         return [matrix.T for matrix in batch]
+
+
+class Vectors:
+    """Squares the two numbers of each vector."""
+
+    max_batch_size = 16
+    inputs = (TensorSpec("numbers", "FP32", (2,)),)
+    outputs = (TensorSpec("squares", "FP32", (2,)),)
+
+    def predict(self, batch: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        squares: np.ndarray[Any, Any] = batch * batch
+        return squares
 
 
 class Away:

@@ -6,7 +6,7 @@
 -- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results
 -- ARGV  1 caller, 'worker' or 'batcher'  2 batch ID  3 consumer and  4 epoch ('' for a batcher)
 --       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
---       8.. list of results: position in the batch, index in KEYS, kind, ticket or '', payload
+--       8.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload
 -- Returns { 'ANSWERED', positions written now ... }
 --       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
 --       | { 'SETTLED' }  batcher: the batch was committed, or deleted by hand; nothing was written
@@ -19,16 +19,15 @@ end
 
 redis.call('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
 local take = argument_reader(8)
-local reply, has_tickets = { 'ANSWERED' }, false
+local reply, arrived = { 'ANSWERED' }, {}
 for _ = 1, tonumber(take()) do
-  local position, key, kind, ticket, payload = take(), KEYS[tonumber(take())], take(), take(), take()
-  has_tickets = has_tickets or ticket ~= ''
+  local position, key, kind, ranges, payload = take(), KEYS[tonumber(take())], take(), take(), take()
   if redis.call('HSETNX', KEYS[2], 'answered:' .. position, '1') == 1 then
-    deliver_in_order(KEYS[4], ticket, key, kind, payload, ARGV[5])
+    take_result(arrived, ranges, key, kind, payload, ARGV[5])
     reply[#reply + 1] = tonumber(position)
   end
 end
-if has_tickets then release(KEYS[3], KEYS[4]) end
+if #arrived > 0 then release(KEYS[3], KEYS[4], arrived) end
 if ARGV[7] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[7], 1) end
 redis.call('PEXPIRE', KEYS[2], ARGV[6])
 return reply

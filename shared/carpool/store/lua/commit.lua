@@ -4,11 +4,13 @@
 -- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not
 -- leave all of these out, nothing is written: the reply names them, and the caller commits again without them.
 --
--- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results
+-- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results and
+--       of stored bodies
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 maximum length of `settled`, 6 of `dead`
 --       7.. list of positions left out
+--           list of stored bodies to delete: index in KEYS
 --           list of fields for the entry in `settled`
---           list of results: index in KEYS, kind, ticket or '', payload
+--           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
 -- Returns { 'SETTLED' }
 --       | { 'SETTLED_MORE' }  settled, and more withheld results can be delivered: run `release`
@@ -33,15 +35,15 @@ if #answered > 1 then return answered end
 redis.call('XACK', KEYS[1], 'workers', ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[3])
+for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(take_list(take)))
-local has_tickets = false
+local arrived = {}
 for _ = 1, tonumber(take()) do
-  local key, kind, ticket, payload = KEYS[tonumber(take())], take(), take(), take()
-  has_tickets = has_tickets or ticket ~= ''
-  deliver_in_order(KEYS[6], ticket, key, kind, payload, ARGV[4])
+  local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
+  take_result(arrived, ranges, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
   redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', unpack(take_list(take)))
 end
-if has_tickets and release(KEYS[5], KEYS[6]) then return { 'SETTLED_MORE' } end
+if #arrived > 0 and release(KEYS[5], KEYS[6], arrived) then return { 'SETTLED_MORE' } end
 return { 'SETTLED' }

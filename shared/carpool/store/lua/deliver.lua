@@ -1,6 +1,7 @@
--- deliver(key, kind, payload, ttl_ms): write one result where its producer looks for it. O(1).
---   kind 'list'    RPUSH an envelope on the result's own list
---   kind 'stream'  XADD one entry, field `results`, on a reply stream; entries older than the TTL are trimmed
+-- deliver(key, kind, payload, ttl_ms): write results where their producer looks for them. O(1).
+--   kind 'list'     RPUSH an envelope on the result's own list
+--   kind 'stream'   XADD one entry, field `results`, on a reply stream; entries older than the TTL are trimmed
+--   kind 'columns'  the same, with a field `columns`
 -- If a producer made the key another type, or used up the stream's IDs, its result is dropped. An error would also
 -- stop the rest of the script, and so cost other producers their results.
 --
@@ -10,12 +11,12 @@
 -- emptied.
 local function deliver(key, kind, payload, ttl_ms)
   local reply
-  if kind == 'stream' then
+  if kind == 'list' then
+    reply = redis.pcall('RPUSH', key, payload)
+  else
     local now_ms = tonumber(redis.call('TIME')[1]) * 1000
     reply = redis.pcall('XADD', key, 'MINID', '~', string.format('%.0f', now_ms - ttl_ms), '*',
-      'results', payload)
-  else
-    reply = redis.pcall('RPUSH', key, payload)
+      kind == 'columns' and 'columns' or 'results', payload)
   end
   if type(reply) == 'table' and reply.err then
     if string.find(reply.err, 'WRONGTYPE', 1, true) or string.find(reply.err, 'exhausted', 1, true) then return end

@@ -5,17 +5,20 @@
 -- is dispatched at most once, also when several batchers dispatch, and a withdrawal does not undo the rest of a batch.
 -- XDEL returns whether the entry was there: to check first would copy every body into Lua.
 --
--- KEYS  1 requests   2 batches   3 held
--- ARGV  list of entry IDs
---       list of entries that are dispatched only partly: index of the entry; the payload, the arrival (ms) and the
---          tickets of the requests to put back
---       list of batches: list of the indexes of its entries; list of its fields; list of its requests that have a
---          ticket: index of the request's entry, ticket
+-- Entries that arrived are put into the order of results first (see ordering/enter.lua): without that, none of their
+-- requests may be dispatched. To do so here saves a round trip.
+--
+-- KEYS  1 requests   2 batches   3 held   4 order
+-- ARGV  1 entries to put into the order, '' if none
+--       2.. list of entry IDs
+--       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
+--       list of batches: list of the indexes of its entries; list of its fields
 -- Returns { IDs of missing entries },
---         { for each partly dispatched entry the ID of its new entry, '' if the entry is missing },
---         { for each batch its ID, '' if all of its entries are missing }
+--         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
+--         { for each batch its ID, '' if all of its entries are missing },
+--         the number of tickets in the order if ARGV[1] is not '', else -1
 -- O(entries), and O(bytes) for the payloads.
-local take = argument_reader(1)
+local take = argument_reader(2)
 
 local ids, is_missing, missing = take_list(take), {}, {}
 for i = 1, #ids do
@@ -25,10 +28,16 @@ for i = 1, #ids do
   end
 end
 
+if ARGV[1] ~= '' then enter_order(KEYS[4], KEYS[3], ARGV[1]) end
+
 local new_ids = {}
 for p = 1, tonumber(take()) do
-  local index, payload, arrival_ms, tickets = tonumber(take()), take(), take(), take()
-  new_ids[p] = is_missing[index] and '' or put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets)
+  if is_missing[tonumber(take())] then
+    skip_put_back(take)
+    new_ids[p] = {}
+  else
+    new_ids[p] = put_back(KEYS[1], KEYS[3], take)
+  end
 end
 
 local batch_ids = {}
@@ -47,10 +56,6 @@ for b = 1, tonumber(take()) do
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
   end
-  for _ = 1, tonumber(take()) do
-    local index, ticket = tonumber(take()), take()
-    if not is_missing[index] then update_ticket(KEYS[3], ticket, in_flight_in(batch_ids[b])) end
-  end
 end
 
-return { missing, new_ids, batch_ids }
+return { missing, new_ids, batch_ids, ARGV[1] ~= '' and count_tickets(KEYS[4], KEYS[3]) or -1 }

@@ -1,13 +1,25 @@
--- put_back(requests, held, payload, arrival_ms, tickets): add a new entry with the requests of a removed entry that
--- are still waiting. They keep their arrival and their tickets (one string, separated by spaces, '' if none), which are
--- in the new entry's field `slots`.
--- Returns the new entry's ID. O(tickets), and O(bytes).
-local function put_back(requests, held, payload, arrival_ms, tickets)
-  if tickets == '' then
-    return redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms)
+-- put_back(requests, held, take): add entries with the requests of a removed entry that are still waiting. They keep
+-- their arrival and their tickets (ranges in one string, separated by spaces, '' if none), which are in the new entry's
+-- field `slots`. Arguments are read with `take`: the arrival (ms); list of entries: the payload, the tickets.
+-- Returns the IDs of the new entries. O(ranges of tickets), and O(bytes).
+local function put_back(requests, held, take)
+  local arrival_ms, ids = take(), {}
+  for e = 1, tonumber(take()) do
+    local payload, tickets = take(), take()
+    if tickets == '' then
+      ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms)
+    else
+      ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms, 'slots', tickets)
+      for range in string.gmatch(tickets, '%S+') do
+        mark_waiting(held, range, ids[e])
+      end
+    end
   end
-  local id = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms, 'slots', tickets)
-  for ticket in string.gmatch(tickets, '%S+') do update_ticket(held, ticket, waiting_in(id)) end
-  return id
+  return ids
 end
 
+-- skip_put_back(take): read the same arguments without putting anything back. O(entries).
+local function skip_put_back(take)
+  take()
+  for _ = 1, 2 * tonumber(take()) do take() end
+end

@@ -2,31 +2,33 @@
 -- Entries without requests (withdrawals) are only removed. Nothing is written for an entry that is no longer in the
 -- stream: it was removed by XDEL, or dispatched or answered already.
 --
--- KEYS  1 requests   2 order   3 held   4.. the keys of results
+-- KEYS  1 requests   2 order   3 held   4.. the keys of results and of stored bodies
 -- ARGV  1 result TTL (ms)
---       2.. list of entries: ID; the payload, the arrival (ms) and the tickets of the requests to put back, payload
---           '' if there are none; list of results: index in KEYS, kind, ticket or '', payload
--- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', ID of the new entry } | { 'MISSING' }
+--       2.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
+--           of tickets or '', payload; list of stored bodies to delete: index in KEYS
+-- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
 local ttl_ms = ARGV[1]
 local take = argument_reader(2)
-local has_tickets = false
+local arrived = {}
 local replies = {}
 for e = 1, tonumber(take()) do
-  local id, payload, arrival_ms, tickets = take(), take(), take(), take()
-  local is_missing = redis.call('XDEL', KEYS[1], id) == 0
-  for _ = 1, tonumber(take()) do
-    local key, kind, ticket, result = KEYS[tonumber(take())], take(), take(), take()
-    has_tickets = has_tickets or ticket ~= ''
-    if not is_missing then deliver_in_order(KEYS[3], ticket, key, kind, result, ttl_ms) end
-  end
+  local is_missing = redis.call('XDEL', KEYS[1], take()) == 0
   if is_missing then
+    skip_put_back(take)
     replies[e] = { 'MISSING' }
-  elseif payload == '' then
-    replies[e] = { 'REMOVED' }
   else
-    replies[e] = { 'PUT_BACK', put_back(KEYS[1], KEYS[3], payload, arrival_ms, tickets) }
+    local new_ids = put_back(KEYS[1], KEYS[3], take)
+    replies[e] = #new_ids == 0 and { 'REMOVED' } or { 'PUT_BACK', unpack(new_ids) }
+  end
+  for _ = 1, tonumber(take()) do
+    local key, kind, ranges, result = KEYS[tonumber(take())], take(), take(), take()
+    if not is_missing then take_result(arrived, ranges, key, kind, result, ttl_ms) end
+  end
+  for _ = 1, tonumber(take()) do
+    local key = KEYS[tonumber(take())]
+    if not is_missing then redis.pcall('UNLINK', key) end
   end
 end
-if has_tickets then release(KEYS[2], KEYS[3]) end
+if #arrived > 0 then release(KEYS[2], KEYS[3], arrived) end
 return replies

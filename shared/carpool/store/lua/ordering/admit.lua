@@ -1,21 +1,25 @@
--- admit: put the tickets of waiting requests at the end of the order, before any of these requests may be dispatched.
--- A ticket that is in the order already stays where it is, so repeating the script changes nothing.
+-- admit: put the tickets of entries at the end of the order, before any of their requests may be refused; `dispatch`
+-- does the same for those that it finds waiting.
+--
+-- An entry that was put back names the tickets that its requests have. Any producer can write such an entry, so they
+-- count only if `held` has them in this entry.
 --
 -- KEYS  1 order   2 held
--- ARGV  list of entries: entry ID, list of the tickets of its requests
--- Returns the number of tickets in the order: of requests that wait or are in flight, and of withheld results.
--- O(tickets).
+-- ARGV  1 entries with tickets of their own: ID SIZE ID SIZE ...
+--       2.. list of entries that say that ranges were put back in them: ID; list of these ranges
+-- Returns { the number of tickets in the order, indexes in that list of the entries whose ranges are not theirs ... }
+-- O(entries + ranges).
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
-local take = argument_reader(1)
-for _ = 1, tonumber(take()) do
-  local value = waiting_in(take())
-  for _ = 1, tonumber(take()) do
-    local ticket = take()
-    if redis.pcall('HSETNX', KEYS[2], ticket, value) == 1
-      and type(redis.pcall('RPUSH', KEYS[1], ticket)) ~= 'number' then
-      redis.call('HDEL', KEYS[2], ticket) -- the key `order` has another type: do without the order
-    end
+enter_order(KEYS[1], KEYS[2], ARGV[1])
+local forged = {}
+local take = argument_reader(2)
+for e = 1, tonumber(take()) do
+  local id, is_forged = take(), false
+  for _, range in ipairs(take_list(take)) do
+    local entry, first, count = parse_range(range)
+    local value = redis.pcall('HGET', KEYS[2], entry .. ':' .. first)
+    is_forged = is_forged or value ~= waiting_in(count, id)
   end
+  if is_forged then forged[#forged + 1] = e end
 end
-local tickets = redis.pcall('LLEN', KEYS[1])
-return type(tickets) == 'number' and tickets or 0
+return { count_tickets(KEYS[1], KEYS[2]), unpack(forged) }

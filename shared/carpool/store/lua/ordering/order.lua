@@ -1,62 +1,146 @@
 -- Delivering results in the order in which their requests arrived: see README.md in this directory.
+--
+-- The list `order` has an element for each entry: ENTRY SIZE BEFORE: the number of its tickets, and of
+-- all that were admitted before it, so that two elements tell how many tickets there are between them.
 
--- deliver_in_order(held, ticket, key, kind, payload, ttl_ms): withhold the result if its request has a ticket, for
--- `release` to deliver; else deliver it now. O(1).
--- With a ticket the payload is always a single envelope. A stream's entries carry arrays of envelopes: if the result
--- goes to a stream, the array is made here or by `release`.
-local function deliver_in_order(held, ticket, key, kind, payload, ttl_ms)
-  if ticket ~= '' then
-    if update_ticket(held, ticket, withheld_result(kind, ttl_ms, key, payload)) then return end
-    if kind == 'stream' then payload = '\145' .. payload end -- msgpack: an array of one
+-- read_order(order, held): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no
+-- ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it. LINDEX
+-- and not LRANGE: under the ACL rules of Redis 6, a role that may use LRANGE here may use it on every list that it can
+-- read. O(1).
+local function read_order(order, held)
+  local place = { order = order, held = held, popped = 0, fields = {}, position = 0 }
+  function place.read()
+    local element = redis.pcall('LINDEX', order, place.popped)
+    local entry, size, before = string.match(type(element) == 'string' and element or '', '^(%S+) (%d+) (%d+)$')
+    place.entry, place.size, place.position, place.done = entry, tonumber(size), 0, tonumber(before)
   end
-  deliver(key, kind, payload, ttl_ms)
+  place.read()
+  local cursor = redis.pcall('HGET', held, 'cursor')
+  place.had_cursor = type(cursor) == 'string'
+  local entry, position, done = string.match(place.had_cursor and cursor or '', '^(%S+) (%d+) (%d+)$')
+  if entry and entry == place.entry then
+    place.position, place.done, place.written = tonumber(position), tonumber(done), tonumber(position)
+  end
+  return place
 end
 
--- The envelopes as one msgpack array.
-local function array_of(envelopes)
-  local size = #envelopes
-  local head = size < 16 and string.char(144 + size)
-    or string.char(220, math.floor(size / 256), size % 256)
-  return head .. table.concat(envelopes)
-end
+-- The name of the next ticket.
+local function next_ticket(place) return place.entry .. ':' .. place.position end
 
--- release(order, held): deliver withheld results from the front of the order, up to the first ticket whose result is
--- not there yet, but at most 1,000 results and about 8 MiB: Redis serves nothing else meanwhile.
--- Returns whether there is more to deliver. O(results delivered), and O(bytes).
-local function release(order, held)
-  local results_max, bytes_max = 1000, 8388608
-  local tickets, size_bytes = {}, 0
-  -- Successive results for one reply stream become one entry.
-  local stream, stream_ttl_ms, envelopes = nil, nil, {}
-  local function flush()
-    if stream then deliver(stream, 'stream', array_of(envelopes), stream_ttl_ms) end
-    stream, envelopes = nil, {}
-  end
-
-  local has_more = true
-  while #tickets < results_max and size_bytes < bytes_max do
-    local ticket = redis.pcall('LINDEX', order, #tickets)
-    local value = type(ticket) == 'string' and redis.pcall('HGET', held, ticket)
-    if not is_withheld(value) then
-      has_more = false
-      break
+-- advance(place, count, is_fresh): the next `count` tickets are done. `is_fresh`: their results were never withheld.
+local function advance(place, count, is_fresh)
+  -- A ticket that is alone in its entry is never put back, so that `held` has a field only for its withheld result.
+  if not (is_fresh and place.size == 1) then place.fields[#place.fields + 1] = next_ticket(place) end
+  place.position, place.done = place.position + count, place.done + count
+  if place.position >= place.size then
+    local put_back = place.size > 1 and redis.pcall('HGET', place.held, place.entry)
+    for first in string.gmatch(type(put_back) == 'string' and put_back or '', ' (%d+)') do
+      place.fields[#place.fields + 1] = place.entry .. ':' .. first
     end
-    local kind, ttl_ms, key, payload = parse_withheld(value)
-    if key ~= stream or ttl_ms ~= stream_ttl_ms then flush() end
-    if kind == 'stream' then
-      stream, stream_ttl_ms = key, ttl_ms
-      envelopes[#envelopes + 1] = payload
+    place.fields[#place.fields + 1] = place.entry
+    place.popped = place.popped + 1
+    place.read()
+  end
+end
+
+-- write_order(place): O(what `advance` was called for).
+local function write_order(place)
+  if place.popped > 0 then redis.pcall('LPOP', place.order, place.popped) end
+  if place.had_cursor and (place.position == 0 or not place.entry) then place.fields[#place.fields + 1] = 'cursor' end
+  for start = 1, #place.fields, 1000 do
+    redis.pcall('HDEL', place.held, unpack(place.fields, start, math.min(#place.fields, start + 999)))
+  end
+  if place.entry and place.position > 0 and (place.popped > 0 or place.position ~= place.written) then
+    local cursor = string.format('%s %d %.0f', place.entry, place.position, place.done)
+    set_field(place.held, 'cursor', cursor)
+  end
+end
+
+-- count_tickets(order, held): of requests that wait or are in flight, and of withheld results. O(1).
+local function count_tickets(order, held)
+  local place, last = read_order(order, held), redis.pcall('LINDEX', order, -1)
+  local size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
+  return place.entry and size and before + size - place.done or 0
+end
+
+-- deliver_parts(parts): deliver results in their order. Successive ones for one stream become one entry. Parts are a
+-- whole group in the usual case, and its payload is then not copied.
+local function deliver_parts(parts)
+  local start = 1
+  while start <= #parts do
+    local group, stop, size, is_whole = parts[start].group, start, 0, true
+    local key, kind, ttl_ms = group.key, group.kind, group.ttl_ms
+    repeat
+      local part, before = parts[stop], parts[stop - 1]
+      is_whole = is_whole and part.group == group and (stop == start or part.first_byte > before.first_byte)
+      size = size + (kind == 'stream' and part.count or 1)
+      stop = stop + 1
+      local following = parts[stop] and parts[stop].group
+    until not following or kind == 'list'
+      or following ~= group and (following.key ~= key or following.kind ~= kind or following.ttl_ms ~= ttl_ms)
+    if is_whole and stop - start == group.parts then
+      deliver(key, kind, group.payload, ttl_ms)
     else
-      deliver(key, kind, payload, ttl_ms)
+      local elements = {}
+      for at = start, stop - 1 do elements[#elements + 1] = elements_of(parts[at]) end
+      deliver(key, kind, array_head(size) .. table.concat(elements), ttl_ms)
     end
-    tickets[#tickets + 1] = ticket
-    size_bytes = size_bytes + #payload
+    start = stop
   end
-  flush()
-  if #tickets > 0 then
-    redis.call('LPOP', order, #tickets)
-    redis.call('HDEL', held, unpack(tickets))
+end
+
+-- withhold(place, part): keep a result until those before it are done. Returns whether that is necessary and possible.
+-- It is not if the ticket is not in the order (the user deleted a key, or the batch, so that the ticket was freed).
+local function withhold(place, part)
+  local entry, first = parse_ticket(part.field)
+  if entry == place.entry and first < place.position then return false end
+  if not is_in_order(place.held, entry, first, part.count) then return false end
+  if redis.pcall('HSETNX', place.held, part.field, withheld(part)) == 1 then return true end
+  local is_stale = parse_waiting(redis.pcall('HGET', place.held, part.field))
+  return is_stale and set_field(place.held, part.field, withheld(part))
+end
+
+-- release(order, held, arrived): deliver these results and withheld ones from the front of the order, up to the first
+-- ticket whose result is not there yet, but at most about 1,000 results and 8 MiB: Redis serves nothing else meanwhile.
+-- Those of `arrived` (see `take_result`) that are not delivered are withheld.
+-- Returns whether there is more to deliver. O(arrived + delivered), and O(bytes).
+local function release(order, held, arrived)
+  local results_max, bytes_max = 1000, 8388608
+  local place, parts, results, size_bytes = read_order(order, held), {}, 0, 0
+  local has_more = false
+  while place.entry do
+    local field = next_ticket(place)
+    local fresh = arrived[field]
+    local part = fresh or parse_withheld(redis.pcall('HGET', held, field))
+    if not part then break end
+    has_more = results >= results_max or size_bytes >= bytes_max
+    if has_more then break end
+    part.is_delivered = true
+    parts[#parts + 1] = part
+    results, size_bytes = results + part.count, size_bytes + part.bytes
+    advance(place, part.count, fresh)
+  end
+  deliver_parts(parts)
+  write_order(place)
+  for _, part in ipairs(arrived) do
+    if not part.is_delivered and not withhold(place, part) then deliver_parts({ part }) end
   end
   return has_more
 end
 
+-- take_result(arrived, ranges, key, kind, payload, ttl_ms): deliver results without tickets now; collect those that
+-- have some in `arrived`, for `release`: a list of parts, also by the name of their first ticket.
+-- `ranges`: '' or for each part a range and its number of bytes in the payload, ENTRY:FIRST+COUNT=BYTES. O(ranges).
+local function take_result(arrived, ranges, key, kind, payload, ttl_ms)
+  if ranges == '' then return deliver(key, kind, payload, ttl_ms) end
+  local group = { key = key, kind = kind, payload = payload, ttl_ms = ttl_ms, parts = 0 }
+  local first_byte = 1 + array_head_bytes(group)
+  for field, count, bytes in string.gmatch(ranges, '(%S+:%d+)%+(%d+)=(%d+)') do
+    local part = { field = field, count = tonumber(count), bytes = tonumber(bytes), group = group }
+    part.first_byte = first_byte
+    first_byte = first_byte + part.bytes
+    group.parts = group.parts + 1
+    arrived[#arrived + 1] = part
+    arrived[field] = part
+  end
+end

@@ -1,44 +1,93 @@
--- Tickets: the hash `held` says for each ticket where its request is. This file alone builds and parses its values:
+-- Tickets: the hash `held` says what is known of them. This file alone builds and parses its values.
 --
---   w ENTRY_ID                    the request is waiting, in this entry of the request stream
---   b BATCH_ID                    the request is in flight, in this batch
---   r KIND TTL_MS KEY PAYLOAD     the result is withheld; KIND, KEY, PAYLOAD and TTL_MS are what `deliver` needs
+-- A ticket is a place in an entry: ENTRY:POSITION, ENTRY being the ID under which its request arrived. Everything is
+-- kept for ranges of them, which have the name of their first ticket. A range is an argument ENTRY:FIRST+COUNT.
 --
--- (w and b without the space.) README.md in this directory lists the transitions.
+--   field         value
+--   ENTRY         SIZE [FIRST ...]                the number of its tickets; where ranges begin that were put back
+--   ENTRY:FIRST   w COUNT ENTRY_ID                these requests were put back in this entry of the request stream
+--                 r COUNT KIND TTL_MS KEY PAYLOAD their results are withheld, in the form that `deliver` needs
+--   cursor        ENTRY POSITION DONE             the first entry of the order is done up to here; see order.lua
+--
+-- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in this
+-- directory lists the transitions.
 
-local function waiting_in(entry_id) return 'w' .. entry_id end
+local function waiting_in(count, entry_id) return 'w ' .. count .. ' ' .. entry_id end
 
-local function in_flight_in(batch_id) return 'b' .. batch_id end
+-- Results that a script gets together for one place are a group: key, kind, payload, ttl_ms, and its number of parts.
+-- A part is what has one range of tickets: their number `count`, and the elements of the group's payload from
+-- `first_byte` on, together `bytes` long. The payload for a stream is a msgpack array; that for a list is one part.
 
-local function withheld_result(kind, ttl_ms, key, payload)
-  return 'r' .. kind .. ' ' .. ttl_ms .. ' ' .. key .. ' ' .. payload
+-- array_head(size): what a msgpack array of this size begins with.
+local function array_head(size)
+  if size < 16 then return string.char(144 + size) end
+  return string.char(220, math.floor(size / 256), size % 256)
 end
 
-local function is_withheld(value) return type(value) == 'string' and string.sub(value, 1, 1) == 'r' end
+-- array_head_bytes(group): how long that is.
+local function array_head_bytes(group)
+  if group.kind == 'list' then return 0 end
+  return ({ [220] = 3, [221] = 5 })[string.byte(group.payload)] or 1
+end
 
--- parse_withheld(value): kind, ttl_ms, key and payload of a withheld result.
+local function elements_of(part)
+  return string.sub(part.group.payload, part.first_byte, part.first_byte + part.bytes - 1)
+end
+
+local function withheld(part)
+  local group, payload = part.group, part.group.payload
+  if group.parts > 1 then
+    payload = array_head(group.kind == 'stream' and part.count or 1) .. elements_of(part)
+  end
+  return table.concat({ 'r', part.count, group.kind, group.ttl_ms, group.key, payload }, ' ')
+end
+
+-- parse_withheld(value): a withheld result as a part, alone in its group; nil for everything else.
 local function parse_withheld(value)
-  local kind, ttl_ms, key, payload_start = string.match(value, '^r(%a+) (%d+) (%S+) ()')
-  return kind, ttl_ms, key, string.sub(value, payload_start)
+  if type(value) ~= 'string' then return nil end
+  local count, kind, ttl_ms, key, payload_start = string.match(value, '^r (%d+) (%a+) (%d+) (%S+) ()')
+  if not count then return nil end
+  local group = { key = key, kind = kind, payload = string.sub(value, payload_start), ttl_ms = ttl_ms, parts = 1 }
+  local head_bytes = array_head_bytes(group)
+  return { count = tonumber(count), group = group, first_byte = 1 + head_bytes, bytes = #group.payload - head_bytes }
 end
 
--- parse_ticket(value): 'WAITING' and the entry's ID, 'IN_FLIGHT' and the batch's ID, 'WITHHELD', or 'UNKNOWN'.
-local function parse_ticket(value)
-  if is_withheld(value) then return 'WITHHELD', '' end
-  local prefix = type(value) == 'string' and string.sub(value, 1, 1)
-  if prefix == 'w' then return 'WAITING', string.sub(value, 2) end
-  if prefix == 'b' then return 'IN_FLIGHT', string.sub(value, 2) end
-  return 'UNKNOWN', ''
+-- parse_waiting(value): the ID of the entry in which a range was put back; nil for everything else.
+local function parse_waiting(value) return type(value) == 'string' and string.match(value, '^w %d+ (%S+)$') or nil end
+
+-- parse_range(range): entry, first position and number of tickets.
+local function parse_range(range)
+  local entry, first, count = string.match(range, '^(%S+):(%d+)%+(%d+)$')
+  return entry, tonumber(first), tonumber(count)
 end
 
--- update_ticket(held, ticket, value): give a ticket a new value. Returns whether the ticket exists and could be
--- changed. A withheld result is never overwritten: a second request with this ticket can only be a forged one.
--- HDEL and HSETNX instead of HSET: under the ACL rules of Redis 6, a role that may use HSET here may use it on every
--- hash that it can write.
--- O(1).
-local function update_ticket(held, ticket, value)
-  local old = redis.pcall('HGET', held, ticket)
-  if type(old) ~= 'string' or is_withheld(old) then return false end
-  return redis.pcall('HDEL', held, ticket) == 1 and redis.pcall('HSETNX', held, ticket, value) == 1
+-- parse_ticket(ticket): entry and position.
+local function parse_ticket(ticket)
+  local entry, position = string.match(ticket, '^(%S+):(%d+)$')
+  return entry, tonumber(position)
+end
+
+-- is_in_order(held, entry, first, count): whether these tickets were admitted, and their entry is not done.
+local function is_in_order(held, entry, first, count)
+  local value = redis.pcall('HGET', held, entry)
+  local size = type(value) == 'string' and tonumber(string.match(value, '^%d+'))
+  return size and first + count <= size or false
+end
+
+-- set_field(held, field, value): returns whether it could be set. HDEL and HSETNX instead of HSET: under the ACL rules
+-- of Redis 6, a role that may use HSET here may use it on every hash that it can write. O(1).
+local function set_field(held, field, value)
+  redis.pcall('HDEL', held, field)
+  return redis.pcall('HSETNX', held, field, value) == 1
+end
+
+-- mark_waiting(held, range, entry_id): a range was put back in this entry. O(times that requests of the
+-- entry in which they arrived were put back).
+local function mark_waiting(held, range, entry_id)
+  local entry, first, count = parse_range(range)
+  if is_in_order(held, entry, first, count) then
+    set_field(held, entry, redis.pcall('HGET', held, entry) .. ' ' .. first)
+    set_field(held, entry .. ':' .. first, waiting_in(count, entry_id))
+  end
 end
 

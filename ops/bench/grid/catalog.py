@@ -1,0 +1,186 @@
+"""The systems: what is installed for each, how it is started, and which cells are left out for a reason known
+before.
+
+How each is used, and what its documents say, is at the top of its file in `systems/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from grid.setup import HOST, Setup
+from grid.workloads import Workload
+
+Commands = Mapping[
+    str, list[str]
+]  # of the services, by role; the first word runs in the system's environment
+
+WAIT_MS: Final = 2.0  # how long a batch that is not full waits
+ARTICLE_WAIT_MS: Final = 100.0  # the articles' timeout
+
+_NO_RATES: Final = "wrk knows no arrivals at random; see the same server with aiohttp"
+_NO_BURST: Final = "wrk keeps a number of requests in flight; see the same server with aiohttp"
+
+
+@dataclass(frozen=True)
+class System:
+    """A system, with one client and one set of options."""
+
+    key: str  # for the command line and file names
+    name: str
+    module: str  # in grid.systems
+    environment: str  # a name in `environments.ENVIRONMENTS`
+    services: Callable[[Setup], Commands]
+    child_roles: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # see `processes.by_role`
+    uses_redis: bool = False
+    unix_socket: bool = False
+    uvloop: bool = False
+    client: str = ""
+    batch_size: int | None = None  # instead of the workload's
+    wait_ms: float = WAIT_MS
+    only: tuple[str, ...] = ()  # workloads, if not all
+    left_out: Mapping[str, str] = field(default_factory=dict)  # a reason for each workload that is not run
+    cells_left_out: Mapping[str, str] = field(default_factory=dict)  # and for each single cell
+    is_peer: bool = True  # not Carpool, and not the floor
+
+    def runs(self, workload: Workload) -> bool:
+        """Whether it is measured under this workload."""
+        return workload.name not in self.left_out and (not self.only or workload.name in self.only)
+
+
+def _nothing(_: Setup) -> Commands:
+    """The system runs in the producer process."""
+    return {}
+
+
+def _carpool(setup: Setup) -> Commands:
+    model = f"{setup.model}=grid.systems.carpool:{setup.model.capitalize()}"
+    return {
+        "batcher": ["python", "-m", "carpool_batcher"],
+        "worker": ["python", "-m", "carpool_worker", model],
+    }
+
+
+def _mosec(setup: Setup) -> Commands:
+    command = ["python", "-m", "grid.systems.mosec", "--address", HOST, "--port", str(setup.port)]
+    return {"server": [*command, "--capacity", "200000", "--timeout", "60000", "--log-level", "warning"]}
+
+
+def _litserve(_: Setup) -> Commands:
+    return {"server": ["python", "-m", "grid.systems.litserve"]}
+
+
+def _faststream(_: Setup) -> Commands:
+    return {"worker": ["python", "-m", "grid.systems.faststream"]}
+
+
+def _celery(_: Setup) -> Commands:
+    options = ["--concurrency", "1", "--without-gossip", "--without-mingle", "--without-heartbeat"]
+    command = ["celery", "--app", "grid.systems.celery_batches", "worker", *options, "--loglevel", "warning"]
+    return {"worker": command}
+
+
+_CARPOOL: Final = System(
+    "carpool",
+    "Carpool",
+    "carpool",
+    "carpool",
+    _carpool,
+    child_roles={"worker": {"": "model"}},
+    uses_redis=True,
+    is_peer=False,
+)
+_PACKED: Final = replace(
+    _CARPOOL,
+    key="carpool-packed",
+    name="Carpool, packed",
+    client="packed",
+    only=("overhead",),
+    cells_left_out={"1": "a packed entry has several requests"},
+)
+_FAST: Final = replace(_CARPOOL, unix_socket=True, uvloop=True, only=("overhead",))
+_MOSEC: Final = System(
+    "mosec",
+    "mosec, aiohttp",
+    "mosec",
+    "mosec",
+    _mosec,
+    child_roles={"server": {"mosec": "server", "": "model"}},
+)
+_WRK_LEFT_OUT: Final = {"accelerator": _NO_RATES, "squares": _NO_BURST, "burst": _NO_BURST}
+_ARTICLES: Final = System(
+    "articles",
+    "articles, 100 ms",
+    "articles",
+    "carpool",
+    _nothing,
+    child_roles={"producer": {"": "worker"}},
+    wait_ms=ARTICLE_WAIT_MS,
+    only=("squares",),
+)
+
+SYSTEMS: Final = (
+    _CARPOOL,
+    replace(_CARPOOL, key="carpool-256", name="Carpool, batches of 256", batch_size=256, only=("overhead",)),
+    _PACKED,
+    replace(
+        _CARPOOL,
+        key="carpool-unix",
+        name="Carpool, Unix socket",
+        unix_socket=True,
+        only=("overhead", "images"),
+    ),
+    replace(_CARPOOL, key="carpool-uvloop", name="Carpool, uvloop", uvloop=True, only=("overhead",)),
+    replace(_FAST, key="carpool-fast", name="Carpool, Unix + uvloop"),
+    replace(_FAST, key="carpool-fast-256", name="Carpool, Unix + uvloop, 256", batch_size=256),
+    replace(
+        _PACKED,
+        key="carpool-fast-packed",
+        name="Carpool, Unix + uvloop, packed",
+        unix_socket=True,
+        uvloop=True,
+    ),
+    System(
+        "floor",
+        "Redis floor, a driver in C",
+        "floor",
+        "carpool",
+        _nothing,
+        uses_redis=True,
+        only=("overhead", "images"),
+        is_peer=False,
+    ),
+    replace(_MOSEC, key="mosec-wrk", name="mosec, wrk", client="wrk", left_out=_WRK_LEFT_OUT),
+    _MOSEC,
+    System(
+        "litserve",
+        "LitServe, aiohttp",
+        "litserve",
+        "litserve",
+        _litserve,
+        child_roles={"server": {"": "API and model"}},
+    ),
+    System(
+        "service-streamer",
+        "service-streamer",
+        "service_streamer",
+        "service-streamer",
+        _nothing,
+        child_roles={"producer": {"": "worker"}},
+    ),
+    System("faststream", "FastStream", "faststream", "faststream", _faststream, uses_redis=True),
+    System(
+        "celery-batches",
+        "celery-batches",
+        "celery_batches",
+        "celery-batches",
+        _celery,
+        child_roles={"worker": {"": "model"}},
+        uses_redis=True,
+        left_out={"burst": "it would take minutes: see its requests/s"},
+    ),
+    _ARTICLES,
+    replace(_ARTICLES, key="articles-fast", name=f"articles, {WAIT_MS:g} ms", wait_ms=WAIT_MS),
+)

@@ -1,0 +1,274 @@
+"""Where results go: to a future for each request, to a window of them in order, or to one array.
+
+Each request has a target, which its sink gets with the result: a future, or the request's number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from carpool.errors import CarpoolError
+from carpool.wire.tensors import Array
+
+COLUMN_KEPT_BYTES_MAX: Final = 256 * 1024
+
+
+class Reply(NamedTuple):
+    """A result, with the size and the times of the batch it was in."""
+
+    value: Any
+    correlation_id: str
+    batch_size: int
+    queue_us: int
+    compute_us: int
+
+
+Served = tuple[int, int, int]  # batch_size, queue_us, compute_us
+
+
+class Sink(Protocol):
+    """Takes the results of requests. Each has one result: a row of an array, another value, or an error."""
+
+    def put(self, correlation_id: str, target: Any, value: Any, served: Served) -> None:
+        """Take a value."""
+
+    def put_rows(
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
+    ) -> None:
+        """Take values that are the rows of an array."""
+
+    def fail(self, target: Any, error: CarpoolError) -> None:
+        """Take an error."""
+
+
+def rows_of(array: Array) -> list[Array]:
+    """The rows of an array, as views that keep at most COLUMN_KEPT_BYTES_MAX alive, or one row.
+
+    A program may keep a few results of many, and a view keeps the whole array: a larger one is divided.
+    """
+    if array.nbytes <= COLUMN_KEPT_BYTES_MAX or len(array) == 1:
+        return _views(array)
+    step = max(1, COLUMN_KEPT_BYTES_MAX * len(array) // array.nbytes)
+    rows: list[Array] = []
+    for start in range(0, len(array), step):
+        part = array[start : start + step].copy()
+        part.setflags(write=False)
+        rows += _views(part)
+    return rows
+
+
+def _views(array: Array) -> list[Array]:
+    return list(array) if array.ndim > 1 else [array[at, ...] for at in range(len(array))]
+
+
+class FutureSink:
+    """A future for each request, which gets the value."""
+
+    def put(self, correlation_id: str, target: asyncio.Future[Any], value: Any, served: Served) -> None:
+        """Resolve the future, unless it was cancelled."""
+        if not target.done():
+            target.set_result(value)
+
+    def put_rows(
+        self,
+        correlation_ids: Sequence[str],
+        targets: list[asyncio.Future[Any]],
+        array: Array,
+        served: Served,
+    ) -> None:
+        """Resolve each future with its row."""
+        for target, row in zip(targets, rows_of(array), strict=True):
+            if not target.done():
+                target.set_result(row)
+
+    def fail(self, target: asyncio.Future[Any], error: CarpoolError) -> None:
+        """Set the exception of the future, unless it was cancelled."""
+        if not target.done():
+            target.set_exception(error)
+
+
+class ThreadFutureSink:
+    """A `concurrent.futures.Future` for each request, which gets the value."""
+
+    def put(self, correlation_id: str, target: Future[Any], value: Any, served: Served) -> None:
+        """Resolve the future, unless it was cancelled."""
+        if target.set_running_or_notify_cancel():
+            target.set_result(value)
+
+    def put_rows(
+        self, correlation_ids: Sequence[str], targets: list[Future[Any]], array: Array, served: Served
+    ) -> None:
+        """Resolve each future with its row."""
+        for target, row in zip(targets, rows_of(array), strict=True):
+            if target.set_running_or_notify_cancel():
+                target.set_result(row)
+
+    def fail(self, target: Future[Any], error: Exception) -> None:
+        """Set the exception of the future, unless it was cancelled."""
+        if target.set_running_or_notify_cancel():
+            target.set_exception(error)
+
+
+class ReplySink(FutureSink):
+    """A future for each request, which gets a Reply."""
+
+    def put(self, correlation_id: str, target: asyncio.Future[Any], value: Any, served: Served) -> None:
+        """Resolve the future, unless it was cancelled."""
+        if not target.done():
+            target.set_result(Reply(value, correlation_id, *served))
+
+    def put_rows(
+        self,
+        correlation_ids: Sequence[str],
+        targets: list[asyncio.Future[Any]],
+        array: Array,
+        served: Served,
+    ) -> None:
+        """Resolve each future with its row."""
+        for correlation_id, target, row in zip(correlation_ids, targets, rows_of(array), strict=True):
+            self.put(correlation_id, target, row, served)
+
+
+class _Numbered:
+    """Numbers requests from 0, and wakes one waiter when something that it waits for has changed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+        self.sent = 0
+
+    def reserve(self, count: int) -> range:
+        """The numbers of the next `count` requests."""
+        self.sent += count
+        return range(self.sent - count, self.sent)
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Window(_Numbered):
+    """Results that one reader takes in the order of their requests, one by one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._results: dict[int, Any] = {}  # those not taken, by number
+        self._taken = 0
+
+    def __len__(self) -> int:
+        """Requests whose result was not taken."""
+        return self.sent - self._taken
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next result is here."""
+        return self._taken in self._results
+
+    async def take(self) -> Any:
+        """The next result. A CarpoolError is returned, too."""
+        while self._taken not in self._results:
+            await self._wait()
+        self._taken += 1
+        return self._results.pop(self._taken - 1)
+
+    def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
+        """Keep a result until it is taken."""
+        self._results[target] = value
+        if target == self._taken:
+            self._wake()
+
+    def put_rows(
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
+    ) -> None:
+        """Keep the results until they are taken."""
+        self._results.update(zip(targets, rows_of(array), strict=True))
+        if self._taken in self._results:
+            self._wake()
+
+    def fail(self, target: int, error: CarpoolError) -> None:
+        """Keep an error until it is taken."""
+        self.put("", target, error, (0, 0, 0))
+
+
+class Gathering(_Numbered):
+    """All results of `infer_many`: the rows of one array as long as all have one layout, else a list."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, size: int | None, keep_errors: bool) -> None:
+        """`size`: the number of requests, if an array is wanted. `keep_errors`: they are results, too."""
+        super().__init__(loop)
+        self._size = size
+        self._keep_errors = keep_errors
+        self._array: Array | None = None
+        self._others: dict[int, Any] = {}  # the results that are not in the array, by number
+        self._settled = 0
+        self._wanted = 0  # the number of results for which the caller waits
+        self._error: CarpoolError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without a result."""
+        return self.sent - self._settled
+
+    async def wait(self, in_flight_max: int) -> None:
+        """Wait until at most `in_flight_max` requests have no result. Raises the first error."""
+        self._wanted = self.sent - in_flight_max
+        while self._error is None and self._settled < self._wanted:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def results(self) -> Array | list[Any]:
+        """The results, once there are all."""
+        array, others = self._array, self._others
+        if array is None:
+            return [others[number] for number in range(self.sent)]
+        if not others:
+            return array
+        return [others[number] if number in others else array[number, ...] for number in range(self.sent)]
+
+    def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
+        """Keep a value; an array as a row."""
+        if type(value) is np.ndarray:
+            self.put_rows([correlation_id], [target], value[np.newaxis], served)
+        else:
+            self._others[target] = value
+            self._settle(1)
+
+    def put_rows(
+        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
+    ) -> None:
+        """Copy the rows into the array."""
+        if self._size is not None and self._array is None:
+            self._array = np.empty((self._size, *array.shape[1:]), array.dtype)
+        ours = self._array
+        if ours is not None and ours.dtype == array.dtype and ours.shape[1:] == array.shape[1:]:
+            ours[targets] = array
+        else:
+            self._others.update(zip(targets, rows_of(array), strict=True))
+        self._settle(len(targets))
+
+    def fail(self, target: int, error: CarpoolError) -> None:
+        """Keep an error, or raise it to the caller."""
+        if self._keep_errors:
+            self._others[target] = error
+            self._settle(1)
+        elif self._error is None:
+            self._error = error
+            self._wake()
+
+    def _settle(self, count: int) -> None:
+        self._settled += count
+        if self._settled >= self._wanted:
+            self._wake()

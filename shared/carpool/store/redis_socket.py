@@ -1,0 +1,138 @@
+"""A socket that is connected to Redis: commands in, replies out, with as few copies as possible."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import hiredis
+
+Argument = str | bytes | int | float
+
+LARGE_BYTES: Final = (
+    16 * 1024
+)  # an argument of this size costs more to copy than to send as a part of its own
+PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
+_READ_BYTES: Final = 256 * 1024
+_INCOMPLETE: Final = object()
+
+
+def pack(command: tuple[Argument, ...]) -> list[bytes]:
+    """A command in Redis's protocol, in parts. A large argument is a part of its own, and is not copied."""
+    large = [
+        at for at, argument in enumerate(command) if type(argument) is bytes and len(argument) >= LARGE_BYTES
+    ]
+    if not large:
+        return [_packed(command)]
+    parts: list[bytes] = []
+    head, begin = b"*%d\r\n" % len(command), 0
+    for at in large:
+        argument = command[at]
+        assert type(argument) is bytes
+        parts += (b"%b%b$%d\r\n" % (head, _arguments(command[begin:at]), len(argument)), argument)
+        head, begin = b"\r\n", at + 1
+    parts.append(head + _arguments(command[begin:]))
+    return parts
+
+
+def _arguments(arguments: tuple[Argument, ...]) -> bytes:
+    """Arguments as they are within a command: packed, without the line with their number."""
+    if not arguments:
+        return b""
+    packed = _packed(arguments)
+    return packed[packed.index(b"\n") + 1 :]
+
+
+def _packed(command: tuple[Argument, ...]) -> bytes:
+    # hiredis's type stub only allows tuples of one element
+    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
+    return packed
+
+
+class RedisSocket:
+    """Sends commands and receives replies, in order. Raises OSError, and hiredis.ProtocolError.
+
+    An error reply, also one inside of a reply, is what `reply_error` makes of its text.
+    """
+
+    def __init__(self, sock: socket.socket, reply_error: Callable[[str], Exception]) -> None:
+        self._sock = sock
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=reply_error)
+        self._buffer = bytearray(_READ_BYTES)
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Send these parts, one after another."""
+        if len(parts) == 1:
+            self._sock.sendall(parts[0])
+        elif isinstance(self._sock, ssl.SSLSocket):  # has no sendmsg
+            for part in parts:
+                self._sock.sendall(part)
+        else:
+            self._send_together(parts)
+
+    def _send_together(self, parts: Sequence[bytes]) -> None:
+        """Send parts with few system calls, each of which may end in the middle of a part."""
+        rest = [memoryview(part) for part in parts]
+        begin = 0
+        while begin < len(rest):
+            sent_bytes = self._sock.sendmsg(rest[begin : begin + PARTS_MAX])
+            while begin < len(rest) and sent_bytes >= len(rest[begin]):
+                sent_bytes -= len(rest[begin])
+                begin += 1
+            if sent_bytes:
+                rest[begin] = rest[begin][sent_bytes:]
+
+    def receive(self, expected_bytes: int = 0) -> Any:
+        """The next reply. Waits for it as long as the socket's timeout permits, for each part anew.
+
+        A large string of `expected_bytes` is received in place; hiredis would copy it twice.
+        """
+        if expected_bytes >= LARGE_BYTES and self._receive_header(b"$%d\r\n" % expected_bytes):
+            text = self._receive_exactly(expected_bytes)
+            self._receive_exactly(2)
+            return text
+        reader = self._reader
+        reply = reader.gets()
+        while reply is _INCOMPLETE:
+            received_bytes = self._sock.recv_into(self._buffer)
+            if received_bytes == 0:
+                raise ConnectionError("connection closed by server")
+            reader.feed(self._buffer, 0, received_bytes)  # type: ignore[arg-type]  # the stub lacks it
+            reply = reader.gets()
+        return reply
+
+    def _receive_header(self, header: bytes) -> bool:
+        """Whether the next reply has this header, which then is received. If not, hiredis has its bytes."""
+        if self._reader.has_data() or isinstance(self._sock, ssl.SSLSocket):
+            return False
+        received = b""
+        while received != header and header.startswith(received):
+            part = self._sock.recv(len(header) - len(received))
+            if not part:
+                raise ConnectionError("connection closed by server")
+            received += part
+        if received == header:
+            return True
+        self._reader.feed(received)
+        return False
+
+    def _receive_exactly(self, size_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        while size_bytes:
+            part = self._sock.recv(size_bytes, socket.MSG_WAITALL)
+            if not part:
+                raise ConnectionError("connection closed by server")
+            parts.append(part)
+            size_bytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def is_buffered(self) -> bool:
+        """Whether more was received than the replies that were returned: then `select` may wait in vain."""
+        return self._reader.has_data() or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0)
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for."""
+        return self._sock.fileno()

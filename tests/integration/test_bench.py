@@ -1,0 +1,73 @@
+"""The benchmark grid measures: tiny rounds, whose figures mean nothing."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from grid.catalog import SYSTEMS, System
+from grid.environments import Environments
+from grid.runner import run_grid
+from grid.workloads import Workload
+
+TINY = Workload(
+    "tiny",
+    "Tiny",
+    "",
+    "noop",
+    8,
+    {
+        "8": {"load": "closed", "in_flight": 8, "seconds": 0.1},
+        "1": {"load": "closed", "in_flight": 1, "seconds": 0.1},
+        "200": {"load": "poisson", "per_second": 200, "seconds": 0.2},
+        "50": {"load": "burst", "requests": 50, "distinct": 10, "limit_s": 30.0},
+    },
+)
+
+
+class ThisEnvironment(Environments):
+    """Runs everything in the environment of the tests."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.executable)
+
+    def get(self, name: str) -> Path:
+        return Path(sys.executable).parent
+
+
+def system(key: str) -> System:
+    return next(system for system in SYSTEMS if system.key == key)
+
+
+def test_a_round_of_carpool_is_measured() -> None:
+    progress: list[str] = []
+    results = run_grid([system("carpool")], [TINY], ThisEnvironment(), 1, progress.append)
+    assert results.left_out == {}
+    assert len(progress) == 1
+    [closed], [lone], [poisson], [burst] = (results.cell("tiny", "Carpool", cell) for cell in TINY.orders)
+    assert closed["per_second"] > 0
+    assert set(closed["cpu_us"]) == {"redis", "batcher", "worker", "model", "producer"}
+    assert 0 < lone["p50_ms"] <= lone["p99_ms"]
+    assert 0 <= poisson["within"] <= 1
+    assert burst["answered"] == 50
+    assert all(mib > 1 for mib in burst["peak_mib"].values())
+
+
+def test_a_system_that_fails_is_left_out_with_the_reason() -> None:
+    broken = Workload("broken", "Broken", "", "noop", 8, {"1": {"load": "closed", "in_flight": "no number"}})
+    results = run_grid([system("carpool")], [broken], ThisEnvironment(), 2, lambda _: None)
+    assert "TypeError" in results.left_out["broken", "Carpool"]
+    assert results.rounds == {}
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="needs a C compiler: gcc")
+def test_the_floor_replays_a_burst() -> None:
+    overhead = Workload(
+        "overhead", "", "", "noop", 64, {"64": {"load": "closed", "in_flight": 64, "seconds": 0.1}}
+    )
+    results = run_grid([system("floor")], [overhead], ThisEnvironment(), 1, lambda _: None)
+    assert results.left_out == {}
+    [figures] = results.cell("overhead", system("floor").name, "64")
+    assert figures["per_second"] > 0

@@ -1,0 +1,287 @@
+"""StreamReader: no entry is lost or read twice, however models move between its two connections."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+from redis import Redis
+
+from carpool.keys import Keys
+from carpool.store import reader as reader_module
+from carpool.store.connection import CommandError
+from carpool.store.reader import ReadResult, Stream, StreamReader, Subscription, _Watch
+from carpool_cli.local.embedded import EmbeddedRedis
+from support.waiting import wait_until
+
+MODELS: Final = tuple(f"m{number}" for number in range(5))
+STEPS: Final = 300
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(append_only=False) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(embedded: EmbeddedRedis) -> Iterator[Any]:
+    client: Any = Redis.from_url(embedded.url, protocol=2)
+    client.flushall()
+    yield client
+    client.close()
+
+
+class Watched:
+    """A model that is read, and what must be read of it."""
+
+    def __init__(self, reader: StreamReader, model: str, redis: Any) -> None:
+        self.deleted: set[bytes] = set()
+        self.keys = Keys(model)
+        self._reader = reader
+        self._redis = redis
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the request stream from its start, and `settled` from here on."""
+        self.expected = {
+            "requests": [entry_id for entry_id, _ in self._redis.xrange(self.keys.requests)],
+            "settled": [],
+        }
+        last = self._redis.xrevrange(self.keys.settled, count=1)
+        self.subscription = self._reader.subscribe(self.keys, last[0][0] if last else b"0-0")
+
+    def start_over(self) -> None:
+        self._reader.end(self.subscription)
+        self.begin()
+
+    def add(self, kind: str) -> None:
+        self.expected[kind].append(self._redis.xadd(getattr(self.keys, kind), {"a": "b"}))
+
+    def delete_oldest(self) -> None:
+        """Delete an entry, as a dispatch does. It may be read all the same."""
+        for entry_id, _ in self._redis.xrange(self.keys.requests, count=1):
+            self._redis.xdel(self.keys.requests, entry_id)
+            self.deleted.add(entry_id)
+
+    def check(self, result: ReadResult) -> None:
+        """What was read is what comes next. Entries that were deleted may be missing."""
+        arrived = result.arrived.get(self.subscription)
+        for kind in ("requests", "settled") if arrived is not None else ():
+            expected = self.expected[kind]
+            for entry_id, _ in getattr(arrived, kind):
+                while expected and expected[0] != entry_id and expected[0] in self.deleted:
+                    expected.pop(0)
+                assert expected, f"{entry_id} was read twice"
+                assert entry_id == expected.pop(0), f"{entry_id} is not the next entry"
+
+    @property
+    def everything_was_read(self) -> bool:
+        return all(entry_id in self.deleted for ids in self.expected.values() for entry_id in ids)
+
+
+class RandomRun:
+    """A reader, and steps that add, delete, read, move and start over at random."""
+
+    def __init__(self, url: str, redis: Any, seed: int) -> None:
+        self.choice = random.Random(seed)
+        # With the longest, only an entry ends a wait: so each model must be read by a connection at any time.
+        # But a new subscription is read from the next XREAD on, so none is made then.
+        busy_block_ms, idle_block_ms = ((1, 2), (20, 40), (60_000, 60_000))[seed % 3]
+        self.starts_over = busy_block_ms < 1000
+        self.reader = StreamReader(url, "test", busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
+        self.watched = [Watched(self.reader, model, redis) for model in MODELS]
+
+    def step(self) -> None:
+        one, number = self.choice.choice(self.watched), self.choice.random()
+        if number < 0.25:
+            one.add("requests")
+        elif number < 0.33:
+            one.add("settled")
+        elif number < 0.41:
+            one.delete_oldest()
+        elif number < 0.66:
+            self.reader.set_busy(one.subscription, self.choice.random() < 0.5)
+        elif number < 0.69 and self.starts_over:
+            one.start_over()
+        elif number < 0.76:
+            self.read_what_is_added_to(one)
+        else:
+            self.read(self.choice.choice((0.0, 0.0, 0.001, 0.03)))
+
+    def read(self, timeout_s: float) -> None:
+        result = self.reader.read(timeout_s)
+        assert not result.failed
+        for one in self.watched:
+            one.check(result)
+
+    def read_what_is_added_to(self, one: Watched) -> None:
+        one.add("requests")
+        for _ in range(20):
+            self.read(0.05)
+            if one.everything_was_read:
+                return
+        raise AssertionError(f"nobody reads {one.keys.model}")
+
+
+def run_at_random(url: str, redis: Any, seed: int) -> None:
+    """Expect each entry to be read once, in order."""
+    run = RandomRun(url, redis, seed)
+    for _ in range(STEPS):
+        run.step()
+    for one in run.watched:
+        run.read_what_is_added_to(one)
+    run.reader.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_entry_is_read_once_and_in_order(embedded: EmbeddedRedis, redis: Any, seed: int) -> None:
+    run_at_random(embedded.url, redis, seed)
+
+
+def forget_the_cursor(self: Stream, entries: list[Any], asked_after: bytes) -> list[Any]:
+    self.after = entries[-1][0]
+    return entries
+
+
+def move_at_once(self: Any, subscription: Subscription) -> None:
+    original_adopt(self, subscription)
+    self.other.remove(subscription)
+
+
+original_adopt: Final = _Watch.adopt
+
+
+def add_by_name(
+    self: Any, stream: Stream, entries: list[Any], asked_after: bytes, result: ReadResult
+) -> None:
+    for member in self._members:
+        for own in (member.requests, member.settled):
+            if own.name == stream.name:
+                stream = own
+    original_add(self, stream, entries, asked_after, result)
+
+
+original_add: Final = _Watch._add
+FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
+    "both connections deliver the same entries": (Stream, "unread", forget_the_cursor),
+    "a model is left out before the other connection reads it": (_Watch, "_covers", lambda *_: True),
+    "a reply counts for a later subscription": (_Watch, "_add", add_by_name),
+    "a model that was moved is read by its new connection only": (_Watch, "adopt", move_at_once),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(
+    embedded: EmbeddedRedis, redis: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    owner, name, faulty = FAULTS[fault]
+    monkeypatch.setattr(owner, name, faulty)
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            redis.flushall()
+            run_at_random(embedded.url, redis, seed)
+
+
+# --- connections and failures ------------------------------------------------------------------------------
+
+
+def read_until(reader: StreamReader, subscription: Subscription) -> list[bytes]:
+    """The IDs of the requests of this subscription that arrive next."""
+    ids: list[bytes] = []
+
+    def arrived() -> bool:
+        result = reader.read(0.01)
+        assert not result.failed
+        if subscription in result.arrived:
+            ids.extend(entry_id for entry_id, _ in result.arrived[subscription].requests)
+        return bool(ids)
+
+    wait_until(arrived, description="requests arrive")
+    return ids
+
+
+def test_idle_models_cost_nothing_while_a_busy_one_is_read(embedded: EmbeddedRedis, redis: Any) -> None:
+    """Given 100 idle models and a busy one, expect an XREAD over its two streams alone for each read."""
+    reader = StreamReader(embedded.url, "test")
+    busy = reader.subscribe(Keys("busy"), b"0-0")
+    for number in range(100):
+        reader.set_busy(reader.subscribe(Keys(f"idle{number}"), b"0-0"), False)
+    for _ in range(3):
+        redis.xadd(Keys("busy").requests, {"a": "b"})
+        read_until(reader, busy)
+    redis.config_resetstat()
+    for _ in range(20):
+        redis.xadd(Keys("busy").requests, {"a": "b"})
+        assert len(read_until(reader, busy)) == 1
+    assert reader._busy._names == [Keys("busy").requests, Keys("busy").settled]
+    assert 20 <= redis.info("commandstats")["cmdstat_xread"]["calls"] <= 26
+    reader.close()
+
+
+def test_model_that_cannot_be_read_is_found_and_the_others_are_read(
+    embedded: EmbeddedRedis, redis: Any
+) -> None:
+    reader = StreamReader(embedded.url, "test", busy_block_ms=10, idle_block_ms=20)
+    good, bad, idle = (reader.subscribe(Keys(model), b"0-0") for model in ("good", "bad", "idle"))
+    reader.set_busy(idle, False)
+    redis.set(Keys("bad").requests, "not a stream")
+    failed: dict[Subscription, CommandError] = {}
+
+    def has_failed() -> bool:
+        failed.update(reader.read(0.01).failed)
+        return bool(failed)
+
+    wait_until(has_failed, description="the failure is found")
+    assert list(failed) == [bad]
+    assert failed[bad].code == "WRONGTYPE"
+    for keys, subscription in ((Keys("good"), good), (Keys("idle"), idle)):
+        assert read_until_added(redis, reader, keys, subscription)
+    # And the model is read again once its key is a stream
+    redis.delete(Keys("bad").requests)
+    assert read_until_added(redis, reader, Keys("bad"), reader.subscribe(Keys("bad"), b"0-0"))
+    reader.close()
+
+
+def read_until_added(redis: Any, reader: StreamReader, keys: Keys, subscription: Subscription) -> bool:
+    added = redis.xadd(keys.requests, {"a": "b"})
+    return read_until(reader, subscription) == [added]
+
+
+def test_wait_that_someone_ended_is_repeated(embedded: EmbeddedRedis, redis: Any) -> None:
+    """Given CLIENT UNBLOCK with an error, expect that the next read goes on, and that many are an error."""
+    reader = StreamReader(embedded.url, "test")
+    subscription = reader.subscribe(Keys("m"), b"0-0")
+
+    def unblock() -> bool:
+        names = {client["name"]: client["id"] for client in redis.client_list()}
+        return bool(redis.execute_command("CLIENT", "UNBLOCK", names["test:reads"], "ERROR"))
+
+    reader.read(0.0)
+    wait_until(unblock, description="the read is unblocked")
+    assert reader.read(1.0) == ReadResult({}, {})
+    assert read_until_added(redis, reader, Keys("m"), subscription)
+    reader.read(0.0)
+    wait_until(unblock, description="the read is unblocked")
+    reader.read(1.0)
+    reader.read(0.0)
+    wait_until(unblock, description="the read is unblocked again")
+    with pytest.raises(CommandError, match="UNBLOCKED"):
+        reader.read(1.0)
+    reader.close()
+
+
+def test_reply_has_a_limited_number_of_bytes(
+    embedded: EmbeddedRedis, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given entries of 1 KB and a limit of 10 KB, expect about ten in each reply once their size is known."""
+    monkeypatch.setattr(reader_module, "READ_BYTES", 10_000)
+    monkeypatch.setattr(reader_module, "ENTRY_BYTES_UNKNOWN", 5_000)
+    for _ in range(40):
+        redis.xadd(Keys("m").requests, {"body": bytes(1000)})
+    reader = StreamReader(embedded.url, "test")
+    subscription = reader.subscribe(Keys("m"), b"0-0")
+    assert [len(read_until(reader, subscription)) for _ in range(4)] == [2, 9, 9, 9]
+    reader.close()
