@@ -106,7 +106,7 @@ class Stack:
         return {name: _cpu_us(pid) for name, pid in self.pids.items()}
 
     def since(self, before: dict[str, float], requests: int) -> dict[str, float]:
-        """The CPU time of each process since then, for each of so many requests."""
+        """The CPU time of each process since `before`, divided by the number of requests."""
         now = self.cpu_us()
         return {name: (now[name] - cpu_us) / requests for name, cpu_us in before.items()}
 
@@ -194,9 +194,9 @@ def waiting(tiny: bool) -> list[Part]:
     depths = (1, 100, 1000) if tiny else (1, 10, 100, 1_000, 10_000, 100_000)
     part = Part(
         "Waiting requests",
-        "So many requests wait, each in an entry of its own. More are added, and the batcher reads them: "
-        "taking in. "
-        f"Then a worker starts, and they are dispatched, executed and settled in batches of {BATCH_SIZE}.",
+        "The requests that wait have an entry each. Taking in: more are added, and the batcher reads them. "
+        "Dispatching: a worker starts, and all are dispatched, executed and settled in batches of "
+        f"{BATCH_SIZE}.",
         "waiting requests",
         "µs of CPU a request",
         depths,
@@ -299,8 +299,8 @@ def connections(tiny: bool) -> list[Part]:
     """Producers, each with connections of its own."""
     part = Part(
         "Producers",
-        f"{IN_FLIGHT} requests are in flight, divided among so many `AsyncClient`s with connections of "
-        "their own. "
+        f"{IN_FLIGHT} requests are in flight in all. Each producer is an `AsyncClient` with its own "
+        "connections. "
         "One client sends many requests in an entry; of 500 each sends single ones, and has "
         "a reply stream of its own.",
         "producers",

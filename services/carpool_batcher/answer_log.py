@@ -21,11 +21,11 @@ class AnswerLog:
         self._summarized_at_s = time.monotonic()
 
     def refused(self, statuses: Mapping[str, int]) -> None:
-        """So many requests were refused with each status."""
+        """Requests were refused; `statuses` counts them by status."""
         self._refused.update(statuses)
 
     def expired_in_flight(self, requests: int, batches: int) -> None:
-        """So many requests of so many batches in flight were answered ahead, at their deadlines."""
+        """Requests in flight were answered at their deadlines; both arguments are counts."""
         self._expired_requests += requests
         self._expired_batches += batches
 

@@ -46,9 +46,9 @@ class BatchLog:
     def committed(
         self, replica: str, batch: Batch, statuses: Mapping[str, int], compute_us: int, dead: int
     ) -> None:
-        """A batch was committed by `replica`, with so many results of each status and dead letters.
+        """`replica` committed a batch. `statuses` counts its results by status, `dead` its dead letters.
 
-        Its queue delay is that of its oldest request.
+        The queue delay of a batch is that of its oldest request.
         """
         oldest_us = min((run.arrival_us for run in batch.runs), default=batch.dispatched_us)
         queue_us = max(0, batch.dispatched_us - oldest_us)

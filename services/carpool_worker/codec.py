@@ -24,12 +24,13 @@ from carpool.errors import (
     InvalidArgumentError,
 )
 from carpool.messages import MSGPACK, RAW, BatchedRun, Result, ResultColumns, RunColumns
+from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
 from carpool_worker.execution import DEATHS_MAX, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import Buffer, FrameHeader, OutcomeHeader, Part, Ready
+from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
 
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"

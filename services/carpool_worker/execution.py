@@ -16,7 +16,8 @@ from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import ABORTED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunColumns
-from carpool_worker.model_process.frames import Buffer, FrameHeader
+from carpool.parts import Buffer
+from carpool_worker.model_process.frames import FrameHeader
 
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
 

@@ -12,8 +12,8 @@ from collections import deque
 from itertools import islice
 from typing import Final
 
+from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool_worker.model_process.frames import (
-    Buffer,
     FrameHeader,
     LoadFailed,
     MessageReader,
@@ -25,7 +25,6 @@ from carpool_worker.model_process.frames import (
 )
 
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
-_PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
 STOP_S: Final = 10.0
 
 
@@ -130,11 +129,7 @@ class ProcessHandle:
             while backlog:
                 if self._sock is None:
                     raise ProcessGoneError("not started")
-                sent_bytes = self._sock.sendmsg(islice(backlog, _PARTS_MAX), (), socket.MSG_DONTWAIT)
-                while backlog and sent_bytes >= len(backlog[0]):
-                    sent_bytes -= len(backlog.popleft())
-                if sent_bytes:
-                    backlog[0] = memoryview(backlog[0])[sent_bytes:]
+                drop_sent(backlog, self._sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
         except OSError as error:

@@ -165,8 +165,7 @@ REQUEST_BYTES: Final = 100
 
 
 def put_back_bytes(waiting: Waiting, form: str, size: int, batch_size: int) -> int:
-    """Dispatch an entry of so many requests batch by batch, and count the bytes of bodies that Redis gets
-    back."""
+    """Dispatch an entry of `size` requests batch by batch. Returns the bytes of bodies that were put back."""
     waiting.link.call("FLUSHALL")
     ids, body = [f"n{number:04}" for number in range(size)], bytes(REQUEST_BYTES)
     fields: dict[str, Any] = {"correlation_ids": " ".join(ids), "rows": body * size}

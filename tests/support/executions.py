@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from carpool.messages import JSON, Batch, BatchedRequest, BatchedRun, Result
+from carpool.parts import Buffer
 from carpool.wire.bodies import encode_body
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.codec import Codec
@@ -68,7 +69,7 @@ def positions(execution: Execution) -> list[list[int]]:
     return [list(frame.positions) for frame in execution.frames]
 
 
-def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, frames.Buffer]:
+def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, Buffer]:
     """The outcome of a frame, from the model process's own code over a real socket."""
     model = LoadedModel(
         predict if codec.wants_requests else lambda batch, _: predict(batch),

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import numpy as np
 
+from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
 
 _LENGTHS: Final = struct.Struct("<II")  # of header and payload
@@ -29,7 +30,6 @@ _TENSOR: Final = 1  # msgpack extension type
 _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
 
-Buffer = bytes | bytearray | memoryview
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model

@@ -43,8 +43,9 @@ from redis.retry import Retry
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
+from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
-from carpool.store.redis_socket import LARGE_BYTES, PARTS_MAX, RedisSocket, pack
+from carpool.store.redis_socket import LARGE_BYTES, RedisSocket, pack
 from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
 
 Command = Sequence[Argument]
@@ -320,7 +321,7 @@ class AsyncLink(asyncio.Protocol):
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=_command_error)
         self._transport: Any = None
         self._descriptor: int | None = None  # of the socket; None: only the transport can send (TLS)
-        self._unsent: deque[memoryview] = deque()  # what is to be sent when the transport's buffer is empty
+        self._unsent: deque[Buffer] = deque()  # what is to be sent when the transport's buffer is empty
         self._is_paused = False
         self.identity: int | None = None
 
@@ -364,14 +365,11 @@ class AsyncLink(asyncio.Protocol):
         unsent = self._unsent
         # A transport that is closing may have closed the descriptor, which then may be another file's.
         while unsent and not (self._is_paused or self._transport.is_closing()):
-            sent_bytes = 0
             if self._descriptor is not None:
                 with contextlib.suppress(OSError):  # the transport reports it
-                    sent_bytes = os.writev(self._descriptor, list(islice(unsent, PARTS_MAX)))
-            while unsent and sent_bytes >= len(unsent[0]):
-                sent_bytes -= len(unsent.popleft())
+                    drop_sent(unsent, os.writev(self._descriptor, list(islice(unsent, PARTS_MAX))))
             if unsent:
-                part = unsent.popleft()[sent_bytes:]
+                part = unsent.popleft()
                 if len(part) > LARGE_BYTES:
                     unsent.appendleft(part[LARGE_BYTES:])
                 self._transport.write(part[:LARGE_BYTES])

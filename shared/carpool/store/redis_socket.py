@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import hiredis
+
+from carpool.parts import PARTS_MAX, Buffer, drop_sent
 
 Argument = str | bytes | int | float
 
 LARGE_BYTES: Final = (
     16 * 1024
 )  # an argument of this size costs more to copy than to send as a part of its own
-PARTS_MAX: Final = 1024  # IOV_MAX: so many parts fit into one system call
 _READ_BYTES: Final = 256 * 1024
 _INCOMPLETE: Final = object()
 
@@ -74,15 +77,9 @@ class RedisSocket:
 
     def _send_together(self, parts: Sequence[bytes]) -> None:
         """Send parts with few system calls, each of which may end in the middle of a part."""
-        rest = [memoryview(part) for part in parts]
-        begin = 0
-        while begin < len(rest):
-            sent_bytes = self._sock.sendmsg(rest[begin : begin + PARTS_MAX])
-            while begin < len(rest) and sent_bytes >= len(rest[begin]):
-                sent_bytes -= len(rest[begin])
-                begin += 1
-            if sent_bytes:
-                rest[begin] = rest[begin][sent_bytes:]
+        rest: deque[Buffer] = deque(parts)
+        while rest:
+            drop_sent(rest, self._sock.sendmsg(islice(rest, PARTS_MAX)))
 
     def receive(self, expected_bytes: int = 0) -> Any:
         """The next reply. Waits for it as long as the socket's timeout permits, for each part anew.
