@@ -63,9 +63,14 @@ def large_text(letter: str) -> str:
 
 def block(stack: Stack, gate: Path, model: str = "Single") -> None:
     """Occupy the model's one worker until the gate opens: requests that are sent now wait."""
-    for _ in range(2):
-        stack.send(model, body=json.dumps({"gate": str(gate)}))
-    wait_until(lambda: stack.redis.xlen(Keys(model).batches) == 2, description="the worker is occupied")
+
+    def dispatched() -> int:
+        return stack.redis.xlen(Keys(model).batches)
+
+    stack.send(model, body=json.dumps({"gate": str(gate)}))
+    wait_until(lambda: dispatched() == 1, description="the worker is occupied")
+    stack.send(model, body=json.dumps({"gate": str(gate)}))
+    wait_until(lambda: dispatched() == 2, description="one batch is ahead")
 
 
 def array_of(number: int, size: int = LARGE // 4) -> np.ndarray[Any, Any]:

@@ -209,6 +209,7 @@ def test_hanging_loop_names_the_model(bench: Bench, monkeypatch: pytest.MonkeyPa
         wait_until(lambda: bench.active("m"), description="it is active")
         model = bench.service._models["m"]
         monkeypatch.setattr(model.batcher, "turn", lambda _: found.extend(bench.service.unhealthy()))
+        bench.send("m")
         wait_until(lambda: found, description="a turn is taken")
     finally:
         bench.service.stop()
