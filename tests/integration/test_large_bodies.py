@@ -65,7 +65,7 @@ def block(stack: Stack, gate: Path, model: str = "Single") -> None:
     """Occupy the model's one worker until the gate opens: requests that are sent now wait."""
 
     def dispatched() -> int:
-        return stack.redis.xlen(Keys(model).batches)
+        return int(stack.redis.xlen(Keys(model).batches))
 
     stack.send(model, body=json.dumps({"gate": str(gate)}))
     wait_until(lambda: dispatched() == 1, description="the worker is occupied")
