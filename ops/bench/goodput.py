@@ -3,9 +3,10 @@
     .venv/bin/python ops/bench/goodput.py [--requests 6000] [--write]
 
 Goodput is the number of requests per second that are answered OK within their deadline. Simulated in virtual
-time, with the production scheduler: Poisson and bursty arrivals, two models, 1 and 16 workers, deadlines from
-15 ms, load from 0.3 to 1.5 of capacity. Triton's policy and count-or-timeout use the best of several delays
-at each point. Policies and bounds count the same requests. No policy can exceed the bounds:
+time, with the production scheduler: Poisson and bursty arrivals, two models whose l(b) is a line with 1 and
+16 workers, a logarithm and steps with one worker, deadlines from 15 ms, load from 0.3 to 1.5 of capacity.
+Triton's policy and count-or-timeout use the best of several delays at each point. Policies and bounds count
+the same requests. No policy can exceed the bounds:
 
     U1  workers * max b / l(b) requests per second, over the batch sizes b that can meet the deadline. Of the
         requests that arrive in an interval, at most that rate times (the interval plus a deadline)
@@ -18,6 +19,7 @@ at each point. Policies and bounds count the same requests. No policy can exceed
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import sys
 import time
@@ -31,6 +33,7 @@ import numpy as np
 from rivals import Aimd, CountOrTimeout
 
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival, Traffic, bursty, poisson
 from carpool_cli.tuning.simulator import SchedulerProtocol, Simulation, World
@@ -43,12 +46,12 @@ EXPLANATION: Final = (
     "Clipper (NSDI 2017).",
 )
 BATCH_SIZE_MAX: Final = 256
-MODELS: Final = ((5000.0, 50.0), (2000.0, 1000.0))
 WORKERS: Final = (1, 16)
 DEADLINES_MS: Final = (15, 50)
 LOADS: Final = (0.3, 0.6, 0.9, 1.2, 1.5)
 # Short phases, so that a trace has several bursts.
 ARRIVALS: Final[dict[str, Traffic]] = {"Poisson": poisson, "bursty": partial(bursty, phase_s=0.1)}
+NO_LINE_LOADS: Final = (0.6, 0.9, 1.2)
 DELAYS_MS: Final = (0.5, 2, 5, 10, 20)
 LOW_LOADS: Final = (0.05, 0.1, 0.2, 0.3)
 OBJECTIVE_US: Final = 50_000  # of AIMD, for requests without deadlines
@@ -58,10 +61,43 @@ TRACE_DEADLINES_MIN: Final = 20  # length of a trace: else much of it could be s
 POLICIES: Final = ("deferred", "eager", "Triton", "AIMD", "count or timeout")
 
 
-class Point(NamedTuple):
-    """A point of the grid."""
+class Model(NamedTuple):
+    """A model, and what it takes for a batch of b. `name` is l(b) in ms as text."""
 
-    model: tuple[float, float]
+    name: str
+    l_us: Callable[[int], float]
+    max_batch_size: int = 256
+
+    @property
+    def curve(self) -> Curve:
+        """l(b) at each size."""
+        sizes = range(1, self.max_batch_size + 1)
+        return Curve(sizes, [self.l_us(size) for size in sizes])
+
+
+def linear(intercept_us: float, slope_us: float) -> Model:
+    """A model whose l(b) is a line."""
+    name = f"{intercept_us / 1000:g} + {slope_us / 1000:g} b"
+    return Model(name, lambda size: intercept_us + slope_us * size)
+
+
+def padded(size: int) -> int:
+    """The size to which a model pads a batch: 8, 16 or 32."""
+    return next(size_padded for size_padded in (8, 16, 32) if size <= size_padded)
+
+
+# A logarithm, as of the model `square` with what surrounds it, and steps.
+SQUARE: Final = Model("0.1 + log(b + 1)", lambda size: 100 + 1000 * math.log(size + 1), 64)
+STEPS: Final = Model("4 + 0.25 b, b padded to 8, 16, 32", lambda size: 4000 + 250 * padded(size), 32)
+LINES: Final = (linear(5000, 50), linear(2000, 1000))
+NO_LINES: Final = (SQUARE, STEPS)
+MODELS: Final = {model.name: model for model in (*LINES, *NO_LINES)}
+
+
+class Point(NamedTuple):
+    """A point of the grid. `model` is a name in MODELS."""
+
+    model: str
     workers: int
     deadline_ms: int
     arrivals: str
@@ -70,10 +106,8 @@ class Point(NamedTuple):
     @property
     def description(self) -> str:
         """The point as text."""
-        intercept_ms, slope_ms = (us / 1000 for us in self.model)
-        execution = f"{intercept_ms:g} + {slope_ms:g} b ms"
         workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
-        return f"{execution}, {workers}, {self.deadline_ms} ms, {self.arrivals}, load {self.load:g}"
+        return f"{self.model} ms, {workers}, {self.deadline_ms} ms, {self.arrivals}, load {self.load:g}"
 
 
 class Figures(NamedTuple):
@@ -86,15 +120,15 @@ class Figures(NamedTuple):
 
 def world_of(point: Point) -> World:
     """The simulated environment of the scheduler."""
-    return World(point.workers, *point.model)
+    return World(point.workers, curve=MODELS[point.model].curve)
 
 
-def u1(times_us: np.ndarray, world: World, deadline_us: int) -> int:
+def u1(times_us: np.ndarray, world: World, deadline_us: int, max_batch: int = BATCH_SIZE_MAX) -> int:
     """The most requests that workers can serve in time if all batches have the best size.
 
     A leaky bucket: it leaks at the rate of `u1_per_s`, and holds what leaks within a deadline.
     """
-    per_us = u1_per_s(world, deadline_us) / 1e6
+    per_us = u1_per_s(world, deadline_us, max_batch) / 1e6
     bucket_size = per_us * (deadline_us - world.out_us - world.back_us)
     served, level, last_us = 0, 0.0, float(times_us[0])
     for at_us in times_us.tolist():
@@ -106,13 +140,13 @@ def u1(times_us: np.ndarray, world: World, deadline_us: int) -> int:
     return served
 
 
-def u1_per_s(world: World, deadline_us: int) -> float:
+def u1_per_s(world: World, deadline_us: int, max_batch: int = BATCH_SIZE_MAX) -> float:
     """Requests/s that no policy can exceed, for any arrivals."""
     execution_us_max = deadline_us - world.out_us - world.back_us
     rates = [
-        size / (world.intercept_us + world.slope_us * size)
-        for size in range(1, BATCH_SIZE_MAX + 1)
-        if world.intercept_us + world.slope_us * size <= execution_us_max
+        size / world.execution_us(size)
+        for size in range(1, max_batch + 1)
+        if world.execution_us(size) <= execution_us_max
     ]
     return world.processes * max(rates, default=0.0) * 1e6
 
@@ -187,34 +221,46 @@ def goodput(point: Point, make: Callable[[], SchedulerProtocol], trace: Trace) -
     return float(good) / trace.seconds
 
 
+def grid() -> Iterator[Point]:
+    """All points."""
+    for model in LINES:
+        yield from map(Point._make, product([model.name], WORKERS, DEADLINES_MS, ARRIVALS, LOADS))
+    for model in NO_LINES:
+        yield from map(Point._make, product([model.name], [1], DEADLINES_MS, ARRIVALS, NO_LINE_LOADS))
+
+
 def measure(point: Point, requests: int) -> Figures:
     """Goodput of every policy at one point."""
     world, deadline_us, workers = world_of(point), point.deadline_ms * 1000, point.workers
-    capacity = u1_per_s(world, deadline_us)
+    max_batch = MODELS[point.model].max_batch_size
+    capacity = u1_per_s(world, deadline_us, max_batch)
     rate = point.load * capacity
     trace = trace_of(point, rate, max(requests, int(rate * TRACE_DEADLINES_MIN * point.deadline_ms / 1000)))
-    makers = policies(workers, deadline_us)
+    makers = policies(workers, deadline_us, max_batch)
     good = {name: max(goodput(point, make, trace) for make in variants) for name, variants in makers.items()}
-    bound = (u3 if workers == 1 else u1)(trace.counted_us, world, deadline_us)
+    bound = (u3 if workers == 1 else u1)(trace.counted_us, world, deadline_us, max_batch)
     return Figures(point, bound / trace.seconds, good)
 
 
-def policies(workers: int, objective_us: int) -> dict[str, list[Callable[[], SchedulerProtocol]]]:
+def policies(
+    workers: int, objective_us: int, max_batch: int
+) -> dict[str, list[Callable[[], SchedulerProtocol]]]:
     """Every policy, by name, with its variants."""
 
     def carpool(**settings: object) -> Callable[[], SchedulerProtocol]:
         return lambda: Scheduler(
-            ModelSettings.from_mapping({"max_batch_size": BATCH_SIZE_MAX, **settings}), workers
+            ModelSettings.from_mapping({"max_batch_size": max_batch, **settings}), workers
         )
 
     def count_or_timeout(delay_ms: float) -> Callable[[], SchedulerProtocol]:
-        return lambda: CountOrTimeout(BATCH_SIZE_MAX, int(delay_ms * 1000))
+        return lambda: CountOrTimeout(max_batch, int(delay_ms * 1000))
 
+    preferred = (max_batch // 4, max_batch // 2)
     return {
         "deferred": [carpool(policy="deferred")],
         "eager": [carpool()],
-        "Triton": [carpool(max_queue_delay_ms=ms, preferred_batch_sizes=(64, 128)) for ms in DELAYS_MS],
-        "AIMD": [lambda: Aimd(BATCH_SIZE_MAX, objective_us, workers)],
+        "Triton": [carpool(max_queue_delay_ms=ms, preferred_batch_sizes=preferred) for ms in DELAYS_MS],
+        "AIMD": [lambda: Aimd(max_batch, objective_us, workers)],
         "count or timeout": [count_or_timeout(ms) for ms in DELAYS_MS],
     }
 
@@ -222,19 +268,19 @@ def policies(workers: int, objective_us: int) -> dict[str, list[Callable[[], Sch
 class MeanLatency(NamedTuple):
     """Mean latency in ms by policy, for requests without deadlines."""
 
-    model: tuple[float, float]
+    model: str
     workers: int
     load: float
     mean_ms: dict[str, float]
 
 
-def mean_latency(model: tuple[float, float], workers: int, load: float, requests: int) -> MeanLatency:
+def mean_latency(model: str, workers: int, load: float, requests: int) -> MeanLatency:
     """The mean latency of each policy, with its best delay. Load 1 is the rate with full batches."""
-    world = World(workers, *model)
+    world = World(workers, curve=MODELS[model].curve)
     rate = load * workers * BATCH_SIZE_MAX / world.execution_us(BATCH_SIZE_MAX) * 1e6
     arrivals = list(poisson(rate, max(requests, int(rate / 2)), 3))
     mean_ms: dict[str, float] = {}
-    for name, makers in policies(workers, OBJECTIVE_US).items():
+    for name, makers in policies(workers, OBJECTIVE_US, BATCH_SIZE_MAX).items():
         if name != "deferred":  # which is eager for requests without deadlines
             results = [Simulation(make(), world).run(arrivals) for make in makers]
             mean_ms[name] = min(sum(result.latencies_us) / result.good / 1000 for result in results)
@@ -245,11 +291,10 @@ def latency_table(results: Sequence[MeanLatency]) -> Iterator[str]:
     """The mean latencies as a Markdown table; the last column compares `eager` with the best policy."""
     yield "| l(b), ms | workers | load | " + " | ".join(results[0].mean_ms) + " | `eager` above the best |"
     yield "|---|---:|---:|" + "---:|" * (len(results[0].mean_ms) + 1)
-    for (intercept_us, slope_us), workers, load, mean_ms in results:
+    for model, workers, load, mean_ms in results:
         over = mean_ms["eager"] / min(mean_ms.values()) - 1
         cells = " | ".join(f"{latency_ms:,.2f} ms" for latency_ms in mean_ms.values())
-        execution = f"{intercept_us / 1000:g} + {slope_us / 1000:g} b"
-        yield f"| {execution} | {workers} | {load:g} | {cells} | {over:.1%} |"
+        yield f"| {model} | {workers} | {load:g} | {cells} | {over:.1%} |"
 
 
 def table(results: Sequence[Figures]) -> Iterator[str]:
@@ -257,25 +302,25 @@ def table(results: Sequence[Figures]) -> Iterator[str]:
     yield "| l(b), ms | workers | deadline | arrivals | load | bound/s | " + " | ".join(POLICIES) + " |"
     yield "|---|---:|---:|---|---:|---:|" + "---:|" * len(POLICIES)
     for point, bound, good in results:
-        (intercept_us, slope_us), bound_name = point.model, "U3" if point.workers == 1 else "U1"
+        bound_name = "U3" if point.workers == 1 else "U1"
         shares = {name: good[name] / bound for name in POLICIES}
         top = max(shares.values())
         cells = [f"**{share:.1%}**" if share == top else f"{share:.1%}" for share in shares.values()]
         yield (
-            f"| {intercept_us / 1000:g} + {slope_us / 1000:g} b | {point.workers} | {point.deadline_ms} ms | "
+            f"| {point.model} | {point.workers} | {point.deadline_ms} ms | "
             f"{point.arrivals} | {point.load:g} | {bound_name} {bound:,.0f} | " + " | ".join(cells) + " |"
         )
 
 
 def plot(results: Sequence[Figures], to: Path) -> None:
-    """Plot goodput over load, a panel for each model, number of workers and deadline."""
+    """Plot goodput over load, a panel for each model that is a line, number of workers and deadline."""
     import matplotlib as mpl  # noqa: PLC0415 (only --write needs it)
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "carpool"
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    panels = list(product(MODELS, WORKERS, DEADLINES_MS))
+    panels = list(product([model.name for model in LINES], WORKERS, DEADLINES_MS))
     figure, grid = plt.subplots(2, len(panels) // 2, figsize=(13, 6), sharey=True, layout="constrained")
     for axes, (model, workers, deadline_ms) in zip(grid.flat, panels, strict=True):
         for policy in POLICIES:
@@ -286,8 +331,7 @@ def plot(results: Sequence[Figures], to: Path) -> None:
             ]
             axes.plot(*zip(*of_policy, strict=True), "o-", ms=3, label=policy)
         bound = "U3" if workers == 1 else "U1"
-        execution = f"{model[0] / 1000:g} + {model[1] / 1000:g} b ms"
-        axes.set_title(f"{execution}, {workers} worker{'s' * (workers > 1)}, {deadline_ms} ms", fontsize=9)
+        axes.set_title(f"{model} ms, {workers} worker{'s' * (workers > 1)}, {deadline_ms} ms", fontsize=9)
         axes.set(xlabel="load", ylabel=f"goodput / {bound}", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
     grid.flat[0].legend(frameon=False, fontsize=8)
@@ -324,7 +368,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6000, help="number of requests at each point")
     parser.add_argument("--write", action="store_true", help="write GOODPUT.md and goodput.svg")
     options = parser.parse_args()
-    points = [Point(*values) for values in product(MODELS, WORKERS, DEADLINES_MS, ARRIVALS, LOADS)]
+    points = list(grid())
     started_s = time.monotonic()
     results: list[Figures] = []
     tasks = [(point, options.requests) for point in points]
@@ -338,7 +382,7 @@ def main() -> None:
             )
     print(file=sys.stderr)
     lines = [*summary(results), "", *table(results), "", "## Mean latency at low load", ""]
-    low = list(product(MODELS, (1, 2, 4, 16), LOW_LOADS, [options.requests]))
+    low = list(product([model.name for model in LINES], (1, 2, 4, 16), LOW_LOADS, [options.requests]))
     with multiprocessing.Pool() as pool:
         latencies = pool.starmap(mean_latency, low, chunksize=1)
     lines += [

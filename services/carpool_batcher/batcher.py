@@ -185,7 +185,7 @@ class ModelBatcher:
                 batch = scheduler.in_flight().get(event.batch_id)
                 if batch is not None:
                     self._meter.settled(batch, now_us)
-                scheduler.settle(event.batch_id, event.compute_us, now_us)
+                scheduler.settle(event.batch_id, event.compute_us, now_us, event.executed)
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
 

@@ -164,7 +164,7 @@ class Meter:
         policies: Sequence[str] = (),
     ) -> BatcherReport:
         """What this batcher did since it took over, and what it sees now."""
-        line = scheduler.capacity.latency.line
+        curve = scheduler.capacity.latency.curve
         totals, before = self._totals(), self._totals_before
         return BatcherReport(
             batcher,
@@ -175,7 +175,7 @@ class Meter:
             totals.requests - before.requests,
             totals.fill_percent - before.fill_percent,
             _increase(before.refused, totals.refused),
-            None if line is None else (line.intercept_us, line.slope_us, line.only_size),
+            () if curve is None else tuple(curve.shown),
             self._recent.quantiles_us(now_us),
             rejected_settings,
             tuple(policies),

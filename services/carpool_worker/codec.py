@@ -212,6 +212,8 @@ class Codec:
             )  # never: frames and outcomes are in order
         execution.compute_us += outcome.compute_us
         execution.frames_executed += 1
+        execution.executed += outcome.executed
+        execution.is_normal &= outcome.executed > 0
         failures = outcome.failures
         succeeded = frame.positions
         if failures:

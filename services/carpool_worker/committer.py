@@ -67,6 +67,7 @@ class Committer:
             execution.dead_letters,
             execution.compute_us,
             execution.columns,
+            execution.executed_together,
         )
 
     def _answer_large_results(self, execution: Execution) -> None:

@@ -60,6 +60,8 @@ class Execution:
     input_us: int = 0  # time spent decoding
     compute_us: int = 0  # time spent in the model, over all frames
     frames_executed: int = 0
+    executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
+    is_normal: bool = True  # whether that is so for all frames
     starts: list[int] = field(init=False)  # the position of the first request of each run
 
     def __post_init__(self) -> None:
@@ -73,6 +75,12 @@ class Execution:
         One of its requests may be the cause, so from then on they are executed one at a time.
         """
         return self.batch.epoch > 1 or bool(self.deaths)
+
+    @property
+    def executed_together(self) -> int:
+        """How many requests the model executed in `compute_us` as it executes any batch of so many; 0 if it
+        did not: see `BatchSettled`."""
+        return self.executed if self.is_normal and not self.is_suspect else 0
 
     @property
     def unanswered(self) -> Sequence[int]:

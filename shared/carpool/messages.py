@@ -365,12 +365,17 @@ class DeadLetter(NamedTuple):
 
 
 class BatchSettled(NamedTuple):
-    """A batch was committed. `compute_us` is 0 if none of its requests was executed."""
+    """A batch was committed. `compute_us` is 0 if none of its requests was executed.
+
+    `executed`: how many of its requests the model executed together in that time; 0 if its execution was not
+    a normal one: none was valid, or the model raised, or they were executed one at a time.
+    """
 
     batch_id: str
     worker: str
     size: int
     compute_us: int
+    executed: int
 
 
 class ModelProcessesChanged(NamedTuple):

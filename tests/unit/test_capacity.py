@@ -31,7 +31,7 @@ class CapacityHarness:
         return number
 
     def settle(self, number: int, at: float, execution: float | None = 10) -> None:
-        execution_us = None if execution is None else int(execution * MS)
+        execution_us = 0 if execution is None else int(execution * MS)
         self.capacity.settle(str(number), execution_us, int(at * MS))
 
     def free_at(self, now: float = 0) -> float | None:
@@ -124,22 +124,44 @@ def test_free_time_follows_the_learned_latency_of_a_size() -> None:
 
 def test_batch_settled_without_execution_teaches_no_latency() -> None:
     harness = CapacityHarness()
-    line = harness.capacity.latency.line
+    curve = harness.capacity.latency.curve
     harness.settle(harness.dispatch(at=0), at=500, execution=None)
-    assert harness.capacity.latency.line == line
+    assert harness.capacity.latency.curve is curve
     assert harness.capacity.round_trip_us == ROUND_TRIP
     assert harness.free_at() == 0
 
 
+def test_size_that_was_executed_teaches_and_not_that_of_the_batch() -> None:
+    harness = CapacityHarness(learned=False)
+    number = harness.dispatch(at=0, size=8)
+    harness.capacity.settle(str(number), 30 * MS, 31 * MS, executed=2)
+    assert harness.capacity.latency.curve is not None
+    assert harness.capacity.latency.curve.shown == [(2, 30 * MS)]
+    assert harness.capacity.round_trip_us == ROUND_TRIP
+
+
+@pytest.mark.parametrize(("execution", "executed"), [(500, 0), (0, 3), (0, 0)])
+def test_execution_that_was_not_normal_teaches_nothing_but_the_turnaround(
+    execution: int, executed: int
+) -> None:
+    harness = CapacityHarness()
+    curve = harness.capacity.latency.curve
+    number = harness.dispatch(at=0, size=8)
+    harness.capacity.settle(str(number), execution * MS, 600 * MS, executed=executed)
+    assert harness.capacity.latency.curve is curve
+    assert harness.capacity.round_trip_us == ROUND_TRIP
+    assert harness.capacity.turnaround_us("") == 600 * MS
+
+
 def test_forgotten_batch_frees_its_process_and_teaches_nothing() -> None:
     harness = CapacityHarness()
-    line, turnaround_us = harness.capacity.latency.line, harness.capacity.turnaround_us("")
+    curve, turnaround_us = harness.capacity.latency.curve, harness.capacity.turnaround_us("")
     lost, ahead = harness.dispatch(at=0), harness.dispatch(at=8)
     harness.capacity.forget(str(lost), 500 * MS)
     harness.capacity.forget(str(lost), 501 * MS)
     assert list(harness.capacity.in_flight) == [str(ahead)]
     assert harness.free_at(500) == 500 + 10 - 1
-    assert harness.capacity.latency.line == line
+    assert harness.capacity.latency.curve is curve
     assert harness.capacity.turnaround_us("") == turnaround_us
     assert harness.capacity.round_trip_us == ROUND_TRIP
 
@@ -252,7 +274,8 @@ def test_lane_uses_its_own_latency_once_enough_batches_were_executed() -> None:
         harness.capacity.settle("s", 90 * MS, (1000 * number + 91) * MS)
     assert harness.capacity.latency_of("slow").of(8) == 90 * MS
     assert harness.capacity.turnaround_us("slow") == 91 * MS
-    assert harness.capacity.latency_of("").of(8) == harness.capacity.latency.of(8) != 90 * MS
+    assert harness.capacity.latency_of("") is harness.capacity.latency
+    assert harness.capacity.latency_of("slow") is not harness.capacity.latency
 
 
 # --- even spacing ------------------------------------------------------------------------------------------
@@ -281,7 +304,7 @@ def test_spacing_is_shorter_where_larger_batches_take_longer() -> None:
     """l(n) = 2 n: a request that waits for a larger batch also waits longer for its result."""
     harness = CapacityHarness(processes=4, learned=False)
     for at in range(100):
-        size = 8 + at % 2
+        size = 4 + 8 * (at % 2)
         harness.settle(harness.dispatch(at * 20, size=size), at * 20 + 2 * size + 1, execution=2 * size)
     harness.dispatch(3000, size=8)
     assert 3000 * MS <= harness.capacity.spacing_ends_us() < 3001 * MS

@@ -217,7 +217,7 @@ class DirectoryWithBatcher(FakeDirectory):
 
     def overview(self, model: str) -> ModelOverview:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
-        report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, None, None, policies=("mine.py:Balanced",))
+        report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, (), None, policies=("mine.py:Balanced",))
         return ModelOverview(2, 0, 0, 1, True, report.encode().encode())
 
 

@@ -25,7 +25,7 @@ thorough = settings(deadline=None, max_examples=400)
 def learned(intercept_us: int, slope_us: int) -> LatencyModel:
     """A model whose batches take exactly as long as the line says, without a margin."""
     latency = LatencyModel()
-    for size in (1, 1000):
+    for size in (1, 1, 1000, 1000):
         latency.observe(size, intercept_us + slope_us * size)
     return latency
 
@@ -202,8 +202,8 @@ def test_planning_takes_linear_time() -> None:
             return super().at_most(size)
 
     latency = CountingModel()
-    latency.observe(1, 11)
-    latency.observe(1000, 1010)
+    for size in (1, 1000, 1000):
+        latency.observe(size, 10 + size)
     forecast = Forecast(latency, 32, 2, (0,))
     plan(forecast, [20 + at for at in range(1000)], 0)
     assert CountingModel.calls < 1000 * 12

@@ -133,7 +133,8 @@ def test_new_lane_uses_the_latency_of_all_lanes() -> None:
 
 def test_trials_teach_the_latency_of_a_lane_that_seems_too_slow() -> None:
     harness = SchedulerHarness(policy="deferred", max_batch_size=2)
-    harness.learn(intercept=100, slope=10, lane="slow")
+    for _ in range(2):
+        harness.learn(intercept=100, slope=10, lane="slow")
     for number in range(4):
         # Given that all lanes together seem too slow for these, a batch is dispatched as a trial
         harness.offer(f"a{number} b{number}", at=40 * number, expiration=20, lane="fast")

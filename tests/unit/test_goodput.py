@@ -71,7 +71,7 @@ def test_u1_rate_is_that_of_the_largest_feasible_batch(goodput: ModuleType) -> N
 
 
 def test_policies_and_bound_count_the_same_requests(goodput: ModuleType) -> None:
-    point = goodput.Point((5000.0, 50.0), 1, 50, "Poisson", 0.9)
+    point = goodput.Point("5 + 0.05 b", 1, 50, "Poisson", 0.9)
     trace = goodput.trace_of(point, 1000.0, 500)
     assert len(trace.counted_us) == 500
     assert [arrival.at_us for arrival in trace.arrivals[-500:]] == list(trace.counted_us)
@@ -99,3 +99,21 @@ def test_u1_holds_for_every_interval(goodput: ModuleType) -> None:
     assert goodput.u1(burst, world, 100) == 10
     assert goodput.u1(even, world, 100) == 50
     assert goodput.u1(np.concatenate([burst, burst + 1000.0]), world, 100) == 20
+
+
+def test_every_model_takes_what_its_name_says(goodput: ModuleType) -> None:
+    def l_us(name: str, *sizes: int) -> list[float]:
+        world = goodput.world_of(goodput.Point(name, 1, 50, "Poisson", 0.9))
+        return [round(world.execution_us(size), 3) for size in sizes]
+
+    assert l_us("5 + 0.05 b", 1, 100, 256) == [5050, 10_000, 17_800]
+    assert l_us("2 + 1 b", 1, 100) == [3000, 102_000]
+    assert l_us(goodput.SQUARE.name, 1, 199) == [793.147, 5398.317]
+    assert l_us(goodput.STEPS.name, 1, 8, 9, 16, 17, 32) == [6000, 6000, 8000, 8000, 12_000, 12_000]
+
+
+@pytest.mark.parametrize("name", ["SQUARE", "STEPS"])
+def test_deferred_learns_models_that_are_no_lines(goodput: ModuleType, name: str) -> None:
+    point = goodput.Point(getattr(goodput, name).name, 1, 15, "Poisson", 0.9)
+    figures = goodput.measure(point, 1500)
+    assert 0.9 * figures.bound < figures.good["deferred"] <= figures.bound

@@ -37,7 +37,7 @@ def report(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> Batch
         64 * full + 16 * idle,
         100 * full + 25 * idle,
         {"RESOURCE_EXHAUSTED/queue_size": refused, "CANCELLED/withdrawn": 3} if refused else {},
-        (5130.0, 51.0, 0),
+        ((1, 5180), (32, 6760)),
         (12_000, 31_000),
     )
 
@@ -71,7 +71,7 @@ def test_rates_and_shares_cover_the_time_between_two_samples() -> None:
     }
     assert (found.batches, found.requests, found.active_s) == ({"full": 130, "idle": 110}, 10_080, 14.0)
     assert (found.p50_ms, found.p99_ms) == (12.0, 31.0)
-    assert found.learned == (5.13, 0.051, None)
+    assert found.learned == {1: 5.18, 32: 6.76}
 
 
 def test_gauges_come_from_the_batchers_report() -> None:
@@ -105,8 +105,8 @@ def test_no_time_and_no_batches_give_unknown_figures() -> None:
     assert (started.over_s, started.requests_per_s, started.fill, started.reasons) == (0.0, None, None, {})
     quiet = figures("square", sample(report(5, full=3)), sample(report(9, full=3)))
     assert (quiet.requests_per_s, quiet.fill, quiet.reasons) == (0.0, None, {})
-    nothing = figures("square", None, sample(replace(report(0), learned=None, quantiles_us=None)))
-    assert (nothing.p50_ms, nothing.p99_ms, nothing.learned) == (None, None, None)
+    nothing = figures("square", None, sample(replace(report(0), learned=(), quantiles_us=None)))
+    assert (nothing.p50_ms, nothing.p99_ms, nothing.learned) == (None, None, {})
     assert len(drawn([started, quiet, nothing], 100)) > 10
 
 
@@ -134,8 +134,8 @@ def test_json_is_one_line_with_all_figures() -> None:
     square, other = json.loads(line)["models"]
     assert "\n" not in line
     assert square["refused"]["RESOURCE_EXHAUSTED/queue_size"] == {"total": 2, "per_s": 0.25}
-    assert square["learned"] == {"intercept_ms": 5.13, "slope_ms": 0.051, "only_size": None}
-    assert (other["learned"], other["requests_per_s"], other["waiting"]) == (None, None, 17)
+    assert square["learned"] == {"1": 5.18, "32": 6.76}
+    assert (other["learned"], other["requests_per_s"], other["waiting"]) == ({}, None, 17)
     assert json.loads(as_json(models, "no answer")) == {"error": "no answer"}
 
 
@@ -167,7 +167,7 @@ WHOLE_PAGE = [
     "",
     "square",
     "  dispatch reasons  full 75%  idle 25%  of 10 batches/s",
-    "  latency model     l(n) = 5.13 ms + 51 µs × n",
+    "  latency model     l(1) = 5.18 ms  l(32) = 6.76 ms",
     "  refused requests  30 RESOURCE_EXHAUSTED/queue_size (7.5/s)  3 CANCELLED/withdrawn (0.75/s)",
     "",
     "lonely",
@@ -185,7 +185,7 @@ def test_page_in_a_pipe_is_plain_text() -> None:
 
 
 def test_page_names_what_is_unusual() -> None:
-    one_size = figures("a", None, sample(replace(report(5), learned=(5000.0, 0.0, 64))))
+    one_size = figures("a", None, sample(replace(report(5), learned=((64, 5000),))))
     no_report = figures("b", None, sample(None))
     lines = drawn([one_size, no_report], 100)
     assert "  latency model     l(64) = 5 ms; no other batch size was seen" in lines

@@ -24,13 +24,13 @@ reports = st.builds(
     requests=counts,
     fill_percent=counts,
     refused=st.dictionaries(texts, counts, max_size=3),
-    learned=st.none() | st.tuples(seconds, seconds, counts),
+    learned=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
     quantiles_us=st.none() | st.tuples(counts, counts),
     unheeded=texts,
     policies=st.lists(texts, max_size=2).map(tuple),
 )
 REPORT = BatcherReport(
-    "b", 1, 2, Gauges(3, 4, 0.5, 1, 2, 1), {"full": 9}, 90, 900, {"INTERNAL/x": 1}, (1.5, 2.5, 0), (7, 8)
+    "b", 1, 2, Gauges(3, 4, 0.5, 1, 2, 1), {"full": 9}, 90, 900, {"INTERNAL/x": 1}, ((1, 15), (8, 25)), (7, 8)
 )
 
 

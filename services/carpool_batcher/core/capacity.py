@@ -96,15 +96,20 @@ class Capacity:
             self._sent_to_idle.add(batch_id)
             self._start_next(batch.dispatched_us + self._round_trip_us)
 
-    def settle(self, batch_id: str, execution_us: int | None, now_us: int) -> None:
-        """A batch settled; `execution_us` is None if no request of it was executed."""
+    def settle(self, batch_id: str, execution_us: int, now_us: int, executed: int | None = None) -> None:
+        """A batch settled, of which `executed` requests (None: all) were executed together in `execution_us`.
+
+        If either is 0 its execution was not a normal one: nothing is learned from it but the turnaround.
+        """
         batch = self.in_flight.get(batch_id)
         if batch is None:
             return
         self.learned += 1
         turnaround_us = now_us - batch.dispatched_us
-        self._latencies.observe(batch.lane, batch.size, turnaround_us, execution_us, now_us)
-        if execution_us is not None and batch_id in self._sent_to_idle:
+        size = batch.size if executed is None else executed
+        is_normal = size > 0 and execution_us > 0
+        self._latencies.observe(batch.lane, size, turnaround_us, execution_us if is_normal else None, now_us)
+        if is_normal and batch_id in self._sent_to_idle:
             self._observe_round_trip(turnaround_us - execution_us)
         self.forget(batch_id, now_us)
 
@@ -134,7 +139,7 @@ class Capacity:
             return
         excess_size = self._mean_size - UNSPACED_MEAN_SIZE_MAX
         spaced_ratio = min(max(excess_size / (SPACED_MEAN_SIZE_MIN - UNSPACED_MEAN_SIZE_MAX), 0.0), 1.0)
-        slope_ratio = 1 - latency.of(0) / execution_us
+        slope_ratio = _slope_ratio(latency, round(self._mean_size))
         interval_us = spaced_ratio * (1 - slope_ratio**2) * execution_us / self.processes
         self._spacing_ends_us = batch.dispatched_us + int(interval_us)
 
@@ -220,3 +225,10 @@ class Capacity:
 
     def _taken(self) -> int:
         return len(self.in_flight) + self._reserved
+
+
+def _slope_ratio(latency: LatencyModel, size: int) -> float:
+    """By how much l(n) grows with n around `size`: 0 if it is constant, 1 if it is proportional to n."""
+    half, execution_us = size // 2, latency.of(size)
+    growth_us = (execution_us - latency.of(half)) / max(1, size - half)
+    return min(1.0, growth_us * size / max(1, execution_us))

@@ -22,8 +22,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final, NamedTuple
 
+from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.latency import LatencyModel, Line
+from carpool_batcher.core.latency import LatencyModel
 
 EFFICIENT_THROUGHPUT_RATIO: Final = 0.85  # of the largest batch's; waiting for more would idle processes
 
@@ -62,17 +63,21 @@ class Forecast(NamedTuple):
 
 
 def efficient_size(latency: LatencyModel, max_size: int) -> int:
-    """The smallest batch nearly as efficient as the largest. O(log max_size) when l(n) has changed."""
-    return 1 if latency.line is None else _efficient_size(latency.line, max_size)
+    """The smallest batch nearly as efficient as the most efficient one. O(max_size) when l(n) has changed."""
+    curve = latency.curve
+    return 1 if curve is None else _efficient_size(curve, max_size)
 
 
 @lru_cache(maxsize=256)
-def _efficient_size(line: Line, max_size: int) -> int:
-    throughput_min = EFFICIENT_THROUGHPUT_RATIO * max_size / max(1, line.at(max_size))
-    low, high = 0, max_size
+def _efficient_size(curve: Curve, max_size: int) -> int:
+    """Between two knots of the curve throughput only rises or only falls: its peaks are at knots."""
+    peaks = sorted({int(size) for size in curve.sizes if size < max_size} | {max_size})
+    throughput_min = EFFICIENT_THROUGHPUT_RATIO * max(map(curve.throughput, peaks))
+    high = next(size for size in peaks if curve.throughput(size) >= throughput_min)
+    low = max((size for size in peaks if size < high), default=0)
     while high - low > 1:
         middle = (low + high) // 2
-        if middle / max(1, line.at(middle)) >= throughput_min:
+        if curve.throughput(middle) >= throughput_min:
             high = middle
         else:
             low = middle

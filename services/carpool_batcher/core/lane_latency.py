@@ -32,7 +32,8 @@ class LaneLatency:
         self.last_executed_us = 0
 
     def observe(self, size: int, turnaround_us: int, execution_us: int | None, now_us: int) -> None:
-        """A batch settled; `execution_us` is None if no request of it was executed."""
+        """A batch settled, of which `size` requests were executed; `execution_us` is None if nothing can be
+        learned from its execution."""
         self.turnaround_us = max(turnaround_us, 0.9 * self.turnaround_us + 0.1 * turnaround_us)
         if execution_us is not None:
             self.latency.observe(size, execution_us)
@@ -74,7 +75,9 @@ class LaneLatencies:
         self.all_lanes.observe(size, turnaround_us, execution_us, now_us)
         if lane == self._trial_lane:
             self._trial_lane = None
-            self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * (execution_us or 0))
+            # A batch that failed took time too, or a flood of them would be a trial each.
+            took_us = turnaround_us if execution_us is None else execution_us
+            self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * took_us)
 
     def _observe_own(
         self, lane: str, size: int, turnaround_us: int, execution_us: int | None, now_us: int

@@ -1,178 +1,218 @@
-"""The latency model l(n): how long the model takes for a batch of n requests, learned from settled batches.
+"""The latency model l(n): how long the model takes for a batch of n requests, learned from executed batches.
 
-    l(n) = intercept + slope n,    both at least 0;    a tenth of the batches take longer than l(n) + margin
+l(n) is the monotone curve that was seen. No formula is fitted: a model may take steps, because it pads its
+batches to 8, 16 and 32, or grow like a logarithm. The median observation of each class of sizes
+(`core.size_class`) is a knot of the curve (`core.curve`). Knots that fall with rising size are pooled
+(isotonic regression). Between knots the curve is straight, below the first one it is constant, and beyond the
+last one it grows as in the octave before that. Of the batches of a size, a tenth take longer than `at_most`.
 
-It is a line fitted by least squares to the last observations of each size class, twice: the second time
-without outliers of the first fit (a pause of the machine, a cold cache).
-
-- Observations are kept by size class, so that a frequent size does not push out what is known of rare ones.
-- A single observed size says nothing about others. Smaller batches are assumed to take as long. Larger ones
-  are assumed to take a little longer: so they are tried, and then known.
-- Several outliers in a row on the same side mean that the model's speed has changed. All earlier observations
-  are then scaled by the same ratio. Slow drift is followed in the same way.
+- The first observation of the largest class does not count if it is far above the curve of smaller sizes,
+  until a second one confirms it. A class of the largest sizes that seems slow, was seen once or twice and not
+  for long, is forgotten. Otherwise an outlier (a pause of the machine, a cold cache) could keep a size from
+  being tried ever again.
+- Several observations in a row far above, or far below, what their classes say are a change of the model's
+  speed. All earlier observations are then scaled by the same ratio. Slow drift is followed in the same way.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Final
 
-CLASS_OBSERVATIONS_MAX: Final = 8  # kept for each size class: 1, 2 and 3, 4 to 7, and so on
-REFIT_INTERVAL: Final = 8  # observations between two fits
-CHANGE_RATIO_MIN: Final = 1.3  # of the observed to the expected time, or of the expected to the observed
-CHANGE_OBSERVATIONS_MIN: Final = 6  # in a row, all above or all below the line
-OUTLIER_MEDIAN_RATIO: Final = 4.0  # an outlier's distance from the line, in median distances
-MARGIN_QUANTILE: Final = 0.9
-EXTRAPOLATION_RATIO: Final = 0.25  # growth beyond the only observed size, relative to proportional growth
+from carpool_batcher.core.curve import Curve, beyond_us, non_decreasing
+from carpool_batcher.core.size_class import (
+    EXACT_SIZES_MAX,
+    TRUSTED_OBSERVATIONS_MIN,
+    SizeClass,
+    ends_of_class,
+    size_class,
+)
 
-
-Observation = tuple[int, float]  # a batch's size, and its execution time (us)
-
-
-class Line(NamedTuple):
-    """l(n), in microseconds. `only_size` is the only observed size, where there is only one; otherwise 0."""
-
-    intercept_us: float
-    slope_us: float
-    only_size: int = 0
-    margin_us: float = 0.0
-
-    def at(self, size: int) -> int:
-        """The execution time of a batch of `size`."""
-        if self.only_size:
-            beyond = max(0.0, size / self.only_size - 1)
-            return int(self.intercept_us * (1 + EXTRAPOLATION_RATIO * beyond))
-        return int(self.intercept_us + self.slope_us * size)
+REFIT_INTERVAL: Final = 16  # observations between two fits
+UNASKED_REFIT_INTERVAL: Final = 256  # the same while nobody asks
+CHANGE_RATIO_MIN: Final = 1.3  # of the observed to the usual time, or of the usual to the observed
+CHANGE_OBSERVATIONS_MIN: Final = 6  # in a row, all above or all below
+UNCONFIRMED_RATIO_MIN: Final = 2.0  # of the first observation to the curve of smaller sizes
+FORGOTTEN_AFTER_OBSERVATIONS: Final = 1000  # of other sizes, a class that seems slow is forgotten
+FORGOTTEN_RATIO_MIN: Final = 1.25  # of its time to the curve of smaller sizes
 
 
 class LatencyModel:
-    """l(n) of one lane, or of all lanes. `observe` costs about 10 µs, the other methods less than one."""
+    """l(n) of one lane, or of all lanes. `observe` and the other methods cost about 1 µs; the curve is fitted
+    when somebody asks and enough is new, which costs about 3 µs for each class of sizes."""
 
     def __init__(self) -> None:
-        # By size class, which is the number of bits of the size.
-        self._observed: dict[int, deque[Observation]] = {}
-        self._fitted: dict[int, list[Observation]] = {}  # as they were at the last fit
-        self._count_since_fit: dict[int, int] = {}
-        self._latest: deque[Observation] = deque(maxlen=CHANGE_OBSERVATIONS_MIN)
-        self._line: Line | None = None
-        self._deviation_run = 0  # observations in a row far above the line, or, negative, far below it
+        self._classes: dict[int, SizeClass] = {}
+        self._count = 0  # of all observations so far
+        self._changed: set[SizeClass] = set()  # classes with observations since the last fit
+        self._count_at_fit = 0
+        self._is_outdated = False
+        self._curve: Curve | None = None
+        self._times_us: dict[int, int] = {}  # l(n) and `at_most` as far as they were asked for
+        self._at_most_us: dict[int, int] = {}
+        self._speed_log = 0.0  # logarithm of the model's speed: how much slower it became by drift
+        # Observations of trusted classes: the class, and the ratio to the time that was usual.
+        self._latest: deque[tuple[SizeClass, float]] = deque(maxlen=CHANGE_OBSERVATIONS_MIN)
+        self._deviation_run = 0  # of these in a row, how many are far above, or, negative, far below
 
     @property
     def known(self) -> bool:
         """Whether anything was observed."""
-        return self._line is not None
+        return self._count > 0
 
     @property
-    def line(self) -> Line | None:
-        """The fitted line; None before the first observation."""
-        return self._line
+    def curve(self) -> Curve | None:
+        """The curve; None before the first observation. It is another object if anything changed."""
+        if self._is_outdated:
+            self._refresh()
+        return self._curve
 
     def of(self, size: int) -> int:
         """The expected execution time of a batch of `size`, in microseconds; 0 if nothing is known."""
-        return 0 if self._line is None else self._line.at(size)
+        if self._is_outdated:
+            self._refresh()
+        time_us = self._times_us.get(size)
+        if time_us is None:
+            time_us = self._times_us[size] = 0 if self._curve is None else round(self._curve.at(size))
+        return time_us
 
     def at_most(self, size: int) -> int:
         """The execution time which nine of ten batches of `size` do not exceed; 0 if nothing is known."""
-        return 0 if self._line is None else self._line.at(size) + int(self._line.margin_us)
+        if self._is_outdated:
+            self._refresh()
+        time_us = self._at_most_us.get(size)
+        if time_us is None:
+            time_us = 0 if self._curve is None else round(self._curve.at_most(size))
+            self._at_most_us[size] = time_us
+        return time_us
+
+    # --- learning ------------------------------------------------------------------------------------------
 
     def observe(self, size: int, took_us: int) -> None:
-        """Learn that a batch of `size` took `took_us`."""
-        observation, size_class = (size, float(took_us)), size.bit_length()
-        self._latest.append(observation)
-        changed = self._line is not None and self._has_changed(took_us, self._line.at(size))
-        if changed:
-            self._follow_change()
-        self._observed.setdefault(size_class, deque(maxlen=CLASS_OBSERVATIONS_MAX)).append(observation)
-        self._count_since_fit[size_class] = self._count_since_fit.get(size_class, 0) + 1
-        interval = min(REFIT_INTERVAL, sum(map(len, self._observed.values())) // 4)
-        if self._line is None or changed or sum(self._count_since_fit.values()) >= interval:
-            self._refit()
+        """Learn that a batch of `size` took `took_us`. Both are at least 1."""
+        self._count += 1
+        number = size_class(size)
+        of_class = self._classes.get(number)
+        if of_class is None:
+            of_class = self._classes[number] = SizeClass()
+        of_class.append(size, took_us, self._count)
+        self._changed.add(of_class)
+        if of_class.is_trusted:
+            ratio = took_us / of_class.knot_us
+            self._latest.append((of_class, ratio))
+            if self._is_change(ratio):
+                self._follow_change()
+        interval = min(REFIT_INTERVAL, self._count // 4)
+        if len(of_class) <= TRUSTED_OBSERVATIONS_MIN or self._count - self._count_at_fit >= interval:
+            self._is_outdated = True
+        if self._count - self._count_at_fit >= UNASKED_REFIT_INTERVAL:
+            self._refresh()
 
-    def _refit(self) -> None:
-        if self._line is not None and len(self._count_since_fit) < len(self._observed):
-            self._follow_drift(self._line)
-        self._line = fit([observation for of_class in self._observed.values() for observation in of_class])
-        self._fitted |= {size_class: list(self._observed[size_class]) for size_class in self._count_since_fit}
-        self._count_since_fit.clear()
+    def _refresh(self) -> None:
+        """Fit the curve, unless the latest observations may show a change of speed: the next ones tell."""
+        if abs(self._deviation_run) <= 1:
+            self._fit()
 
-    def _has_changed(self, took_us: int, expected_us: int) -> bool:
+    def _is_change(self, ratio: float) -> bool:
         """Count the run of deviations, and return whether it is long enough to be a change of speed."""
-        side = (took_us > CHANGE_RATIO_MIN * expected_us) - (CHANGE_RATIO_MIN * took_us < expected_us)
+        side = (ratio > CHANGE_RATIO_MIN) - (ratio * CHANGE_RATIO_MIN < 1)
         continues = side and side * self._deviation_run >= 0
         self._deviation_run = self._deviation_run + side if continues else side
         return abs(self._deviation_run) >= CHANGE_OBSERVATIONS_MIN
 
     def _follow_change(self) -> None:
         """Scale earlier observations to the new speed."""
-        assert self._line is not None
-        ratio = _slowness(self._latest, self._line)
-        after_change = {id(observation) for observation in self._latest}
-        for size_class, of_class in self._observed.items():
-            scaled = [
-                observation if id(observation) in after_change else (observation[0], ratio * observation[1])
-                for observation in of_class
-            ]
-            self._observed[size_class] = deque(scaled, maxlen=CLASS_OBSERVATIONS_MAX)
-        self._fitted.clear()
+        ratio = sorted(ratio for _, ratio in self._latest)[CHANGE_OBSERVATIONS_MIN // 2]
+        after_change = [of_class for of_class, _ in self._latest]
+        for of_class in self._classes.values():
+            of_class.scale_by(ratio, min(after_change.count(of_class), len(of_class)))
+        self._latest.clear()
         self._deviation_run = 0
+        self._is_outdated = True
 
-    def _follow_drift(self, line: Line) -> None:
-        """Scale size classes without a new observation by as much as the others changed since the last fit.
+    def _fit(self) -> None:
+        changed, count = self._changed, self._count
+        moved = [(one, one.fit(0.0)) for one in changed if one.is_full]
+        margins = sorted([one.margin for one in self._classes.values() if one.is_full])
+        usual_margin = margins[len(margins) // 2] if margins else 0.0
+        moved += [(one, one.fit(usual_margin)) for one in changed if not one.is_full]
+        self._speed_log += sum([one.share(count) * math.log(ratio) for one, ratio in moved if ratio != 1.0])
+        self._follow_drift()
+        self._forget_doubtful()
+        numbers = sorted(self._classes)
+        if len(self._classes[numbers[-1]]) == 1 and self._is_slow(numbers[-1], UNCONFIRMED_RATIO_MIN):
+            numbers.pop()
+        self._curve = self._curve_of([(number, self._classes[number]) for number in numbers])
+        self._times_us.clear()
+        self._at_most_us.clear()
+        changed.clear()
+        self._count_at_fit = count
+        self._is_outdated = False
 
-        Each of the others is compared with its own past. Compared with the line, execution times that do not
-        lie on a line would look like drift.
+    def _follow_drift(self) -> None:
+        """Scale classes that are not active by as much as the others moved since.
+
+        Each class is compared with its own past, and counts by its share of the observations. So noise does
+        not add up, and of a drift that all follow nothing is counted twice.
         """
-        ratios = [
-            _slowness(self._observed[size_class], line) / _slowness(self._fitted[size_class], line)
-            for size_class in self._count_since_fit
-            if size_class in self._fitted
-        ]
-        if not ratios:
-            return
-        ratio = sorted(ratios)[len(ratios) // 2]
-        for size_class in self._observed.keys() - self._count_since_fit.keys():
-            scaled = [(size, ratio * took_us) for size, took_us in self._observed[size_class]]
-            self._observed[size_class] = deque(scaled, maxlen=CLASS_OBSERVATIONS_MAX)
-            self._fitted[size_class] = scaled
+        speed_log = self._speed_log
+        for one in self._classes.values():
+            if one in self._changed:
+                one.speed_log = speed_log
+            elif one.speed_log != speed_log and not one.is_active(self._count):
+                one.scale_by(math.exp(speed_log - one.speed_log))
+                one.speed_log = speed_log
+
+    def _curve_of(self, classes: Sequence[tuple[int, SizeClass]]) -> Curve:
+        """The curve through classes, ascending."""
+        sizes: list[float] = []
+        times_us: list[float] = []
+        weights: list[int] = []
+        margins: list[float] = []
+        for at, (number, one) in enumerate(classes):
+            ends: Sequence[int] = (one.knot_size,)
+            if number >= EXACT_SIZES_MAX:  # of several sizes: the knot is extended to both ends
+                slope_us = _slope_us([of for _, of in classes[max(0, at - 1) : at + 2]])
+                one.slope_us = min(slope_us, one.knot_us / one.knot_size)
+                first, last = ends_of_class(number)
+                ends = sorted({first, last if at + 1 < len(classes) else max(one.sizes)})
+            for size in ends:
+                sizes.append(size)
+                times_us.append(one.knot_us + one.slope_us * (size - one.knot_size))
+                weights.append(len(one))
+                margins.append(one.margin)
+        times_us = non_decreasing(times_us, weights)
+        longer_us = [time_us * (1 + margin) for time_us, margin in zip(times_us, margins, strict=True)]
+        return Curve(sizes, times_us, list(accumulate(longer_us, max)))
+
+    def _forget_doubtful(self) -> None:
+        """Forget classes of the largest sizes that seem slow, were hardly seen, and not for long."""
+        fresh_from = self._count - FORGOTTEN_AFTER_OBSERVATIONS
+        largest_fresh = max(number for number, one in self._classes.items() if one.numbers[-1] > fresh_from)
+        for number in sorted(number for number in self._classes if number > largest_fresh):
+            one = self._classes[number]
+            if len(one) < TRUSTED_OBSERVATIONS_MIN and self._is_slow(number, FORGOTTEN_RATIO_MIN):
+                del self._classes[number]
+
+    def _is_slow(self, number: int, ratio_min: float) -> bool:
+        """Whether a class takes `ratio_min` times as long as smaller sizes make expect."""
+        smaller = [self._classes[other] for other in sorted(self._classes) if other < number]
+        if not smaller:
+            return False
+        sizes, times_us = [float(one.knot_size) for one in smaller], [one.knot_us for one in smaller]
+        one = self._classes[number]
+        expected_us = times_us[-1] + beyond_us(sizes, times_us) * (one.knot_size - sizes[-1])
+        return one.knot_us > ratio_min * expected_us
 
 
-def _slowness(observed: Iterable[Observation], line: Line) -> float:
-    """The median ratio of the observed times to those on the line."""
-    ratios = sorted(took_us / max(1, line.at(size)) for size, took_us in observed)
-    return max(ratios[len(ratios) // 2], 1e-6)
-
-
-def fit(observed: Sequence[Observation]) -> Line:
-    """The line through these (size, microseconds), without outliers. There must be at least one."""
-    line = _least_squares(observed)
-    above_us = _distances_us(observed, line)
-    distances_us = list(map(abs, above_us))
-    limit_us = OUTLIER_MEDIAN_RATIO * sorted(distances_us)[len(distances_us) // 2]
-    limit_us += 0.02 * line.at(observed[-1][0])
-    if max(distances_us) > limit_us:
-        near = zip(observed, distances_us, strict=True)
-        kept = [observation for observation, distance_us in near if distance_us <= limit_us] or observed
-        line = _least_squares(kept)
-        above_us = _distances_us(kept, line)
-    above_us.sort()
-    margin_us = max(0, above_us[min(len(above_us) - 1, int(MARGIN_QUANTILE * len(above_us)))])
-    return line._replace(margin_us=float(margin_us))
-
-
-def _distances_us(observed: Sequence[Observation], line: Line) -> list[float]:
-    """How far each observation is above the line. Few sizes differ, so each is calculated once."""
-    expected_us = {size: line.at(size) for size in {size for size, _ in observed}}
-    return [took_us - expected_us[size] for size, took_us in observed]
-
-
-def _least_squares(observed: Sequence[Observation]) -> Line:
-    count = len(observed)
-    mean_size = sum([size for size, _ in observed]) / count
-    mean_us = sum([took_us for _, took_us in observed]) / count
-    variance = sum([(size - mean_size) ** 2 for size, _ in observed])
-    if not variance:
-        return Line(mean_us, 0.0, only_size=max(1, round(mean_size)))
-    slope = sum([(size - mean_size) * (took_us - mean_us) for size, took_us in observed]) / variance
-    slope = min(max(0.0, slope), mean_us / mean_size)  # so that neither slope nor intercept is negative
-    return Line(mean_us - slope * mean_size, slope)
+def _slope_us(neighbours: Sequence[SizeClass]) -> float:
+    """What a request more adds in the class in the middle: the least of the slopes to its neighbours, because
+    there may be a step between them."""
+    slopes_us = [
+        (right.knot_us - left.knot_us) / (right.knot_size - left.knot_size)
+        for left, right in pairwise(neighbours)
+    ]
+    return max(0.0, min(slopes_us, default=0.0))

@@ -30,14 +30,6 @@ class Refusals(NamedTuple):
     per_s: float
 
 
-class Learned(NamedTuple):
-    """The latency model l(n). `only_size`: the only batch size seen so far, where it was only one."""
-
-    intercept_ms: float
-    slope_ms: float
-    only_size: int | None
-
-
 class Figures(NamedTuple):
     """A model in numbers; None where a number is unknown. The names are the keys of `carpool top --json`."""
 
@@ -56,7 +48,7 @@ class Figures(NamedTuple):
     reasons: Mapping[str, float] = {}  # the share of each dispatch reason
     p50_ms: float | None = None
     p99_ms: float | None = None
-    learned: Learned | None = None
+    learned: Mapping[int, float] = {}  # l(n) in ms of some batch sizes, from the smallest seen to the largest
     refused: Mapping[str, Refusals] = {}  # by STATUS/reason
     batches: Mapping[str, int] = {}  # by dispatch reason, since the batcher became active
     requests: int | None = None  # dispatched since then
@@ -66,8 +58,7 @@ class Figures(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
         refused = {cause: refusals._asdict() for cause, refusals in self.refused.items()}
-        learned = self.learned and self.learned._asdict()
-        return {**self._asdict(), "refused": refused, "learned": learned}
+        return {**self._asdict(), "refused": refused}
 
 
 def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures:
@@ -82,7 +73,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     over_s = (report.at_us - base.at_us) / 1e6
     dispatched = _largest_first(_increases(base.batches, report.batches))
     batches = sum(dispatched.values())
-    gauges, quantiles_us, learned = report.gauges, report.quantiles_us or (None, None), report.learned
+    gauges, quantiles_us = report.gauges, report.quantiles_us or (None, None)
     return known_without_report._replace(
         model_processes=gauges.model_processes,
         waiting=gauges.waiting,
@@ -97,7 +88,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         reasons={reason: number / batches for reason, number in dispatched.items()},
         p50_ms=_ms(quantiles_us[0]),
         p99_ms=_ms(quantiles_us[1]),
-        learned=learned and Learned(learned[0] / 1000, learned[1] / 1000, learned[2] or None),
+        learned={size: time_us / 1000 for size, time_us in report.learned},
         refused={
             cause: Refusals(total, _per_s(total - base.refused.get(cause, 0), over_s) or 0.0)
             for cause, total in _largest_first(report.refused).items()
@@ -114,7 +105,7 @@ def _base_report(before: BatcherReport | None, now: BatcherReport) -> BatcherRep
     same = before is not None and (before.batcher, before.began_us) == (now.batcher, now.began_us)
     if before is not None and same and before.at_us < now.at_us:
         return before
-    return BatcherReport(now.batcher, now.began_us, now.began_us, now.gauges, {}, 0, 0, {}, None, None)
+    return BatcherReport(now.batcher, now.began_us, now.began_us, now.gauges, {}, 0, 0, {}, (), None)
 
 
 def _increases(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

@@ -6,7 +6,7 @@ fewer lines; in a pipe or a file it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from carpool_cli.screen import build_table, clip, count, duration
-from carpool_cli.top.figures import Figures, Learned, Refusals
+from carpool_cli.top.figures import Figures, Refusals
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
@@ -139,8 +139,8 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "dispatch reasons", _reasons(model)
     if model.held:
         yield "withheld results", [f"{model.held:,}, until the results before them are delivered"]
-    if model.learned is not None:
-        yield "latency model", [_latency_model(model.learned)]
+    if model.learned:
+        yield "latency model", _latency_model(model.learned)
     if model.refused:
         yield "refused requests", [_refusals(cause, number) for cause, number in model.refused.items()]
 
@@ -152,11 +152,9 @@ def _reasons(model: Figures) -> list[str]:
     return [*shares, f"of {_rate(model.batches_per_s)} batches/s"]
 
 
-def _latency_model(learned: Learned) -> str:
-    intercept = duration(learned.intercept_ms / 1000)
-    if learned.only_size is not None:
-        return f"l({learned.only_size}) = {intercept}; no other batch size was seen"
-    return f"l(n) = {intercept} + {duration(learned.slope_ms / 1000)} × n"
+def _latency_model(learned_ms: Mapping[int, float]) -> list[str]:
+    times = [f"l({size}) = {duration(time_ms / 1000)}" for size, time_ms in learned_ms.items()]
+    return times if len(times) > 1 else [f"{times[0]}; no other batch size was seen"]
 
 
 def _refusals(cause: str, refusals: Refusals) -> str:

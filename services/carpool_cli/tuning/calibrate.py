@@ -9,8 +9,8 @@ from time import monotonic, perf_counter_ns
 from typing import Any, Final, NamedTuple
 
 from carpool.client.aio import AsyncClient, Reply
-from carpool_batcher.core.latency import Line, fit
-from carpool_cli.tuning.curve import Curve, Sizes, at, curve_of, learned_line, medians, spread_of
+from carpool_batcher.core.curve import Curve
+from carpool_cli.tuning.curve import Line, Sizes, curve_of, line_through, spread_of
 from carpool_cli.tuning.simulator import NO_SPREAD, World
 
 CALIBRATION_S_MAX: Final = 20.0  # after that, what was measured so far must do
@@ -25,13 +25,11 @@ TAIL_US_MIN: Final = 1000  # a smaller difference from the median does not matte
 class Measured(NamedTuple):
     """What bursts, or recently settled batches, showed.
 
-    `observed` has size and execution time (us) of each batch, `curve` is derived from it, and `line` is what
-    a batcher would learn from it.
+    `observed` has size and execution time (us) of each batch, and `curve` is derived from it.
     """
 
     observed: Sizes
     curve: Curve
-    line: Line
     spread: Sequence[float]
     round_trip: Line = ROUND_TRIP_DEFAULT
     round_trip_spread: Sequence[float] = NO_SPREAD
@@ -40,32 +38,39 @@ class Measured(NamedTuple):
         """The simulator's world with these times."""
         out_us = int(self.round_trip.intercept_us / 2)
         back_us = int(self.round_trip.intercept_us) - out_us
-        line, round_trip = self.line, self.round_trip
         return World(
-            processes, line.intercept_us, line.slope_us, out_us, back_us, round_trip.slope_us, self.spread,
-            self.round_trip_spread, curve=self.curve,
-        )  # fmt: skip
+            processes,
+            out_us=out_us,
+            back_us=back_us,
+            round_trip_slope_us=self.round_trip.slope_us,
+            spread=self.spread,
+            round_trip_spread=self.round_trip_spread,
+            curve=self.curve,
+        )
 
 
 def measured(observed: Sizes, round_trips: Sizes = ()) -> Measured:
     """Derive everything from the times of batches, which must not be empty, and of round trips, if any."""
     curve = curve_of(observed)
-    execution = Measured(observed, curve, learned_line(observed), spread_of(observed, curve))
+    execution = Measured(observed, curve, spread_of(observed, curve))
     if not round_trips:
         return execution
     # The line goes through the medians: otherwise slow lone requests would count in both line and spread.
-    middle = medians(round_trips)
-    line = fit([(round(size), int(time_us)) for size, time_us in middle])
-    return execution._replace(round_trip=line, round_trip_spread=spread_of(round_trips, middle))
+    middle = curve_of(round_trips)
+    return execution._replace(
+        round_trip=line_through(middle), round_trip_spread=spread_of(round_trips, middle)
+    )
 
 
 def bursts(max_size: int, rounds: int) -> list[int]:
-    """The sizes of the bursts to send: 1, 2, 4 ... up to `max_size`, each `rounds` times, in random order.
+    """The sizes of the bursts to send, each `rounds` times, in random order.
 
+    They are 1, 2, 4 ... up to `max_size`, and one more than each of these, where a model that pads has steps.
     LONE_REQUESTS further bursts have size 1. The first burst has size 1 too, so that there is a lone request
     however soon the time is over.
     """
-    sizes = sorted({1 << power for power in range(max_size.bit_length())} | {max_size})
+    powers = {1 << power for power in range(max_size.bit_length())}
+    sizes = sorted(size for size in powers | {size + 1 for size in powers} | {max_size} if size <= max_size)
     sent = rounds * sizes + LONE_REQUESTS * [1]
     random.Random(0).shuffle(sent)  # noqa: S311 (so that a machine that warms up does not look like a slope)
     sent.remove(1)
@@ -118,7 +123,7 @@ async def _timed_request(client: AsyncClient, model: str, body: Any) -> tuple[Re
 
 def doubts(measurement: Measured) -> list[str]:
     """Reasons, as sentences, why a measurement is no basis for advice; none if it is."""
-    round_trip_us, execution_us = measurement.round_trip.at(1), at(measurement.curve, 1)
+    round_trip_us, execution_us = measurement.round_trip.at(1), measurement.curve.at(1)
     reasons: list[str] = []
     if round_trip_us > max(ROUND_TRIP_US_MAX, execution_us / 2):
         reasons.append(

@@ -103,9 +103,9 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
         ModelSettings.from_mapping({**snapshot.registration, **snapshot.config}),
         len(snapshot.model_processes),
         [
-            (batch.size, batch.compute_us)
+            (batch.executed, batch.compute_us)
             for batch in settled
-            if type(batch) is BatchSettled and batch.compute_us
+            if type(batch) is BatchSettled and batch.executed and batch.compute_us
         ],
     )
 

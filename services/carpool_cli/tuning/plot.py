@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from carpool_cli.tuning.calibrate import Measured
-from carpool_cli.tuning.curve import at
 from carpool_cli.tuning.search import Figures
 
 if TYPE_CHECKING:
@@ -77,8 +76,6 @@ def _plot_over_size(axes: Axes, measurement: Measured, max_size: int) -> None:
         (sizes[size_max - 1 :], ":", "extrapolated"),
     ):
         if len(part) > 1:
-            curve_ms = [at(measurement.curve, size) / 1000 for size in part]
+            curve_ms = [measurement.curve.at(size) / 1000 for size in part]
             axes.plot(part, curve_ms, line, color=BLUE, lw=1.5, label=label)
-    learned_ms = [measurement.line.at(size) / 1000 for size in sizes]
-    axes.plot(sizes, learned_ms, color=GRAY, lw=1, ls="--", label="line learned by the batcher")
     axes.set(xlabel="n, requests in a batch", ylabel="execution, ms", xlim=(0, None), ylim=(0, None))

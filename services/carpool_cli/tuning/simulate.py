@@ -17,12 +17,13 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
+from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
 from carpool_cli.screen import Progress, ProgressBar, Screen, count, table
 from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
 from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
-from carpool_cli.tuning.curve import Curve
+from carpool_cli.tuning.curve import line_through
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
 from carpool_cli.tuning.simulator import Simulation, SimulationResult, World, normal
 
@@ -185,7 +186,7 @@ def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World]:
         present, processes = live.settings.as_text(), max(1, live.processes)
         if live.observed:
             measurement = measured(live.observed)
-            line = measurement.line
+            line = line_through(measurement.curve)
             intercept_ms, slope_ms = line.intercept_us / 1000, line.slope_us / 1000
             curve = measurement.curve if settings.intercept_ms is settings.slope_ms is None else None
         elif settings.intercept_ms is None or settings.slope_ms is None:
@@ -276,5 +277,10 @@ def execution(world: World, max_size: int) -> str:
     if world.curve is None:
         return f"execution of n takes {world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
     sizes = sorted({1, max_size})
-    times = ", ".join(f"l({size}) = {world.execution_us(size) / 1000:.3g} ms" for size in sizes)
-    return f"measured execution times {times}"
+    return "measured execution times " + ", ".join(_measured_time(world.curve, size) for size in sizes)
+
+
+def _measured_time(curve: Curve, size: int) -> str:
+    """l(size); a size outside of those that were observed is said to be extrapolated."""
+    extrapolated = "" if curve.sizes[0] <= size <= curve.sizes[-1] else " (extrapolated)"
+    return f"l({size}) = {curve.at(size) / 1000:.3g} ms{extrapolated}"

@@ -21,9 +21,9 @@ from typing import Final, NamedTuple, Protocol
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import JSON, Entry, Refusal, Run
 from carpool.rows import Bodies
+from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
-from carpool_cli.tuning.curve import Curve, at
 
 PROGRESS_REQUESTS: Final = 1000  # between two reports of progress
 NO_SPREAD: Final = (1.0,)
@@ -60,7 +60,7 @@ class World(NamedTuple):
     def execution_us(self, size: int, lane: str = "") -> float:
         """l(size) in a lane."""
         line_us = self.intercept_us + self.slope_us * size
-        return (line_us if self.curve is None else at(self.curve, size)) * self.slower.get(lane, 1.0)
+        return (line_us if self.curve is None else self.curve.at(size)) * self.slower.get(lane, 1.0)
 
     def round_trip_us(self, size: int) -> float:
         """The round trip of a batch of `size`, which does not include l(size)."""

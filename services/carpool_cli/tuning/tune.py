@@ -28,7 +28,6 @@ from carpool_cli.tuning.calibrate import (
     doubts,
     measured,
 )
-from carpool_cli.tuning.curve import largest_error
 from carpool_cli.tuning.live import LiveModel, UnavailableModelError, connected, read_live_model, run_command
 from carpool_cli.tuning.search import (
     OBSERVED_SHARE_MIN,
@@ -47,7 +46,6 @@ from carpool_cli.tuning.search import (
 from carpool_cli.tuning.simulator import World
 
 PLOTTED_RATES: Final = 12
-LINE_ERROR_MAX: Final = 0.15  # of a batch's time: a larger error of the learned line is reported
 CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
 
@@ -175,9 +173,8 @@ def _show_measured(
 
 
 def curve_rows(measurement: Measured) -> list[str]:
-    """l(n) as a table, only between sizes that were observed."""
-    sizes = [size for size, _ in measurement.observed]
-    points = [point for point in measurement.curve if min(sizes) <= point[0] <= max(sizes)]
+    """l(n) as a table, of sizes that were observed."""
+    points = list(zip(measurement.curve.sizes, measurement.curve.times_us, strict=True))
     points = points[:: -max(1, -(-len(points) // CURVE_COLUMNS_MAX))][::-1]  # always with the largest size
     return table(
         [
@@ -193,13 +190,6 @@ def notes(live: LiveModel, measurement: Measured, max_size: int) -> Iterator[str
     if min(sizes) > 1 or max(sizes) < OBSERVED_SHARE_MIN * max_size:
         text = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
         yield f"(observed batch sizes: {text}; other sizes are extrapolated)"
-    line = measurement.line
-    size, error = largest_error(line, measurement.curve, min(max_size, max(sizes)))
-    if abs(error) > LINE_ERROR_MAX and not line.only_size:
-        formula = f"{line.intercept_us / 1000:.3g} + {line.slope_us / 1000:.3g} n ms"
-        difference = f"{abs(error):.0%} too {'high' if error > 0 else 'low'} at n = {size}"
-        yield f"The batcher assumes that l(n) is a straight line, {formula}, which is {difference}."
-        yield "This affects `deferred`, and when a batch is sent to a model process that is nearly idle."
     if live.settings.policy not in POLICIES:
         yield f"(the policy {live.settings.policy} is simulated as eager)"
 

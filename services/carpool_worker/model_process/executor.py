@@ -75,10 +75,13 @@ class Outcome(NamedTuple):
     """Failures by index, and the results of all other items, in order.
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
+    `executed`: the number of items that the first call of the model executed; 0 if it
+    raised, or there was none.
     """
 
     failures: dict[int, Failure]
     results: list[Any] | Stacked
+    executed: int = 0
 
 
 class WrongOutputError(Exception):
@@ -90,9 +93,9 @@ def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -
     failures = _validate(model, items)
     valid = [index for index in range(len(items)) if index not in failures]
     parts: list[list[Any] | Stacked] = []
-    if valid:
-        _attempt(model, items, requests, valid, failures, parts)
-    return Outcome(failures, _join(parts))
+    if valid and not _attempt(model, items, requests, valid, failures, parts):
+        return Outcome(failures, _join(parts), 0)
+    return Outcome(failures, _join(parts), len(valid))
 
 
 def _validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
@@ -113,8 +116,11 @@ def _attempt(
     indexes: Sequence[int],
     failures: dict[int, Failure],
     parts: list[list[Any] | Stacked],
-) -> None:
-    """Run the model on these items. If it raises, run it on each half, to isolate the failing items."""
+) -> bool:
+    """Run the model on these items. If it raises, run it on each half, to isolate the failing items.
+
+    Returns whether it did not raise.
+    """
     try:
         outputs = _run(model, items, requests, indexes)
     except BaseException as error:
@@ -122,15 +128,16 @@ def _attempt(
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
         parts.append(outputs if isinstance(outputs, dict) else _take_failures(indexes, outputs, failures))
-        return
+        return True
     # Outside the except clause the exception is freed with all that the model held: the halves may need the
     # memory.
     if is_final:
         failures.update(dict.fromkeys(indexes, failure))
-        return
+        return False
     middle = len(indexes) // 2
     for half in (indexes[:middle], indexes[middle:]):
         _attempt(model, items, requests, half, failures, parts)
+    return False
 
 
 def _run(

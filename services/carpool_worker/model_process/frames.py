@@ -69,6 +69,7 @@ class OutcomeHeader(NamedTuple):
     """Model process to worker: failures by index in the frame; the payload has the results of all others.
 
     Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
+    `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
     """
 
     first: int
@@ -77,6 +78,7 @@ class OutcomeHeader(NamedTuple):
     compute_us: int
     failures: Mapping[int, Failure]
     parts: Sequence[Part] = ()
+    executed: int = 0
 
 
 class ProcessGoneError(ConnectionError):

@@ -81,7 +81,9 @@ def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: Load
     outcome = execute(model, items, requests)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     failures, parts, data = _encode(model, outcome, len(items))
-    header = OutcomeHeader(frame.first, frame.size, frame.number, compute_us, failures, parts)
+    header = OutcomeHeader(
+        frame.first, frame.size, frame.number, compute_us, failures, parts, outcome.executed
+    )
     frames.send_message(sock, header, data)
 
 
@@ -90,7 +92,7 @@ Encoded = tuple[dict[int, frames.Failure], list[frames.Part], bytes]  # failures
 
 def _encode(model: LoadedModel, outcome: Outcome, count: int) -> Encoded:
     """Encode an outcome; a result that cannot be sent fails its own request."""
-    failures, results = outcome
+    failures, results = outcome.failures, outcome.results
     if isinstance(results, dict):
         try:
             parts, data = frames.stack(results, {spec.name: spec.datatype for spec in model.outputs})

@@ -193,11 +193,12 @@ class WorkerStore:
         dead: Sequence[DeadLetter],
         compute_us: int,
         columns: Sequence[RunColumns] = (),
+        executed: int = 0,
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
         `results` by position, each with its address, and `columns` for runs with `reply_columns` and a
-        reply stream. All other positions were answered ahead.
+        reply stream. All other positions were answered ahead. `executed`: see `BatchSettled`.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
@@ -211,7 +212,7 @@ class WorkerStore:
             left_out = set(range(batch.size)) - results.keys()
             left_out = left_out.difference(*(of_run.positions for of_run in columns))
         settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", batch.size]
-        settled += ["compute_us", compute_us]
+        settled += ["compute_us", compute_us, "executed", executed]
         args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
         args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
         args += list_args(left_out)

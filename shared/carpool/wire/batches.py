@@ -126,8 +126,13 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
         return ModelProcessesChanged(worker)
+    size = raw.get(b"size", b"0")
     return BatchSettled(
-        raw[b"batch"].decode(), worker, int(raw.get(b"size", b"0")), int(raw.get(b"compute_us", b"0"))
+        raw[b"batch"].decode(),
+        worker,
+        int(size),
+        int(raw.get(b"compute_us", b"0")),
+        int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
     )
 
 

@@ -37,7 +37,7 @@ class BatcherReport:
     requests: int  # requests in these batches
     fill_percent: int  # sum of the fill of these batches, in percent of a full batch
     refused: dict[str, int]  # requests refused, or expired in flight, by "STATUS/reason"
-    learned: tuple[float, float, int] | None  # of l(n): intercept, slope (µs); the one size seen so far, or 0
+    learned: tuple[tuple[int, int], ...]  # of l(n): some sizes, ascending, and the time of each (µs)
     quantiles_us: tuple[int, int] | None  # p50 and p99 of the latency over the last 10 to 20 s
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded

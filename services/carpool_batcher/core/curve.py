@@ -1,0 +1,98 @@
+"""A latency curve: execution times of batches by their size, as knots with straight lines between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final
+
+EXTRAPOLATION_RATIO: Final = 0.25  # growth beyond the only size known, relative to proportional growth
+
+
+class Curve:
+    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; `at_most_us` are the times that nine
+    of ten batches do not exceed."""
+
+    __slots__ = ("_beyond_us", "at_most_us", "sizes", "times_us")
+
+    def __init__(
+        self, sizes: Sequence[float], times_us: Sequence[float], at_most_us: Sequence[float] = ()
+    ) -> None:
+        self.sizes = sizes
+        self.times_us = times_us
+        self.at_most_us = at_most_us or times_us
+        self._beyond_us = beyond_us(sizes, times_us)
+
+    def at(self, size: float) -> float:
+        """The expected execution time of a batch of `size`, in microseconds."""
+        return self._at(self.times_us, size)
+
+    def at_most(self, size: float) -> float:
+        """The execution time which nine of ten batches of `size` do not exceed."""
+        return self._at(self.at_most_us, size)
+
+    @property
+    def shown(self) -> list[tuple[int, int]]:
+        """Sizes and times (us) that show a person the curve: its ends, and powers of two between them."""
+        first, last = int(self.sizes[0]), int(self.sizes[-1])
+        powers = {1 << power for power in range(first.bit_length(), last.bit_length())}
+        return [(size, round(self.at(size))) for size in sorted({first, *powers, last}) if size <= last]
+
+    def throughput(self, size: int) -> float:
+        """Requests per microsecond in batches of `size`."""
+        return size / max(1.0, self.at(size))
+
+    def _at(self, times_us: Sequence[float], size: float) -> float:
+        largest = self.sizes[-1]
+        if size >= largest:
+            return times_us[-1] + self._beyond_us * (size - largest)
+        return interpolated_us(self.sizes, times_us, size)
+
+
+def non_decreasing(values: Sequence[float], weights: Sequence[int]) -> list[float]:
+    """The nearest non-decreasing values (isotonic regression): neighbours that fall get their median.
+
+    Weighted, and by absolute distance, so that a single outlier of little weight moves nothing.
+    """
+    blocks: list[tuple[float, list[tuple[float, int]]]] = []
+    for member in zip(values, weights, strict=True):
+        value, members = member[0], [member]
+        while blocks and blocks[-1][0] > value:
+            members = blocks.pop()[1] + members
+            value = _weighted_median(members)
+        blocks.append((value, members))
+    return [value for value, members in blocks for _ in members]
+
+
+def _weighted_median(members: Sequence[tuple[float, int]]) -> float:
+    """The lower of two medians: of the same batch, the faster execution is the less disturbed one."""
+    half = sum(weight for _, weight in members) / 2
+    below = 0
+    for value, weight in sorted(members):
+        below += weight
+        if below >= half:
+            return value
+    raise ValueError("a median needs members")
+
+
+def beyond_us(sizes: Sequence[float], times_us: Sequence[float]) -> float:
+    """What each further request is assumed to add (us) beyond the largest of these sizes, which ascend.
+
+    The mean of the octave before. Where nothing is known of that octave but its end, a little less than
+    proportional growth: such batches are then tried, and known.
+    """
+    largest, largest_us = sizes[-1], times_us[-1]
+    proportional_us = largest_us / largest
+    if sizes[0] > largest / 2:
+        return EXTRAPOLATION_RATIO * proportional_us
+    growth_us = (largest_us - interpolated_us(sizes, times_us, largest / 2)) / (largest / 2)
+    return min(max(0.0, growth_us), proportional_us)
+
+
+def interpolated_us(sizes: Sequence[float], times_us: Sequence[float], size: float) -> float:
+    """The time of a batch of `size`, which is at most the largest of `sizes`."""
+    above = bisect_left(sizes, size)
+    if not above:
+        return times_us[0]
+    left, left_us, right_us = sizes[above - 1], times_us[above - 1], times_us[above]
+    return left_us + (right_us - left_us) * (size - left) / (sizes[above] - left)
