@@ -108,12 +108,12 @@ def test_every_model_takes_what_its_name_says(goodput: ModuleType) -> None:
 
     assert l_us("5 + 0.05 b", 1, 100, 256) == [5050, 10_000, 17_800]
     assert l_us("2 + 1 b", 1, 100) == [3000, 102_000]
-    assert l_us(goodput.SQUARE.name, 1, 199) == [793.147, 5398.317]
+    assert l_us(goodput.SQUARE.name, 1, 64) == [793.147, 4274.387]
     assert l_us(goodput.STEPS.name, 1, 8, 9, 16, 17, 32) == [6000, 6000, 8000, 8000, 12_000, 12_000]
 
 
-@pytest.mark.parametrize("name", ["SQUARE", "STEPS"])
-def test_deferred_learns_models_that_are_no_lines(goodput: ModuleType, name: str) -> None:
-    point = goodput.Point(getattr(goodput, name).name, 1, 15, "Poisson", 0.9)
+def test_deferred_learns_a_model_with_steps(goodput: ModuleType) -> None:
+    """With a line through the steps it serves a fifth of what is possible."""
+    point = goodput.Point(goodput.STEPS.name, 1, 15, "Poisson", 0.9)
     figures = goodput.measure(point, 1500)
     assert 0.9 * figures.bound < figures.good["deferred"] <= figures.bound

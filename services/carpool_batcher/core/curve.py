@@ -10,8 +10,8 @@ EXTRAPOLATION_RATIO: Final = 0.25  # growth beyond the only size known, relative
 
 
 class Curve:
-    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; `at_most_us` are the times that nine
-    of ten batches do not exceed."""
+    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; of each size, nine of ten batches take
+    `at_most_us`."""
 
     __slots__ = ("_beyond_us", "at_most_us", "sizes", "times_us")
 

@@ -1,0 +1,93 @@
+"""What a batcher learns of l(n) on a running stack: only from what a model executed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from carpool.keys import Keys
+from support.stack import Stack
+from support.waiting import wait_until
+
+MODEL = "Paced"
+SIZES = (1, 2, 4, 8, 16)
+_sent: list[str] = []  # the correlation ID of each request
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.batcher()
+        stack.worker("paced.py:Paced")
+        stack.wait_for_model(MODEL)
+        for size in SIZES * 3:
+            assert statuses(stack, ["x"] * size) == {"OK": size}
+        yield stack
+
+
+def statuses(stack: Stack, bodies: Sequence[str]) -> Counter[str]:
+    """Send requests in one entry, and return how many ended in each way."""
+    ids = [f"r{len(_sent) + position}" for position in range(len(bodies))]
+    _sent.extend(ids)
+    requests = [
+        {"correlation_id": correlation_id, "body": json.dumps(body).encode()}
+        for correlation_id, body in zip(ids, bodies, strict=True)
+    ]
+    stack.send_packed(MODEL, requests)
+    return Counter(stack.result(MODEL, correlation_id)["status"] for correlation_id in ids)
+
+
+def executed(stack: Stack, batches: int) -> list[int]:
+    """How many requests were executed together, of each of the last batches."""
+    entries = stack.redis.xrevrange(Keys(MODEL).settled, count=batches)
+    return [int(fields[b"executed"]) for _, fields in entries]
+
+
+def reported(stack: Stack) -> dict[int, int]:
+    """What the batcher reports of l(n), in us, once its report covers all batches that were dispatched."""
+    report: dict[str, object] = {}
+
+    def is_current() -> bool:
+        report.update(json.loads(stack.redis.get(Keys(MODEL).report) or b"{}"))
+        gauges = report.get("gauges", {})
+        assert isinstance(gauges, dict)
+        return report.get("requests") == len(_sent) and not gauges["batches_in_flight"]
+
+    wait_until(is_current, description="a report after the last batch")
+    learned = report["learned"]
+    assert isinstance(learned, list)
+    return dict(learned)
+
+
+@pytest.mark.parametrize(
+    ("flood", "ends"),
+    [
+        (["refuse"] * 16, {"INVALID_ARGUMENT": 16}),
+        (["raise"], {"INTERNAL": 1}),
+        (["raise", *["x"] * 15], {"INTERNAL": 1, "OK": 15}),
+        (["kill", "x"], {"ABORTED": 1, "OK": 1}),
+    ],
+)
+def test_what_was_not_executed_normally_teaches_nothing(
+    stack: Stack, flood: list[str], ends: dict[str, int]
+) -> None:
+    for size in SIZES:  # as many batches of each size as before teach the same
+        statuses(stack, ["x"] * size)
+    before = stack.redis.xlen(Keys(MODEL).settled)
+    for _ in range(2 if "kill" in flood else 12):
+        assert statuses(stack, flood) == ends
+    floods = stack.redis.xlen(Keys(MODEL).settled) - before
+    assert set(executed(stack, floods)) == {0}
+    learned = reported(stack)
+    assert sorted(learned) == list(SIZES)
+    for size in SIZES:
+        assert 4000 + 2000 * size <= learned[size] < 1.3 * (4000 + 2000 * size) + 3000
+
+
+def test_only_the_valid_requests_of_a_batch_were_executed(stack: Stack) -> None:
+    assert statuses(stack, ["refuse", "x", "refuse", "x"]) == {"INVALID_ARGUMENT": 2, "OK": 2}
+    assert executed(stack, 1) == [2]
+    assert reported(stack)[2] < 12_000
