@@ -16,7 +16,7 @@ from carpool_batcher.core.curve import Curve, non_decreasing
 from carpool_batcher.core.latency import (
     CHANGE_OBSERVATIONS_MIN,
     FORGOTTEN_AFTER_OBSERVATIONS,
-    REFIT_INTERVAL,
+    REFIT_INTERVAL_MIN,
     UNASKED_REFIT_INTERVAL,
     LatencyModel,
 )
@@ -136,6 +136,26 @@ def test_steps_are_learned_from_the_sizes_beside_them() -> None:
     sizes = [size for end in (8, 16, 32, 64) for size in (end, end + 1)]
     latency = learned(seen(steps, sizes, 60))
     assert largest_error(latency, steps, range(1, 66)) < 0.002
+
+
+def test_step_between_sizes_is_found_by_trying_sizes_that_seem_fast() -> None:
+    """As `deferred` does. Were the rise spread over the sizes between, 15 and 16 would seem slow for ever."""
+    latency = learned([(size, steps(size)) for size in (8, 9, 10, 30, 31)] * 3)
+    tried = []
+    for _ in range(5):
+        tried.append(max(size for size in range(1, 32) if latency.of(size) <= 1.01 * steps(16)))
+        for _ in range(2):
+            latency.observe(tried[-1], int(steps(tried[-1])))
+    assert tried[0] == 20
+    assert tried[-1] == 16
+    assert latency.of(16) < 1.01 * steps(16)
+    assert latency.of(17) > 1.2 * steps(16)
+
+
+@pytest.mark.parametrize("shape", [line, steep, logarithm])
+def test_smooth_shapes_have_no_steps(shape: Shape) -> None:
+    latency = learned(seen(shape, (1, 2, 3, 20, 21, 40, 41), 100, noise=0.01))
+    assert all(latency.of(size + 1) < 1.12 * latency.of(size) + 1010 for size in range(1, 41))
 
 
 @pytest.mark.parametrize("shape", [line, steep, logarithm, steps])
@@ -258,7 +278,7 @@ def test_largest_size_that_seemed_slow_is_forgotten_and_tried_again() -> None:
     """Otherwise `deferred` would never dispatch such a batch, and never learn that it was wrong."""
     latency = learned([*seen(line, (1, 8, 16), 60), (32, 60_000), (32, 60_000)])
     assert latency.of(32) == 60_000
-    for size, took_us in seen(line, (1, 8, 16), FORGOTTEN_AFTER_OBSERVATIONS + 2 * REFIT_INTERVAL):
+    for size, took_us in seen(line, (1, 8, 16), FORGOTTEN_AFTER_OBSERVATIONS + 2 * REFIT_INTERVAL_MIN):
         latency.observe(size, int(took_us))
     assert latency.of(32) == line(32)
 
@@ -353,7 +373,8 @@ def test_curve_is_fitted_rarely_and_only_when_somebody_asks(sizes: Sequence[int]
         latency.observe(1, int(line(1)))
         assert fits.call_count == 1
         fits.reset_mock()
-        for size, took_us in seen(line, sizes, 10 * REFIT_INTERVAL, noise=0.05):
+        interval = max(REFIT_INTERVAL_MIN, len(latency._classes))
+        for size, took_us in seen(line, sizes, 10 * interval, noise=0.05):
             latency.observe(size, int(took_us))
             for asked in range(1, 40):
                 latency.at_most(asked)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 EXTRAPOLATION_RATIO: Final = 0.25  # growth beyond the only size known, relative to proportional growth
+STEP_RISE_RATIO_MIN: Final = 1.1  # of the time after a step to the time before it
+STEP_SLOPE_RATIO_MIN: Final = 3.0  # of the slope of a step to the slopes beside it
+
+
+class Knot(NamedTuple):
+    """A point of a curve. Nine of ten batches take `at_most_us`."""
+
+    size: float
+    time_us: float
+    at_most_us: float
 
 
 class Curve:
-    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; of each size, nine of ten batches take
-    `at_most_us`."""
+    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; of their batches nine of ten do not
+    exceed `at_most_us`."""
 
     __slots__ = ("_beyond_us", "at_most_us", "sizes", "times_us")
 
@@ -96,3 +107,26 @@ def interpolated_us(sizes: Sequence[float], times_us: Sequence[float], size: flo
         return times_us[0]
     left, left_us, right_us = sizes[above - 1], times_us[above - 1], times_us[above]
     return left_us + (right_us - left_us) * (size - left) / (sizes[above] - left)
+
+
+def with_steps(knots: Sequence[Knot]) -> list[Knot]:
+    """Knots, ascending, with further ones, so that each steep rise between two known sizes is a step.
+
+    A rise is steep if the curve is much flatter on both sides of it. The step is assumed in the middle: so it
+    is found by halving. If the rise were spread over the sizes between, those before the step would seem
+    slow, and would never be tried.
+    """
+    slopes_us = [(right.time_us - left.time_us) / (right.size - left.size) for left, right in pairwise(knots)]
+    found = list(knots[:2])
+    for at in range(2, len(knots)):
+        before, after = knots[at - 1], knots[at]
+        beside_us = max([slopes_us[at - 2], *slopes_us[at : at + 1]])
+        is_steep = slopes_us[at - 1] > STEP_SLOPE_RATIO_MIN * beside_us
+        if is_steep and after.time_us > STEP_RISE_RATIO_MIN * before.time_us:
+            middle = (before.size + after.size) // 2
+            if before.size < middle:
+                found.append(before._replace(size=middle))
+            if middle + 1 < after.size:
+                found.append(after._replace(size=middle + 1))
+        found.append(after)
+    return found
