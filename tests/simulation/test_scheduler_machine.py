@@ -211,15 +211,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The batcher is busy, and misses wake-up times."""
         self._advance(self.now_us + passes_us)
 
-    @rule(choice=numbers, compute_us=st.sampled_from((0, 500, 3_000, 3_200, 20_000)))
+    @rule(
+        choice=numbers,
+        compute_us=st.sampled_from((0, 500, 3_000, 3_200, 20_000)),
+        executed=st.sampled_from((None, 0, 1, 2)),
+    )
     @precondition(lambda self: self.in_flight)
-    def settle(self, choice: int, compute_us: int) -> None:
+    def settle(self, choice: int, compute_us: int, executed: int | None) -> None:
         batch_id = list(self.in_flight)[choice % len(self.in_flight)]
         self.answered.update(self.in_flight.pop(batch_id))
         self.turnaround_us_max = max(self.turnaround_us_max, self.now_us - START_US + 1000)
         self.polled = False
-        self.scheduler.settle(batch_id, compute_us, self.now_us)
-        self.scheduler.settle(batch_id, compute_us, self.now_us)  # twice has no further effect
+        curve = self.scheduler.capacity.latency.curve
+        self.scheduler.settle(batch_id, compute_us, self.now_us, executed)
+        self.scheduler.settle(batch_id, compute_us, self.now_us, executed)  # twice has no further effect
+        if not compute_us or executed == 0:
+            assert self.scheduler.capacity.latency.curve is curve, "only what was executed teaches"
 
     @rule(choice=numbers)
     @precondition(lambda self: self.in_flight)
@@ -830,7 +837,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(10 + 2 * self.number):
             self.poll(fate=None)
             while self.in_flight:
-                self.settle(0, 0)
+                self.settle(0, 0, None)
             if not self.waiting:
                 return
             self._advance(max(self.now_us, self.scheduler.wake_at_us() or 0))

@@ -21,8 +21,8 @@ class Knot(NamedTuple):
 
 
 class Curve:
-    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; of their batches nine of ten do not
-    exceed `at_most_us`."""
+    """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; nine of ten of their batches take
+    at most `at_most_us`."""
 
     __slots__ = ("_beyond_us", "at_most_us", "sizes", "times_us")
 
