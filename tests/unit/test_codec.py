@@ -91,6 +91,20 @@ def test_compute_time_accumulates_over_the_frames_of_an_execution() -> None:
     assert [execution.results[position].compute_us for position in (0, 1)] == [100, 200]
 
 
+@pytest.mark.parametrize(("of_frames", "together"), [((1, 1), 2), ((1, 0), 0), ((0, 0), 0)])
+def test_requests_were_executed_together_if_each_frame_was_executed_normally(
+    of_frames: tuple[int, int], together: int
+) -> None:
+    codec = codec_of(ANY)
+    execution = prepared(codec, request_of([1]), request_of([1, 2]))
+    for frame, number in zip(execution.frames, of_frames, strict=True):
+        header, payload = executed(codec, frame, echo)
+        codec.take_outcome(execution, frame, header._replace(executed=number), payload)
+    assert execution.executed_together == together
+    execution.deaths[0] = 1  # from now on its requests are executed one at a time
+    assert execution.executed_together == 0
+
+
 def test_failed_request_gets_the_models_error_and_others_their_results() -> None:
     def predict(batch: list[int]) -> list[Any]:
         return [ValueError("odd") if number % 2 else number * 10 for number in batch]

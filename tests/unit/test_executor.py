@@ -472,3 +472,24 @@ def test_batch_of_one() -> None:
     model = Counting(1)
     assert run(model, [1]) == Outcome({0: failed("bad body 1")}, [])
     assert model.calls == 1
+
+
+# --- what was executed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad_bodies", "refused", "executed"),
+    [((), (), 6), ((), (2,), 5), ((), (0, 1, 2, 3, 4, 5), 0), ((4,), (), 0), ((4,), (2,), 0)],
+)
+def test_executed_items_are_those_of_one_call_that_did_not_raise(
+    bad_bodies: tuple[int, ...], refused: tuple[int, ...], executed: int
+) -> None:
+    def validate(body: int) -> None:
+        if body in refused:
+            raise ValueError("refused")
+
+    assert run(Counting(*bad_bodies), list(range(6)), validate=validate).executed == executed
+
+
+def test_items_with_an_exception_in_place_of_a_result_were_executed() -> None:
+    assert run(lambda batch: [ValueError("odd"), *batch[1:]], [1, 2, 3]).executed == 3

@@ -35,6 +35,17 @@ def test_one_trial_at_a_time() -> None:
     assert latencies.begin_trial("b", settled_us + pause_us)
 
 
+def test_trial_of_which_nothing_was_executed_pauses_for_its_turnaround() -> None:
+    """Or a flood of requests that fail would be a trial each."""
+    latencies = learned("a", "b")
+    assert latencies.begin_trial("a", MINUTE_US)
+    settled_us = MINUTE_US + EXECUTION_US
+    latencies.observe("a", 1, EXECUTION_US, None, settled_us)
+    pause_us = int(TRIAL_PAUSE_RATIO * EXECUTION_US)
+    assert not latencies.begin_trial("b", settled_us + pause_us - 1)
+    assert latencies.begin_trial("b", settled_us + pause_us)
+
+
 def test_trial_that_never_settles_does_not_block_later_ones() -> None:
     latencies = learned("a", "b")
     assert latencies.begin_trial("a", MINUTE_US)

@@ -243,6 +243,14 @@ def test_doubt_is_greater_where_few_were_seen() -> None:
     assert margins[2] > 1.3 * max(margins[:2]) > 0.05
 
 
+def test_larger_batches_are_never_doubted_less() -> None:
+    chance = random.Random(5)
+    latency = learned(
+        (size, 5000 * chance.uniform(0.7, 1.3) if size == 1 else 5100) for size in (1, 2, 8) * 20
+    )
+    assert latency.at_most(8) == latency.at_most(2) == latency.at_most(1) > 5500
+
+
 def test_a_pause_does_not_widen_the_margin() -> None:
     latency = learned([*seen(line, SIZES, 60, noise=0.02), (16, 400_000)])
     assert latency.at_most(16) < 1.15 * line(16)
@@ -304,6 +312,16 @@ def test_change_of_speed_is_learned_soon_for_all_sizes(shape: Shape, factor: flo
 def test_change_of_speed_of_a_single_size() -> None:
     latency = learned([(1, 5000)] * 50 + [(1, 15_000)] * 10)
     assert latency.of(1) == 15_000
+
+
+@pytest.mark.parametrize("already", range(REFIT_INTERVAL_MIN))
+def test_change_of_speed_is_seen_whenever_the_curve_is_fitted(already: int) -> None:
+    """A fit in the middle of the change would make it look like the past."""
+    latency = learned([*[(1, 5000), (32, 6600)] * 20, *[(1, 5000)] * already])
+    for _ in range(8):
+        latency.observe(1, 15_000)
+        latency.of(1)
+    assert latency.of(32) == pytest.approx(3 * 6600, rel=0.01)
 
 
 def test_unusual_times_of_sizes_that_are_not_known_are_no_change_of_speed() -> None:
