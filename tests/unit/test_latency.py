@@ -317,9 +317,10 @@ def test_change_of_speed_of_a_single_size() -> None:
 @pytest.mark.parametrize("already", range(REFIT_INTERVAL_MIN))
 def test_change_of_speed_is_seen_whenever_the_curve_is_fitted(already: int) -> None:
     """A fit in the middle of the change would make it look like the past."""
-    latency = learned([*[(1, 5000), (32, 6600)] * 20, *[(1, 5000)] * already])
-    for _ in range(8):
-        latency.observe(1, 15_000)
+    latency = learned([(1, 5000), (32, 6600)] * 20)
+    latency.of(1)
+    for number in range(already + 8):
+        latency.observe(1, 5000 if number < already else 15_000)
         latency.of(1)
     assert latency.of(32) == pytest.approx(3 * 6600, rel=0.01)
 
