@@ -66,7 +66,7 @@ class Codec:
             execution.frames = self.frames_of_one(execution, execution.unanswered, now_us)
             return
         groups: _Groups = {}
-        for start, run in zip(execution.starts, execution.batch.runs, strict=True):
+        for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions = range(start, start + len(run.correlation_ids))
             if _expired(run, now_us):
                 for position in positions:
@@ -270,7 +270,7 @@ def _add(groups: _Groups, parts: tuple[Part, ...], positions: Iterable[int], dat
 def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[BatchedRun, int, range]]:
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
-    starts, runs = execution.starts, execution.batch.runs
+    starts, runs = execution.batch.starts, execution.batch.runs
     index = number = 0
     count = len(positions)
     if count == execution.batch.size:  # the usual case: all of them

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import ABORTED, INTERNAL, OK
@@ -60,11 +59,6 @@ class Execution:
     input_us: int = 0  # time spent decoding
     compute_us: int = 0  # time spent in the model, over all frames
     frames_executed: int = 0
-    starts: list[int] = field(init=False)  # the position of the first request of each run
-
-    def __post_init__(self) -> None:
-        sizes = [len(run.correlation_ids) for run in self.batch.runs]
-        self.starts = list(accumulate(sizes, initial=0))[:-1]
 
     @property
     def is_suspect(self) -> bool:
@@ -84,8 +78,9 @@ class Execution:
 
     def locate(self, position: int) -> tuple[BatchedRun, int]:
         """The run of the request at this position, and the request's index in it. O(log runs)."""
-        number = bisect_right(self.starts, position) - 1
-        return self.batch.runs[number], position - self.starts[number]
+        starts = self.batch.starts
+        number = bisect_right(starts, position) - 1
+        return self.batch.runs[number], position - starts[number]
 
     def split(self, frame: Frame, builder: FrameBuilder, now_us: int) -> None:
         """The model process died on this frame: replace it by a frame for each of its requests."""
@@ -160,6 +155,6 @@ class Execution:
         if in_columns:
             statuses[OK] += in_columns
         if self.results:
-            numbers = Counter(bisect_right(self.starts, position) - 1 for position in self.results)
+            numbers = Counter(bisect_right(self.batch.starts, position) - 1 for position in self.results)
             of_runs += [(self.batch.runs[at], number) for at, number in numbers.items()]
         return statuses, of_runs

@@ -51,6 +51,7 @@ class ProcessHandle:
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
         self._backlog: deque[Buffer] = deque()
+        self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
@@ -72,6 +73,7 @@ class ProcessHandle:
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
+        self.descriptor = ours.fileno()
         self._sent = self._received = 0
         self._backlog.clear()
 
@@ -100,11 +102,6 @@ class ProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def descriptor(self) -> int | None:
-        """The socket to wait on; None before the process is started and after it is closed."""
-        return None if self._sock is None else self._sock.fileno()
-
-    @property
     def has_backlog(self) -> bool:
         """Whether frames wait until the pipe has room."""
         return bool(self._backlog)
@@ -119,7 +116,7 @@ class ProcessHandle:
         if self._sock is None:
             raise ProcessGoneError("not started")
         self._sent += 1
-        self._backlog += message_parts(header._replace(number=self._sent), *payload)
+        self._backlog += message_parts((*header[:-1], self._sent), *payload)
         self.flush()
 
     def flush(self) -> None:
@@ -170,7 +167,7 @@ class ProcessHandle:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
-            self._sock = self._reader = None
+            self._sock = self._reader = self.descriptor = None
         if self._process is not None:
             try:
                 self._process.wait(timeout=wait_s)

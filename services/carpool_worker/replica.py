@@ -79,7 +79,7 @@ class Replica:
             # model.
             self._closed.wait()
             return
-        if self.process.descriptor is None and not self._closing:
+        if self.process.descriptor is None:
             self.process.spawn()  # the last one could not load the model
         try:
             self._send_due()
@@ -172,7 +172,10 @@ class Replica:
 
     def _executed(self) -> Execution | None:
         """The execution whose frame the model process executes; None if it is idle."""
-        return next((execution for execution in self._executions if execution.frames_sent), None)
+        for execution in self._executions:
+            if execution.frames_sent:
+                return execution
+        return None
 
     def _receive(self) -> None:
         """Receive an outcome, or that a new model process is ready, or that the process died."""
@@ -231,7 +234,7 @@ class Replica:
 
     def _remove(self, execution: Execution) -> None:
         """The execution is committed, or lost to another worker."""
-        self._executions = tuple(held for held in self._executions if held is not execution)
+        self._executions = tuple([held for held in self._executions if held is not execution])
         self._busy_since_s = time.monotonic()
         latest_s = execution.compute_us / 1e6
         if self._usual_s is None:

@@ -254,7 +254,7 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
 
-    A request's position is its place in the batch, counted over all runs.
+    A request's position is its place in the batch, counted over all runs, which do not change.
     """
 
     id: str
@@ -265,11 +265,14 @@ class Batch:
     lane: str
     result_ttl_ms: int = 60_000
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
+    starts: list[int] = field(init=False)  # the position of the first request of each run
+    size: int = field(init=False)  # the number of requests
 
-    @cached_property
-    def size(self) -> int:
-        """The number of requests."""
-        return sum(len(run.correlation_ids) for run in self.runs)
+    def __post_init__(self) -> None:
+        self.starts, self.size = [], 0
+        for run in self.runs:
+            self.starts.append(self.size)
+            self.size += len(run.correlation_ids)
 
     @cached_property
     def requests(self) -> list[BatchedRequest]:
