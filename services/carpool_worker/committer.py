@@ -5,9 +5,7 @@ Results of suspect or very large executions are answered ahead.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Final
 
 import structlog
@@ -37,17 +35,19 @@ class Committer:
     def commit(self, execution: Execution) -> None:
         """Commit an execution in which each request has a result."""
         started_ns = time.monotonic_ns()
-        with _emptied_is_fenced(execution):
+        try:
             self._answer_large_results(execution)
             while answered := self._commit(execution):
                 execution.drop(answered)  # a batcher answered them when their deadlines passed
+        except CommandError as error:
+            raise _fenced_if_emptied(execution, error) from error
         output_us = (time.monotonic_ns() - started_ns) // 1000
-        self._metrics.committed(execution, output_us, self._store.clock.now_us())
-        statuses, _ = execution.counts()
+        counts = execution.counts()
+        self._metrics.committed(execution, counts, output_us, self._store.clock.now_us())
         self._batch_log.committed(
             self._consumer,
             execution.batch,
-            statuses,
+            counts.statuses,
             execution.compute_us,
             len(execution.dead_letters),
         )
@@ -66,7 +66,7 @@ class Committer:
             },
             execution.dead_letters,
             execution.compute_us,
-            execution.columns,
+            execution.of_runs,
         )
 
     def _answer_large_results(self, execution: Execution) -> None:
@@ -91,8 +91,10 @@ class Committer:
         executed.
         """
         execution.separate()
-        with _emptied_is_fenced(execution):
+        try:
             self._answer(execution, list(execution.results.keys() - execution.answered_ahead), position)
+        except CommandError as error:
+            raise _fenced_if_emptied(execution, error) from error
 
     def _answer(self, execution: Execution, positions: list[int], starting: int | None) -> None:
         addresses = addresses_of(execution.batch)
@@ -114,12 +116,6 @@ class Committer:
         )
 
 
-@contextlib.contextmanager
-def _emptied_is_fenced(execution: Execution) -> Iterator[None]:
-    """If Redis was emptied, the batch no longer exists: nothing can be written for it."""
-    try:
-        yield
-    except CommandError as error:
-        if error.code != "NOGROUP":
-            raise
-        raise FencedError(execution.batch.id) from error
+def _fenced_if_emptied(execution: Execution, error: CommandError) -> Exception:
+    """What to raise: if Redis was emptied, the batch no longer exists, and nothing can be written for it."""
+    return FencedError(execution.batch.id) if error.code == "NOGROUP" else error
