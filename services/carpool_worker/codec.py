@@ -131,7 +131,10 @@ class Codec:
         if isinstance(body, StoredBody):  # it could not be loaded, so its request has a result
             return None
         try:
-            return self._decode(run.content_type, body)
+            data = self._memo.data_of(body) if run.content_type == MSGPACK else None
+            if data is None:
+                return self._decode(run.content_type, body)
+            return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         except CarpoolError as error:
             execution.fail(position, error.status, error.detail)
         except Exception as error:  # an unforeseen case must not fail the other requests
@@ -141,9 +144,6 @@ class Codec:
     def _decode(self, content_type: str, body: bytes) -> _Decoded:
         if not self.inputs:
             return (), _pack(decode_body(content_type, body))
-        memo = self._memo
-        if content_type == MSGPACK and (data := memo.data_of(body)) is not None:
-            return ((self.inputs[0].name, memo.datatype, memo.shape),), data
         return self._decode_tensors(content_type, body)
 
     def _decode_tensors(self, content_type: str, body: bytes) -> _Decoded:

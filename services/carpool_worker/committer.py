@@ -10,8 +10,9 @@ from typing import Final
 
 import structlog
 
+from carpool.messages import Result
 from carpool.store.connection import CommandError
-from carpool.store.results import Answer, FencedError, addresses_of
+from carpool.store.results import Address, Answer, FencedError, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
@@ -36,7 +37,8 @@ class Committer:
         """Commit an execution in which each request has a result."""
         started_ns = time.monotonic_ns()
         try:
-            self._answer_large_results(execution)
+            if execution.result_bytes > COMMIT_BYTES_MAX:
+                self._answer_large_results(execution)
             while answered := self._commit(execution):
                 execution.drop(answered)  # a batcher answered them when their deadlines passed
         except CommandError as error:
@@ -54,25 +56,24 @@ class Committer:
 
     def _commit(self, execution: Execution) -> set[int]:
         """Empty if the batch is committed; else positions that were answered elsewhere: leave them out."""
-        batch, results = execution.batch, execution.results
-        addresses = addresses_of(batch) if results else []
+        batch = execution.batch
+        singles: dict[int, tuple[Address, Result]] = {}
+        if execution.results:
+            addresses = addresses_of(batch)
+            for position, result in execution.results.items():
+                if position not in execution.answered_ahead:
+                    singles[position] = (addresses[position], result)
         return self._store.commit(
             self._consumer,
             batch,
-            {
-                position: (addresses[position], result)
-                for position, result in results.items()
-                if position not in execution.answered_ahead
-            },
+            singles,
             execution.dead_letters,
             execution.compute_us,
             execution.of_runs,
         )
 
     def _answer_large_results(self, execution: Execution) -> None:
-        """Answer ahead, in several commands, if the results are too large for one commit."""
-        if execution.result_bytes <= COMMIT_BYTES_MAX:
-            return
+        """Answer ahead, in several commands: the results are too large for one commit."""
         execution.separate()
         positions: list[int] = []
         size_bytes = 0

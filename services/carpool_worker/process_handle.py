@@ -41,7 +41,8 @@ class ProcessHandle:
 
     Sending never waits. What does not fit into the pipe is the backlog, which `flush` goes on sending once
     `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
-    cannot take the next frame before it has sent its outcome: both would wait.
+    cannot take the next frame before it has sent its outcome: both would wait. Frames for a process that has
+    ended are lost, and `receive` reports it.
     """
 
     def __init__(self, location: str, device: str) -> None:
@@ -112,26 +113,21 @@ class ProcessHandle:
         return self._reader is not None and self._reader.has_buffered
 
     def send(self, header: FrameHeader, *payload: Buffer) -> None:
-        """Send a frame, or put what does not fit into the pipe into the backlog. Raises ProcessGoneError."""
-        if self._sock is None:
-            raise ProcessGoneError("not started")
+        """Send a frame, or put what does not fit into the pipe into the backlog."""
         self._sent += 1
         self._backlog += message_parts((*header[:-1], self._sent), *payload)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the pipe has room for. Raises ProcessGoneError."""
-        backlog = self._backlog
+        """Send what the pipe has room for."""
+        backlog, sock = self._backlog, self._sock
         try:
-            while backlog:
-                if self._sock is None:
-                    raise ProcessGoneError("not started")
-                drop_sent(backlog, self._sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
+            while backlog and sock is not None:
+                drop_sent(backlog, sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
-        except OSError as error:
+        except OSError:
             backlog.clear()
-            raise ProcessGoneError(str(error)) from error
 
     def receive(self) -> tuple[OutcomeHeader, Buffer]:
         """The outcome of the oldest frame that has none.

@@ -14,7 +14,6 @@ ahead, but one at a time.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import Final
@@ -26,7 +25,7 @@ from carpool.readiness import wait_until_ready
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
-from carpool_worker.execution import Execution, Frame
+from carpool_worker.execution import Execution
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
@@ -108,7 +107,7 @@ class Replica:
         is_due = process.has_buffered or (fetcher.waiting and of_fetch is None)
         readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
         if writable:
-            self._flush()
+            process.flush()
         if process.has_buffered or of_process in readable:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
@@ -156,19 +155,15 @@ class Replica:
             if execution.is_suspect and execution.frames:
                 if self._executed() is None:
                     self._committer.record_start(execution, execution.frames[0].positions[0])
-                    self._send(execution, execution.frames[0])
+                    self._send_next(execution)
                 return
             while execution.frames_sent < len(execution.frames):
-                self._send(execution, execution.frames[execution.frames_sent])
+                self._send_next(execution)
 
-    def _send(self, execution: Execution, frame: Frame) -> None:
+    def _send_next(self, execution: Execution) -> None:
+        _, header, payload = execution.frames[execution.frames_sent]
         execution.frames_sent += 1
-        with contextlib.suppress(ProcessGoneError):  # noticed when its outcome is received
-            self.process.send(frame.header, *frame.payload)
-
-    def _flush(self) -> None:
-        with contextlib.suppress(ProcessGoneError):
-            self.process.flush()
+        self.process.send(header, *payload)
 
     def _executed(self) -> Execution | None:
         """The execution whose frame the model process executes; None if it is idle."""

@@ -269,10 +269,11 @@ class Batch:
     size: int = field(init=False)  # the number of requests
 
     def __post_init__(self) -> None:
-        self.starts, self.size = [], 0
+        starts, size = [], 0
         for run in self.runs:
-            self.starts.append(self.size)
-            self.size += len(run.correlation_ids)
+            starts.append(size)
+            size += len(run.correlation_ids)
+        self.starts, self.size = starts, size
 
     @cached_property
     def requests(self) -> list[BatchedRequest]:

@@ -83,12 +83,16 @@ class ProcessGoneError(ConnectionError):
     """The connection to the other process is closed."""
 
 
+# An exception's text may have lone surrogates. Threads may share this: packing plain values runs no Python.
+_HEADER_PACKER: Final = msgpack.Packer(unicode_errors="replace")
+
+
 # --- messages ----------------------------------------------------------------------------------------------
 
 
 def message_parts(header: Any, *payload: Buffer) -> list[Buffer]:
     """One message as pieces to be sent one after the other; those of a large payload are not copied."""
-    head = msgpack.packb(header, unicode_errors="replace")  # an exception's text may have lone surrogates
+    head = _HEADER_PACKER.pack(header)
     payload_bytes = sum(map(len, payload))
     lengths = _LENGTHS.pack(len(head), payload_bytes)
     if payload_bytes < _ONE_WRITE_BYTES_MAX:
