@@ -78,7 +78,7 @@ class Replica:
             # model.
             self._closed.wait()
             return
-        if self.process.descriptor is None:
+        if self.process.descriptor is None and not self._closing:
             self.process.spawn()  # the last one could not load the model
         try:
             self._send_due()
