@@ -71,6 +71,8 @@ class RedisSocket:
         """Send these parts, one after another."""
         if len(parts) == 1:
             self._sock.sendall(parts[0])
+        elif sum(map(len, parts)) < LARGE_BYTES:
+            self._sock.sendall(b"".join(parts))
         elif self._is_tls:  # has no sendmsg
             for part in parts:
                 self._sock.sendall(part)
