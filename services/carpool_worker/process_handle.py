@@ -81,7 +81,9 @@ class ProcessHandle:
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
         try:
-            result = receive_load_result(self._connected_reader())
+            if self._reader is None:
+                raise ProcessGoneError("not started")
+            result = receive_load_result(self._reader)
         except ProcessGoneError:
             reason = f"the model process ended ({self.exit_cause()}) while it loaded the model"
             self.close(wait_s=0)
@@ -135,18 +137,15 @@ class ProcessHandle:
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
         """
-        fields, payload = self._connected_reader().receive()
+        if self._reader is None:
+            raise ProcessGoneError("not started")
+        fields, payload = self._reader.receive()
         header = OutcomeHeader(*fields)
         self._received += 1
         if header.number != self._received or header.number > self._sent:
             self.close(wait_s=0)
             raise ProcessGoneError(f"outcome {header.number} received for frame {self._received}")
         return header, payload
-
-    def _connected_reader(self) -> MessageReader:
-        if self._reader is None:
-            raise ProcessGoneError("not started")
-        return self._reader
 
     def exit_cause(self) -> str:
         """How the process ended, for logs and errors."""

@@ -104,11 +104,12 @@ class Replica:
         of_fetch = fetcher.descriptor if fetcher.waiting else None
         readers = [of_process] if of_fetch is None else [of_process, of_fetch]
         writers = [of_process] if process.has_backlog else []
-        is_due = process.has_buffered or (fetcher.waiting and of_fetch is None)
+        has_outcome = process.has_buffered
+        is_due = has_outcome or (fetcher.waiting and of_fetch is None)
         readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
         if writable:
             process.flush()
-        if process.has_buffered or of_process in readable:
+        if has_outcome or of_process in readable:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             execution = fetcher.finish()
