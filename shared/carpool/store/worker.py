@@ -212,10 +212,9 @@ class WorkerStore:
             left_out = set(range(batch.size)) - results.keys()
             left_out = left_out.difference(*(of_run.positions for of_run in of_runs))
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
-        settled = ("batch", batch.id, "worker", consumer, "size", batch.size, "compute_us", compute_us)
         args: list[Argument] = [
-            consumer, batch.id, batch.epoch, batch.result_ttl_ms, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
-            len(left_out), *left_out, len(body_keys), *body_keys, len(settled), *settled,
+            consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us,
+            SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, len(left_out), *left_out, len(body_keys), *body_keys,
         ]  # fmt: skip
         args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
