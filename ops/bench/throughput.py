@@ -15,16 +15,15 @@ import argparse
 import asyncio
 import os
 import statistics
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from service_processes import NOOP, child_of, cpu_time_us, start, stop
 
 from carpool.client.aio import AsyncClient
 from carpool.errors import NotFoundError
@@ -36,7 +35,6 @@ from carpool_cli.local.embedded import EmbeddedRedis
 LONE_REQUESTS: Final = 1000
 IN_FLIGHT: Final = (64, 1024)
 SETTING_APPLIES_S: Final = 1.5  # a batcher applies a change of a setting within a second
-_TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class Round(NamedTuple):
@@ -44,17 +42,6 @@ class Round(NamedTuple):
 
     per_second: float
     cpu_us: dict[str, float]  # per request, by process
-
-
-def cpu_time_us(pid: int) -> int:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_US
-
-
-def child_of(pid: int) -> int:
-    """The first child of a process."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 async def lone(client: AsyncClient, body: np.ndarray) -> tuple[float, float]:
@@ -201,32 +188,20 @@ def main() -> None:
     options = parser.parse_args()
     orders = (False, True) if options.ordered else (False,)
     print(interpreter_build())
-    noop = Path(__file__).with_name("noop.py")
     with EmbeddedRedis(append_only=options.append_only) as server, tempfile.TemporaryFile() as log:
         url = server.unix_url if options.unix else server.url
         if url is None:
             raise SystemExit("the path of the temporary directory is too long for a Unix socket; set TMPDIR")
-        environment = {
-            **os.environ,
-            "CARPOOL_REDIS_URL": url,
-            "BENCH_BATCH_SIZE": str(options.batch_size),
-        }
         services = {
-            name: subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
-            for name, command in {
-                "batcher": ["carpool_batcher"],
-                "worker": ["carpool_worker", f"noop={noop}:Noop"],
-            }.items()
+            "batcher": start(url, log, "carpool_batcher"),
+            "worker": start(url, log, "carpool_worker", NOOP, BENCH_BATCH_SIZE=str(options.batch_size)),
         }
         pids = {"redis": server.pid, **{name: service.pid for name, service in services.items()}}
         try:
             print(f"Redis {server.version}", file=sys.stderr)
             asyncio.run(measure(url, pids, options.requests, options.rounds, orders))
         finally:
-            for service in services.values():
-                service.terminate()
-            for service in services.values():
-                service.wait()
+            stop(services.values())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The systems: what is installed for each, how it is started, and which cells are left out for a reason known
-before.
+"""The systems: what is installed for each, how it is started, and what is left out for a known reason.
 
 How each is used, and what its documents say, is at the top of its file in `systems/`.
 """
@@ -13,9 +12,8 @@ from typing import Final
 from grid.setup import HOST, Setup
 from grid.workloads import Workload
 
-Commands = Mapping[
-    str, list[str]
-]  # of the services, by role; the first word runs in the system's environment
+# The commands of the services, by role. The first word is a program of the system's environment.
+Commands = Mapping[str, list[str]]
 
 WAIT_MS: Final = 2.0  # how long a batch that is not full waits
 ARTICLE_WAIT_MS: Final = 100.0  # the articles' timeout
