@@ -53,12 +53,17 @@ def _nothing(_: Setup) -> Commands:
     return {}
 
 
-def _carpool(setup: Setup) -> Commands:
-    model = f"{setup.model}=grid.systems.carpool:{setup.model.capitalize()}"
+def carpool_services(model: str) -> Commands:
+    """Carpool's services for a model of `models.py`."""
+    location = f"{model}=grid.systems.carpool:{model.capitalize()}"
     return {
         "batcher": ["python", "-m", "carpool_batcher"],
-        "worker": ["python", "-m", "carpool_worker", model],
+        "worker": ["python", "-m", "carpool_worker", location],
     }
+
+
+def _carpool(setup: Setup) -> Commands:
+    return carpool_services(setup.model)
 
 
 def _mosec(setup: Setup) -> Commands:

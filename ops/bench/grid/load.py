@@ -48,6 +48,31 @@ class ClientOfRows(Client, Protocol):
     def call_rows(self, bodies: Any) -> Any: ...
 
 
+class ThreadedClient:
+    """The base of a client that blocks, and of which many threads would cost too much.
+
+    With more requests in flight, each of at most `threads_max` threads sends several.
+    """
+
+    threads_max = 64
+
+    def rows_per_call(self, in_flight: int) -> int:
+        """What each of the threads sends."""
+        return max(1, in_flight // self.threads_max)
+
+    def body_of(self, body: Array, rows: int) -> list[Array]:
+        """Several requests with this body."""
+        return [body] * rows
+
+    def call_rows(self, bodies: Sequence[Array]) -> list[Array]:
+        """Send all requests, then wait for all results."""
+        raise NotImplementedError
+
+    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
+        """The same, from the event loop."""
+        return await asyncio.to_thread(self.call_rows, bodies)
+
+
 class Sent(NamedTuple):
     """What a load generator saw."""
 
