@@ -216,7 +216,8 @@ class Client:
         """Close the client, and let every call in other threads end before the event loop stops."""
         await self._client.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.wait(others, timeout=1.0) if others else None
+        if others:
+            await asyncio.wait(others, timeout=1.0)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
