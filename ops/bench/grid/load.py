@@ -2,8 +2,8 @@
 
 A client has one method, `call`: a body in, a result out. It is a coroutine function, or it blocks; a client
 that blocks is called from as many threads as requests are in flight. Optional are `call_rows`, which sends
-several requests in one call, `burst`, which sends a list of them, and `closed_loop`, the own loop of a client
-that is written in C.
+several requests in one call, `burst`, which sends a list of them, and `closed_loop`, for a client that is a
+program in C and has a loop of its own.
 """
 
 from __future__ import annotations
