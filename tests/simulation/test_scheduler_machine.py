@@ -504,7 +504,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Remove decided runs from their entries in Redis, and put back the others under another ID. Returns
         those of the decided runs that were still there."""
         carried_out: list[Run] = []
-        for entry in {run.entry for run in decided}:
+        for entry in dict.fromkeys(run.entry for run in decided):
             of_entry = [run for run in decided if run.entry is entry]
             if entry.id not in self.redis:
                 self._forget(entry)
