@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     directory = Directory(link, settings.prefix)
     try:
         effective, before = configure(directory, settings.model, settings.change)
-        report = None if settings.change else _batcher_report(directory, settings.model)
+        report = _batcher_report(directory, settings.model)
     except ConfigError as error:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
@@ -93,8 +93,11 @@ def main(argv: Sequence[str]) -> int:
         return 1
     finally:
         directory.close()
+    note = describe_policy(effective["policy"].value, report, is_changed=bool(settings.change))
     if settings.as_json:
         print(json.dumps({name: setting._asdict() for name, setting in effective.items()}))
+        if note:
+            print(f"carpool config: {note}", file=sys.stderr)
         return 0
     screen = Screen()
     if settings.change:
@@ -102,8 +105,8 @@ def main(argv: Sequence[str]) -> int:
         screen.print(f"\n`carpool config {settings.model}` shows all settings.")
     else:
         show(effective, screen)
-    if report is not None and report.unheeded:
-        screen.print(f"\nThe batcher rejects these settings and serves with others: {report.unheeded}")
+    if note:
+        screen.print(f"\n{note}")
     return 0
 
 
@@ -141,8 +144,10 @@ def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name:
 
 def _batcher_report(directory: Directory, model: str) -> BatcherReport | None:
     """The report of the active batcher, if there is one."""
-    report = directory.overview(model).report
-    return None if report is None else BatcherReport.decode(report)
+    overview = directory.overview(model)
+    if not overview.batcher or overview.report is None:  # a report outlives its batcher by seconds
+        return None
+    return BatcherReport.decode(overview.report)
 
 
 def _check_policy(report: BatcherReport | None, policy: str) -> None:
@@ -150,8 +155,29 @@ def _check_policy(report: BatcherReport | None, policy: str) -> None:
     if report is not None and policy not in report.policies:
         raise ConfigError(
             f"policy: {policy!r:.140} is not one of the active batcher's --policies "
-            f"({', '.join(report.policies) or 'it has none'}); nothing was changed"
+            f"({', '.join(report.policies) or 'it has none'}); nothing was changed. Start every batcher with "
+            "it first"
         )
+
+
+def describe_policy(policy: str, report: BatcherReport | None, *, is_changed: bool) -> str:
+    """Why the configured settings, or their policy, are not in force; empty if nothing is known against it.
+
+    A report says nothing about settings that were changed after it.
+    """
+    if report is None:
+        if policy in POLICIES:
+            return ""
+        return (
+            f"No active batcher reports that the policy {policy} is in force. If none runs, start `carpool "
+            f"batcher --policies {policy}`."
+        )
+    if is_changed or not report.unheeded:
+        return ""
+    return (
+        f"The batcher rejects these settings and serves with others, under the policy {report.policy}: "
+        f"{report.unheeded}"
+    )
 
 
 def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:

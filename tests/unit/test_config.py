@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -18,6 +19,7 @@ from carpool_cli.config import (
     ConfigSettings,
     ConfiguredSetting,
     configure,
+    describe_policy,
     parse,
     resolve,
     show,
@@ -213,12 +215,14 @@ def test_changes_are_shown_with_their_previous_values(capsys: pytest.CaptureFixt
 
 
 class DirectoryWithBatcher(FakeDirectory):
-    """Has an active batcher with a custom policy."""
+    """Has a batcher with a custom policy, active or just ended."""
+
+    batcher = True
 
     def overview(self, model: str) -> ModelOverview:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
         report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, None, None, policies=("mine.py:Balanced",))
-        return ModelOverview(2, 0, 0, 1, True, report.encode().encode())
+        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode())
 
 
 def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
@@ -227,3 +231,33 @@ def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
         configure(directory, "m", ["policy=mine.py:Other"])
     assert not directory.configured
     assert configure(directory, "m", ["policy=mine.py:Balanced"]).settings["policy"].source == "operator"
+
+
+def test_report_of_a_batcher_that_is_not_active_any_more_rejects_nothing() -> None:
+    directory: Any = DirectoryWithBatcher({}, {})
+    directory.batcher = False
+    assert configure(directory, "m", ["policy=mine.py:Other"]).settings["policy"].source == "operator"
+
+
+REPORT: Final = BatcherReport(
+    "me", 1, 2, Gauges(0, 0, 0.0, 0, 0, 1), {}, 0, 0, {}, None, None, policy="eager", unheeded="policy: why"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "report", "is_changed", "note"),
+    [
+        ("eager", None, False, ""),
+        ("mine.py:Other", None, True, "No active batcher reports that the policy mine.py:Other is in force."),
+        ("mine.py:Other", None, False, "start `carpool batcher --policies mine.py:Other`"),
+        ("mine.py:Other", REPORT, False, "serves with others, under the policy eager: policy: why"),
+        ("mine.py:Other", REPORT, True, ""),  # the report is about the previous settings
+        ("mine.py:Other", replace(REPORT, unheeded=""), False, ""),
+    ],
+)
+def test_policy_that_is_not_in_force_is_noted(
+    policy: str, report: BatcherReport | None, is_changed: bool, note: str
+) -> None:
+    found = describe_policy(policy, report, is_changed=is_changed)
+    assert note in found
+    assert bool(found) == bool(note)
