@@ -457,9 +457,10 @@ def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> Non
         redis.hset(Keys("Declaring").config, "policy", "theirs.py:Pairs")
         with up(tmp_path, "mine.py:Declaring", more={"CARPOOL_REDIS_URL": server.url}) as started:
             assert (
-                "  WARNING: the overrides of Declaring are not in force, because the batcher does not have their "
-                "policy theirs.py:Pairs.\n"
-                "  Start again with --policies theirs.py:Pairs, or remove it: carpool config Declaring policy=\n"
+                "  WARNING: the overrides of Declaring are not in force, because the batcher does not have "
+                "their policy theirs.py:Pairs.\n"
+                "  Start again with --policies theirs.py:Pairs, or remove it: "
+                "carpool config Declaring policy=\n"
             ) in started.text()
 
 
