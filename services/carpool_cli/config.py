@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
@@ -20,12 +21,14 @@ from carpool.errors import UnavailableError
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import Directory
+from carpool.store.directory import Directory, ModelOverview
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, build_table
 
 SHOWN_CHARS_MAX: Final = 60
+VERDICT_S_MAX: Final = 3.0  # a batcher follows a change within a second, and reports once a second
+_POLL_S: Final = 0.1
 
 
 def _split(joined: object) -> object:
@@ -77,14 +80,18 @@ class ConfigError(Exception):
 def main(argv: Sequence[str]) -> int:
     """Make the changes and show them, or show all settings.
 
-    Returns 1 if Redis does not answer, 2 if a change is rejected.
+    Returns 1 if Redis does not answer, 2 if a change is rejected, here or by the active batcher.
     """
     settings = read_settings(ConfigSettings, argv, "carpool config")
     link = Link(settings.redis_url, name=f"carpool-config-{os.getpid()}")
     directory = Directory(link, settings.prefix)
     try:
         effective, before = configure(directory, settings.model, settings.change)
-        report = _batcher_report(directory, settings.model)
+        policy = effective["policy"].value
+        if settings.change:
+            report = verdict(directory, settings.model, policy)
+        else:
+            report = _read_report(directory.overview(settings.model))
     except ConfigError as error:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
@@ -93,12 +100,13 @@ def main(argv: Sequence[str]) -> int:
         return 1
     finally:
         directory.close()
-    note = describe_policy(effective["policy"].value, report, is_changed=bool(settings.change))
+    note = describe_policy(policy, report)
+    status = 2 if settings.change and report is not None and report.unheeded else 0
     if settings.as_json:
         print(json.dumps({name: setting._asdict() for name, setting in effective.items()}))
         if note:
             print(f"carpool config: {note}", file=sys.stderr)
-        return 0
+        return status
     screen = Screen()
     if settings.change:
         show_changes(effective, before, screen)
@@ -107,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         show(effective, screen)
     if note:
         screen.print(f"\n{note}")
-    return 0
+    return status
 
 
 def configure(directory: Directory, model: str, changes: Sequence[str]) -> Configured:
@@ -125,7 +133,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
-        _check_policy(_batcher_report(directory, model), effective.policy)
+        _check_policy(_read_report(directory.overview(model)), effective.policy)
     if values or removed:
         directory.configure(model, values, removed)
     before = {name: _describe(registered, overrides, name) for name in (*values, *removed)}
@@ -142,12 +150,27 @@ def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name:
     return f"{_shorten(setting.value)} ({setting.source})"
 
 
-def _batcher_report(directory: Directory, model: str) -> BatcherReport | None:
-    """The report of the active batcher, if there is one."""
-    overview = directory.overview(model)
-    if not overview.batcher or overview.report is None:  # a report outlives its batcher by seconds
+def _read_report(overview: ModelOverview) -> BatcherReport | None:
+    """The report of the active batcher, if there is one. A report outlives its batcher by seconds."""
+    if not overview.batcher or overview.report is None:
         return None
     return BatcherReport.decode(overview.report)
+
+
+def verdict(directory: Directory, model: str, policy: str) -> BatcherReport | None:
+    """What the active batcher reports after a change, where it may reject the settings: under a custom
+    `policy`, and where it rejected the previous settings. None if no batcher reports in time."""
+    overview = directory.overview(model)
+    report, changed_us = _read_report(overview), overview.at_us
+    if report is None or (policy in POLICIES and not report.unheeded):
+        return report
+    until_s = time.monotonic() + VERDICT_S_MAX
+    while report is not None and time.monotonic() < until_s:
+        if report.at_us > changed_us and (report.unheeded or report.policy == policy):
+            return report
+        time.sleep(_POLL_S)
+        report = _read_report(directory.overview(model))
+    return None
 
 
 def _check_policy(report: BatcherReport | None, policy: str) -> None:
@@ -160,11 +183,8 @@ def _check_policy(report: BatcherReport | None, policy: str) -> None:
         )
 
 
-def describe_policy(policy: str, report: BatcherReport | None, *, is_changed: bool) -> str:
-    """Why the configured settings, or their policy, are not in force; empty if nothing is known against it.
-
-    A report says nothing about settings that were changed after it.
-    """
+def describe_policy(policy: str, report: BatcherReport | None) -> str:
+    """Why the configured settings are not in force, or may not be; empty if nothing speaks against it."""
     if report is None:
         if policy in POLICIES:
             return ""
@@ -172,7 +192,7 @@ def describe_policy(policy: str, report: BatcherReport | None, *, is_changed: bo
             f"No active batcher reports that the policy {policy} is in force. If none runs, start `carpool "
             f"batcher --policies {policy}`."
         )
-    if is_changed or not report.unheeded:
+    if not report.unheeded:
         return ""
     return (
         f"The batcher rejects these settings and serves with others, under the policy {report.policy}: "

@@ -48,13 +48,15 @@ def test_custom_policy_forms_batches_and_fails_only_the_request_it_raised_for(st
     assert event["reason"].startswith("include raised RuntimeError: ")
 
 
-def carpool(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command that succeeds."""
+def carpool(stack: Stack, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """A finished command, which must have this exit status."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", stack.url],
-        env=environment, capture_output=True, text=True, timeout=60, check=True,
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done
 
 
 def report(stack: Stack, model: str = MODEL) -> dict[str, Any]:
@@ -83,8 +85,9 @@ def expect_not_in_force(stack: Stack, model: str, reason: str) -> None:
 
 
 def test_policy_in_force_is_shown(stack: Stack) -> None:
-    stack.configure(MODEL, policy=PAIRS)
-    wait_until(lambda: report(stack).get("policy") == PAIRS, description="it is reported")
+    changed = carpool(stack, "config", MODEL, f"policy={PAIRS}")
+    assert "rejects" not in changed.stdout
+    assert report(stack)["policy"] == PAIRS, "the command waited for it"
     (row,) = json.loads(carpool(stack, "models", "--json").stdout)
     assert (row["policy"], row["unheeded"]) == (PAIRS, "")
     assert f"policy {PAIRS}" in " ".join(carpool(stack, "top", "--once").stdout.split())
@@ -107,13 +110,14 @@ def test_policy_whose_constructor_raises_is_not_in_force_until_it_succeeds(tmp_p
         stack.wait_for_model(MODEL)
         wait_until(lambda: report(stack).get("policy") == "eager", description="it is reported")
         file.touch()
-        carpool(stack, "config", MODEL, f"policy={FICKLE}")
-        expect_not_in_force(
-            stack,
-            MODEL,
+        reason = (
             f"policy: {FICKLE!r} cannot be created: its constructor, which gets no arguments, raised "
-            "RuntimeError: the file exists",
+            "RuntimeError: the file exists"
         )
+        assert reason in carpool(stack, "config", MODEL, f"policy={FICKLE}", status=2).stdout
+        expect_not_in_force(stack, MODEL, reason)
+        # Another change is rejected for the same reason, and says so
+        assert reason in carpool(stack, "config", MODEL, "max_batch_size=4", status=2).stdout
         file.unlink()
         wait_until(
             lambda: report(stack).get("policy") == FICKLE,
