@@ -429,8 +429,15 @@ def test_candidate_that_needs_fewer_processes_is_preferred_to_the_first() -> Non
     assert same is not None and same.figures.candidate is EAGER
 
 
-def test_latency_that_no_number_keeps_needs_no_number() -> None:
-    assert processes_needed(Goal(FLAT, 5.0), [EAGER], 100.0) is None
+def test_number_beyond_which_more_change_nothing_is_not_enough() -> None:
+    goal = Goal(FLAT._replace(spread=(1.0,) * 4 + (3.0,)), 10.0)  # one batch in five takes too long
+    found = processes_needed(goal, [EAGER], 1000.0)
+    assert found is not None and not found.is_enough
+    assert 0.7 < found.figures.within < 0.9
+    assert found.number < 20, "the search ends soon"
+
+
+def test_number_that_is_too_large_to_be_simulated_is_not_found() -> None:
     assert processes_needed(Goal(FLAT, 20.0), [EAGER], 1e8) is None
 
 
@@ -441,7 +448,15 @@ ENOUGH = PRESENT_FIGURES._replace(within=0.996)
 @pytest.mark.parametrize(
     ("needed", "running", "lines"),
     [
-        (None, 1, ["Not even 1,000 model processes answer 99% of 3,000 requests/s within 20 ms."]),
+        (None, 1, ["3,000 requests/s need more than 1,000 model processes."]),
+        (
+            ProcessesNeeded(7, FEW),
+            1,
+            [
+                "No number of model processes answers 99% of 3,000 requests/s within 20 ms: with 7, it is "
+                "91.2%, and more change nothing."
+            ],
+        ),
         (
             ProcessesNeeded(1, ENOUGH, None),
             2,

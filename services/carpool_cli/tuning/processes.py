@@ -11,28 +11,33 @@ from carpool_cli.tuning.search import LATENCY_QUANTILE, Candidate, Figures, Goal
 
 PROCESSES_MAX: Final = 1000  # that are simulated
 STEP_RATIO: Final = 1.5  # between the numbers that are tried until one is enough
+GAIN_MIN: Final = 0.002  # of the share in time, from one of these numbers to the next: less will never do
 
 
 class ProcessesNeeded(NamedTuple):
     """The smallest number of model processes that keeps a latency at a rate, and the figures with it.
 
-    `one_less`: the figures with one less; None if one less is none, or could not execute so many requests.
+    If no number does, `is_enough` is false, and `number` is one beyond which more change nothing. `one_less`:
+    the figures with one less; None if one less is none, or could not execute so many requests.
     """
 
     number: int
     figures: Figures
-    one_less: Figures | None
+    one_less: Figures | None = None
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether this number keeps the latency."""
+        return _keeps_latency(self.figures)
 
 
 def processes_needed(goal: Goal, tried: Sequence[Candidate], rate: float) -> ProcessesNeeded | None:
     """How many model processes keep the latency at this rate with one of these candidates, the first if
-    possible. None if even PROCESSES_MAX do not.
+    possible. None if it takes more than PROCESSES_MAX.
 
     Numbers at which the processes would be busy nearly all the time are not tried (`Goal.ceiling_per_s`): a
     trace is too short to show that queues grow.
     """
-    max_size = max(candidate.settings.max_batch_size for candidate in tried)
-    smallest = max(1, math.ceil(rate / goal.with_processes(1).ceiling_per_s(max_size)))
     figures: dict[int, Figures] = {}
 
     def is_enough(number: int) -> bool:
@@ -40,8 +45,12 @@ def processes_needed(goal: Goal, tried: Sequence[Candidate], rate: float) -> Pro
             figures[number] = _best(goal.with_processes(number), tried, rate)
         return _keeps_latency(figures[number])
 
-    too_few, enough = smallest - 1, smallest
+    max_size = max(candidate.settings.max_batch_size for candidate in tried)
+    enough = max(1, math.ceil(rate / goal.with_processes(1).ceiling_per_s(max_size)))
+    too_few = enough - 1
     while enough <= PROCESSES_MAX and not is_enough(enough):
+        if too_few in figures and figures[enough].within < figures[too_few].within + GAIN_MIN:
+            return ProcessesNeeded(enough, figures[enough])
         too_few, enough = enough, math.ceil(STEP_RATIO * enough)
     if enough > PROCESSES_MAX:
         return None
@@ -72,7 +81,12 @@ def describe(needed: ProcessesNeeded | None, rate: float, latency_ms: float, run
     """How many model processes a rate needs, as lines of text."""
     asked, within = f"{rate:,.0f} requests/s", f"within {latency_ms:g} ms"
     if needed is None:
-        return [f"Not even {PROCESSES_MAX:,} model processes answer 99% of {asked} {within}."]
+        return [f"{asked} need more than {PROCESSES_MAX:,} model processes."]
+    if not needed.is_enough:
+        return [
+            f"No number of model processes answers 99% of {asked} {within}: with {needed.number:,}, it is "
+            f"{needed.figures.within:.1%}, and more change nothing."
+        ]
     share, now = f"{needed.figures.within:.1%} {within}", f"{count(running, 'runs', 'run')} now."
     if needed.number == 1:
         lines = [f"One model process is enough for {asked}: it answers {share}. {now}"]

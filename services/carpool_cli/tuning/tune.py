@@ -52,6 +52,7 @@ PLOTTED_RATE_RATIO, PLOTTED_OVERLOAD_RATIO = (
     1.15,
     1.6,
 )  # of the highest rate; the second where requests expire
+ROBUST_KINDS: Final = ("eager", "deferred")  # tried with more processes, beside what is best with the present
 LINE_ERROR_MAX: Final = 0.15  # of a batch's time: a larger error of the learned line is reported
 CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
@@ -314,7 +315,11 @@ def _show_processes(
     """Print how many model processes the rate needs, if one is given."""
     if settings.rate is None:
         return
-    others = [figures.candidate for figures in ranked if figures is not best]
+    others = [
+        figures.candidate
+        for figures in ranked
+        if figures is not best and figures.candidate.kind in ROBUST_KINDS
+    ]
     needed = processes_needed(goal, [best.candidate, *others], settings.rate)
     screen.print()
     for line in describe(needed, settings.rate, settings.latency_ms, live.processes):
