@@ -166,6 +166,8 @@ class ModelBatcher:
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
         self.wake_at_us = scheduler.wake_at_us()
+        # While nothing waits, no decision depends on a batch that settles.
+        self._session.subscription.awaits_settled = scheduler.waiting > 0
 
     def is_due(self, now_us: int) -> bool:
         """Whether it needs a turn now although nothing arrived."""
@@ -185,8 +187,9 @@ class ModelBatcher:
             if type(event) is BatchSettled:
                 batch = scheduler.in_flight().get(event.batch_id)
                 if batch is not None:
-                    self._meter.settled(batch, now_us)
-                scheduler.settle(event.batch_id, event.compute_us, now_us)
+                    settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
+                    self._meter.settled(batch, settled_us)
+                    scheduler.settle(event.batch_id, event.compute_us, settled_us)
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
 
@@ -288,9 +291,12 @@ class ModelBatcher:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).extend(_expired_answers(first, run))
         for batch_id, answers in by_batch.items():
-            answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
+            # None if the batch settled, which is read later: see `store.reader`
+            number = self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
+            if number:
+                self._answer_log.expired_in_flight(number)
+                answered += number
         self._meter.expired_in_flight(answered)
-        self._answer_log.expired_in_flight(answered, len(by_batch))
 
     # --- a few times a second ------------------------------------------------------------------------------
 

@@ -365,12 +365,14 @@ class DeadLetter(NamedTuple):
 
 
 class BatchSettled(NamedTuple):
-    """A batch was committed. `compute_us` is 0 if none of its requests was executed."""
+    """A batch was committed at `settled_us`, by Redis's clock. `compute_us` is 0 if none of its requests was
+    executed."""
 
     batch_id: str
     worker: str
     size: int
     compute_us: int
+    settled_us: int
 
 
 class ModelProcessesChanged(NamedTuple):

@@ -132,8 +132,14 @@ def test_malformed_batch_raises() -> None:
 
 
 def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
-    flat = flat_of({"batch": "9-0", "worker": "w/0", "size": 3, "compute_us": 17})
-    assert decode_settled(flat) == BatchSettled("9-0", "w/0", 3, 17)
+    fields = {
+        "batch": "9-0",
+        "worker": "w/0",
+        "size": 3,
+        "compute_us": 17,
+        "settled_us": 1_700_000_000_000_123,
+    }
+    assert decode_settled(flat_of(fields)) == BatchSettled("9-0", "w/0", 3, 17, 1_700_000_000_000_123)
     assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == ModelProcessesChanged("w/0")
 
 

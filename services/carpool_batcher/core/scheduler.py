@@ -133,9 +133,10 @@ class Scheduler:
         self.capacity.adopt(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
-    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
-        """A batch was committed. Its execution took `compute_us`, 0 if no request of it was executed."""
-        self.capacity.settle(batch_id, compute_us or None, now_us)
+    def settle(self, batch_id: str, compute_us: int, settled_us: int) -> None:
+        """A batch was committed at `settled_us`. Its execution took `compute_us`, 0 if no request of it was
+        executed."""
+        self.capacity.settle(batch_id, compute_us or None, settled_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""

@@ -127,7 +127,11 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
     if b"batch" not in raw:
         return ModelProcessesChanged(worker)
     return BatchSettled(
-        raw[b"batch"].decode(), worker, int(raw.get(b"size", b"0")), int(raw.get(b"compute_us", b"0"))
+        raw[b"batch"].decode(),
+        worker,
+        int(raw.get(b"size", b"0")),
+        int(raw.get(b"compute_us", b"0")),
+        int(raw.get(b"settled_us", b"0")),
     )
 
 

@@ -9,7 +9,7 @@
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 maximum length of `settled`, 6 of `dead`
 --       7.. list of positions left out
 --           list of stored bodies to delete: index in KEYS
---           list of fields for the entry in `settled`
+--           list of fields for the entry in `settled`; the time is added, because a batcher may read it later
 --           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
 -- Returns { 'SETTLED' }
@@ -36,7 +36,10 @@ redis.call('XACK', KEYS[1], 'workers', ARGV[2])
 redis.call('XDEL', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[3])
 for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
-redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(take_list(take)))
+local settled, now = take_list(take), redis.call('TIME')
+settled[#settled + 1] = 'settled_us'
+settled[#settled + 1] = now[1] .. string.format('%06d', now[2])
+redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', unpack(settled))
 local arrived = {}
 for _ = 1, tonumber(take()) do
   local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
