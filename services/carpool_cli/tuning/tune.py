@@ -48,10 +48,8 @@ from carpool_cli.tuning.search import (
 from carpool_cli.tuning.simulator import World
 
 PLOTTED_RATES: Final = 12
-PLOTTED_RATE_RATIO, PLOTTED_OVERLOAD_RATIO = (
-    1.15,
-    1.6,
-)  # of the highest rate; the second where requests expire
+PLOTTED_RATE_RATIO: Final = 1.15  # of the plot to the rate of the advice
+PLOTTED_OVERLOAD_RATIO: Final = 1.6  # the same where requests expire, and goodput is plotted
 ROBUST_KINDS: Final = ("eager", "deferred")  # tried with more processes, beside what is best with the present
 LINE_ERROR_MAX: Final = 0.15  # of a batch's time: a larger error of the learned line is reported
 CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
