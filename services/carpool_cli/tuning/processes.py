@@ -10,15 +10,14 @@ from carpool_cli.screen import count
 from carpool_cli.tuning.search import LATENCY_QUANTILE, Candidate, Figures, Goal
 
 PROCESSES_MAX: Final = 1000  # that are simulated
-STEP_RATIO: Final = 1.5  # between the numbers that are tried until one is enough
-GAIN_MIN: Final = 0.002  # of the share in time, from one of these numbers to the next: less will never do
+PLENTY_RATIO: Final = 2.0  # to the processes that would be busy if each request were executed alone
 
 
 class ProcessesNeeded(NamedTuple):
     """The smallest number of model processes that keeps a latency at a rate, and the figures with it.
 
-    If no number does, `is_enough` is false, and `number` is one beyond which more change nothing. `one_less`:
-    the figures with one less; None if one less is none, or could not execute so many requests.
+    If no number does, `is_enough` is false, and `number` is one with which a process is nearly always idle.
+    `one_less`: the figures with one less; None if one less is none, or could not execute so many requests.
     """
 
     number: int
@@ -46,14 +45,16 @@ def processes_needed(goal: Goal, tried: Sequence[Candidate], rate: float) -> Pro
         return _keeps_latency(figures[number])
 
     max_size = max(candidate.settings.max_batch_size for candidate in tried)
+    lone_s = (goal.world.execution_us(1) + goal.world.round_trip_us(1)) / 1e6
     enough = max(1, math.ceil(rate / goal.with_processes(1).ceiling_per_s(max_size)))
-    too_few = enough - 1
-    while enough <= PROCESSES_MAX and not is_enough(enough):
-        if too_few in figures and figures[enough].within < figures[too_few].within + GAIN_MIN:
-            return ProcessesNeeded(enough, figures[enough])
-        too_few, enough = enough, math.ceil(STEP_RATIO * enough)
     if enough > PROCESSES_MAX:
         return None
+    too_few = enough - 1
+    if not is_enough(enough):
+        plenty = max(enough, math.ceil(PLENTY_RATIO * rate * lone_s)) + 1
+        too_few, enough = enough, min(plenty, PROCESSES_MAX)
+        if not is_enough(enough):
+            return ProcessesNeeded(enough, figures[enough]) if enough == plenty else None
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
