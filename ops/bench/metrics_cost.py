@@ -3,7 +3,7 @@
     .venv/bin/python ops/bench/metrics_cost.py [--batch N]
 
 Calls what batcher and worker call for each batch, on prepared requests, and compares it with the CPU time
-that all processes together spend on a request (29 us; see README.md). No Redis, no processes.
+that all processes together spend on a request (31 us; see README.md). No Redis, no processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 
-REQUEST_CPU_US: Final = 29.0  # CPU time of a request over all processes: `make bench`, 1,024 in flight
+REQUEST_CPU_US: Final = 31.0  # CPU time of a request over all processes: `make bench`, 1,024 in flight
 MODEL: Final = "noop"
 ROUNDS: Final = 7
 BATCHES: Final = 300

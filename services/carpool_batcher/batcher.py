@@ -40,7 +40,7 @@ from carpool.wire.batches import decode_settled
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
-from carpool_batcher.effective_settings import EffectiveSettings, Policies
+from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
     bodies_waiting_since,
@@ -49,6 +49,7 @@ from carpool_batcher.entries import (
 )
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
+from carpool_batcher.policies import Policies
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -113,7 +114,7 @@ class ModelBatcher:
         settings = self._settings.read(snapshot, None)
         settled_after = self._store.last_settled_id()
         scheduler = Scheduler(settings, len(snapshot.model_processes))
-        scheduler.custom_policy = self._settings.create_policy(settings)
+        scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         for batch in self._store.batches_in_flight():
             runs = [_as_run(run) for run in batch.runs]
@@ -326,7 +327,7 @@ class ModelBatcher:
         if settings == scheduler.settings:
             return
         if settings.policy != scheduler.settings.policy:
-            scheduler.custom_policy = self._settings.create_policy(settings)
+            scheduler.custom_policy = self._settings.custom_policy
         scheduler.settings = settings
         self._log.info("settings changed", **{**snapshot.registration, **snapshot.config})
 

@@ -80,10 +80,10 @@ class Run:
         else:
             front, self.bodies = bodies[:count], bodies[count:]
         self.correlation_ids = ids[count:]
-        if tickets is None:
-            return self._insert_part(ids[:count], front, None)
-        self.tickets = tickets.slice(count, len(ids))
-        return self._insert_part(ids[:count], front, tickets.slice(0, count))
+        if tickets is not None:
+            self.tickets = tickets.slice(count, len(ids))
+            tickets = tickets.slice(0, count)
+        return self._insert_part(ids[:count], front, tickets)
 
     def take(self, indexes: Sequence[int]) -> Run:
         """Remove the requests at these ascending indexes, at least one and not all, as a run."""
@@ -98,25 +98,21 @@ class Run:
         self.correlation_ids = [ids[at] for at in kept]
         if tickets is not None:
             self.tickets = tickets.select(kept)
-        return self._insert_part(
-            [ids[at] for at in indexes], part, None if tickets is None else tickets.select(indexes)
-        )
+            tickets = tickets.select(indexes)
+        return self._insert_part([ids[at] for at in indexes], part, tickets)
 
     def divide(self, size: int) -> list[Run]:
         """This run as runs of at most `size` requests, each of which keeps only its own bodies in memory.
 
         Their entry is unchanged: the caller puts them into it. O(n).
         """
-        ids, tickets = self.correlation_ids, self.tickets
+        ids, bodies, tickets = self.correlation_ids, self.bodies, self.tickets
         parts: list[Run] = []
         for start in range(0, len(ids), size):
             stop = min(start + size, len(ids))
-            bodies = (
-                self.bodies[start:stop] if isinstance(self.bodies, list) else self.bodies.copy(start, stop)
-            )
-            parts.append(
-                self._part(ids[start:stop], bodies, None if tickets is None else tickets.slice(start, stop))
-            )
+            part = bodies.copy(start, stop) if isinstance(bodies, Rows) else bodies[start:stop]
+            of_part = None if tickets is None else tickets.slice(start, stop)
+            parts.append(self._part(ids[start:stop], part, of_part))
         return parts
 
     def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
@@ -146,8 +142,7 @@ class Run:
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
-        """Each request from `start` to before `stop` by itself, for those who look at single requests: custom
-        policies."""
+        """Each request from `start` to before `stop` by itself, as custom policies see it."""
         bodies = self.bodies
         return [
             Request(
@@ -168,8 +163,11 @@ class Run:
 
 
 class Request(NamedTuple):
-    """One waiting request, as a custom policy sees it. A body that its producer stored under a key of its own
-    is a StoredBody: its bytes are not known to the batcher."""
+    """One waiting request, as a custom policy sees it.
+
+    A body that its producer stored under a key of its own is a StoredBody: the batcher does not know its
+    bytes.
+    """
 
     correlation_id: str
     body: Body
@@ -410,4 +408,4 @@ class ModelProcessesChanged(NamedTuple):
     worker: str
 
 
-SettledEvent = BatchSettled | ModelProcessesChanged  # what an entry of the stream `settled` says
+SettledEvent = BatchSettled | ModelProcessesChanged  # an entry of the stream `settled`
