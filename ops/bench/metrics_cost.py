@@ -15,8 +15,7 @@ from typing import Final
 
 from prometheus_client import generate_latest
 
-from carpool.errors import OK
-from carpool.messages import MSGPACK, Batch, BatchedRun, Entry, Result, Run
+from carpool.messages import MSGPACK, Batch, BatchedRun, Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
@@ -52,8 +51,9 @@ def committed(size: int) -> tuple[Callable[[], None], WorkerMetrics]:
     runs = [BatchedRun("1-1", [str(at)], [b""], MSGPACK, None, 1000 + at, None, None) for at in range(size)]
     batch = Batch("1-1", 1, runs, "full", 2_000, "")
     execution = Execution(batch, input_us=30, compute_us=900, frames_executed=1)
-    execution.results = {at: Result(str(at), OK, MSGPACK, b"") for at in range(size)}
-    return lambda: metrics.committed(execution, 70, 5_000), metrics
+    for at, run in enumerate(runs):
+        execution.succeed(run, at, [at], [b""])
+    return lambda: metrics.committed(execution, execution.counts(), 70, 5_000), metrics
 
 
 def best_us(work: Callable[[], object], times: int) -> float:

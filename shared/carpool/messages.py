@@ -252,7 +252,7 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
 
-    A request's position is its place in the batch, counted over all runs.
+    A request's position is its place in the batch, counted over all runs, which do not change.
     """
 
     id: str
@@ -263,11 +263,15 @@ class Batch:
     lane: str
     result_ttl_ms: int = 60_000
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
+    starts: list[int] = field(init=False)  # the position of the first request of each run
+    size: int = field(init=False)  # the number of requests
 
-    @cached_property
-    def size(self) -> int:
-        """The number of requests."""
-        return sum(len(run.correlation_ids) for run in self.runs)
+    def __post_init__(self) -> None:
+        starts, size = [], 0
+        for run in self.runs:
+            starts.append(size)
+            size += len(run.correlation_ids)
+        self.starts, self.size = starts, size
 
     @cached_property
     def requests(self) -> list[BatchedRequest]:
@@ -316,22 +320,47 @@ class ResultColumns(NamedTuple):
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        return [
-            Result(correlation_id, OK, self.content_type, self.rows[at], None, *self[3:])
-            for at, correlation_id in enumerate(self.correlation_ids)
-        ]
+        return _results(self.correlation_ids, self.content_type, self.rows, self[3:])
 
 
-class RunColumns(NamedTuple):
-    """Results of requests of one run of a batch, as columns.
+class RunResults(NamedTuple):
+    """Results of requests of one run of a batch, which all succeeded.
 
-    `positions` are the requests', ascending; `tickets` theirs, if the run has any.
+    `positions` are the requests', ascending; `correlation_ids`, `bodies` and `tickets` (if the run has any)
+    theirs.
     """
 
     run: BatchedRun
     positions: Sequence[int]
-    columns: ResultColumns
-    tickets: Tickets | None = None
+    correlation_ids: Sequence[str]
+    bodies: Rows | list[bytes]
+    tickets: Tickets | None
+    batch_size: int
+    queue_us: int
+    compute_us: int
+
+    @property
+    def are_columns(self) -> bool:
+        """Whether they are written as columns: several rows, for a producer that reads columns."""
+        run = self.run
+        has_rows = type(self.bodies) is Rows and len(self.correlation_ids) > 1
+        return has_rows and run.reply_columns and run.reply_to is not None
+
+    def results(self) -> list[Result]:
+        """Each result by itself."""
+        return _results(self.correlation_ids, self.run.content_type, self.bodies, self[5:])
+
+
+def _results(
+    correlation_ids: Sequence[str],
+    content_type: str,
+    bodies: Rows | list[bytes],
+    served: tuple[int, int, int],  # batch size, queue delay, execution time
+) -> list[Result]:
+    return [
+        Result(correlation_id, OK, content_type, bodies[at], None, *served)
+        for at, correlation_id in enumerate(correlation_ids)
+    ]
 
 
 class Refusal(NamedTuple):
