@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -30,8 +29,9 @@ import many_models
 import msgpack
 import numpy as np
 import scale_out
+import service_processes
 from redis import Redis
-from throughput import child_of, many, until_served
+from throughput import many, until_served
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import DEFAULT_PREFIX, Keys
@@ -53,8 +53,7 @@ IN_FLIGHT: Final = 500
 WAIT_S_MAX: Final = 120.0
 EXPLANATION: Final = (
     "Costs are CPU time, mostly in microseconds a request: trust the ratios more than the values. A part "
-    "is flat if "
-    "the last column is near 1: it is the cost at the largest size relative to the smallest."
+    "is flat if the last column is near 1: it is the cost at the largest size relative to the smallest."
 )
 
 
@@ -82,28 +81,26 @@ class Stack:
     """A Redis and its batcher; a worker of `noop` once `serve` is called."""
 
     def __init__(self, server: EmbeddedRedis, log: Any, batch_size: int) -> None:
-        environment = {"CARPOOL_REDIS_URL": server.url, "BENCH_BATCH_SIZE": str(batch_size)}
-        self._environment, self._log = {**os.environ, **environment}, log
+        self._log, self._batch_size = log, batch_size
         self.url = server.url
         self.redis: Any = Redis.from_url(server.url, protocol=2)
         self.link = Link(server.url, name="growth")
         self.directory = Directory(self.link, DEFAULT_PREFIX)
-        self._services = [self._start("carpool_batcher")]
+        self._services = [service_processes.start(server.url, log, "carpool_batcher")]
         self.pids = {"batcher": self._services[0].pid, "Redis": server.pid}
-
-    def _start(self, *argv: str) -> subprocess.Popen[bytes]:
-        return many_models.start_service(argv, self._environment, self._log)
 
     def serve(self) -> None:
         """Start a worker."""
-        self._services.append(
-            self._start("carpool_worker", f"noop={Path(__file__).with_name('noop.py')}:Noop")
+        size = str(self._batch_size)
+        worker = service_processes.start(
+            self.url, self._log, "carpool_worker", service_processes.NOOP, BENCH_BATCH_SIZE=size
         )
-        self.pids["worker"] = self._services[1].pid
+        self._services.append(worker)
+        self.pids["worker"] = worker.pid
 
     def cpu_us(self) -> dict[str, float]:
         """The CPU time of each process so far. The worker's is without that of its model process."""
-        return {name: _cpu_us(pid) for name, pid in self.pids.items()}
+        return {name: service_processes.cpu_time_us(pid) for name, pid in self.pids.items()}
 
     def since(self, before: dict[str, float], requests: int) -> dict[str, float]:
         """The CPU time of each process since `before`, divided by the number of requests."""
@@ -124,10 +121,7 @@ class Stack:
 
     def stop(self) -> None:
         """Stop the services."""
-        for service in self._services:
-            service.terminate()
-        for service in self._services:
-            service.wait()
+        service_processes.stop(self._services)
         self.link.close()
         self.redis.close()
 
@@ -141,11 +135,6 @@ def stack(batch_size: int = BATCH_SIZE) -> Iterator[Stack]:
             yield started
         finally:
             started.stop()
-
-
-def _cpu_us(pid: int) -> float:
-    """The CPU time of a process so far, of all its threads: more exact than /proc/PID/stat."""
-    return time.clock_gettime_ns((~pid << 3) | 2) / 1000
 
 
 def until(condition: Callable[[], bool], pause_s: float = 0.005) -> None:
@@ -249,8 +238,7 @@ def memory_of(name: str, entries: Sequence[Sequence[Any]], requests: int) -> str
         redis = (one.redis.info("memory")["used_memory"] - before[1]) / requests
     return (
         f"A waiting request of {len(HEAD + ROW)} bytes, {name}, takes {batcher:,.0f} bytes in the batcher "
-        "and "
-        f"{redis:,.0f} in Redis."
+        f"and {redis:,.0f} in Redis."
     )
 
 
@@ -263,8 +251,7 @@ def models(tiny: bool) -> list[Part]:
     part = Part(
         "Registered models",
         "All but one are idle. CPU is of the batcher, and of its Redis, while nothing is sent; then lone "
-        "requests are "
-        "sent to one model.",
+        "requests are sent to one model.",
         "registered models",
         "% of a core, or ms",
         (1, 10) if tiny else (1, 10, 50, 200),
@@ -300,8 +287,7 @@ def connections(tiny: bool) -> list[Part]:
     part = Part(
         "Producers",
         f"{IN_FLIGHT} requests are in flight in all. Each producer is an `AsyncClient` with its own "
-        "connections. "
-        "One client sends many requests in an entry; of 500 each sends single ones, and has "
+        "connections. One client sends many requests in an entry; of 500 each sends single ones, and has "
         "a reply stream of its own.",
         "producers",
         "µs of CPU a request",
@@ -322,7 +308,7 @@ async def serve(one: Stack, producers: int, requests: int) -> dict[str, float]:
     async with contextlib.AsyncExitStack() as exits:
         clients = [await exits.enter_async_context(AsyncClient(one.url)) for _ in range(producers)]
         await until_served(clients[0], body)
-        one.pids |= {"model": child_of(one.pids["worker"]), "producers": os.getpid()}
+        one.pids |= {"model": service_processes.child_of(one.pids["worker"]), "producers": os.getpid()}
 
         async def load(count: int) -> None:
             each = count // producers
@@ -341,8 +327,7 @@ def lanes(tiny: bool) -> list[Part]:
     part = Part(
         "Lanes",
         "In each lane one request waits. A turn dispatches one of them, settles it, and takes in another "
-        "one, of "
-        "another lane. Only the scheduler is measured.",
+        "one, of another lane. Only the scheduler is measured.",
         "lanes",
         "µs of CPU a turn",
         (1, 10, 100) if tiny else (1, 10, 100, 1_000, 10_000),
@@ -364,8 +349,7 @@ def entry(tiny: bool) -> list[Part]:
         part = Part(
             f"Requests in one entry, `max_batch_size` {batch_size}",
             "One entry has all requests, as columns or as packed maps; or each request has an entry of "
-            "its own. Time "
-            "is that from the first entry to the last commit.",
+            "its own. Time is that from the first entry to the last commit.",
             "requests in the entry",
             "µs a request",
             sizes,
@@ -475,8 +459,7 @@ def document(parts: Sequence[Part]) -> str:
     machine = f"{os.cpu_count()} cores ({platform.machine()}, Python {platform.python_version()})"
     written = (
         "Written by `.venv/bin/python ops/bench/growth.py --write`. Redis, batcher, worker and producer "
-        "share "
-        f"{machine}; requests are no-ops on float32[128] unless said otherwise. {EXPLANATION}"
+        f"share {machine}; requests are no-ops on float32[128] unless said otherwise. {EXPLANATION}"
     )
     head = ["# How costs grow", "", *_wrapped(written), "", "![costs over sizes](growth.svg)", ""]
     return "\n".join([*head, *tables(parts)]).rstrip() + "\n"

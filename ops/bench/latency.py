@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from service_processes import start, stop
 from sleeper import Linear
 
 from carpool.client.aio import AsyncClient
@@ -201,18 +199,14 @@ def main() -> None:
     options = parser.parse_args()
     model = f"{Linear.name}={Path(__file__).with_name('sleeper.py')}:Linear"
     with EmbeddedRedis() as server, tempfile.TemporaryFile() as log:
-        environment = {**os.environ, "CARPOOL_REDIS_URL": server.url, "CARPOOL_LOG_LEVEL": "warning"}
         services = [
-            subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
+            start(server.url, log, *command, CARPOOL_LOG_LEVEL="warning")
             for command in (["carpool_batcher"], ["carpool_worker", model])
         ]
         try:
             asyncio.run(measure(server.url, options))
         finally:
-            for service in services:
-                service.terminate()
-            for service in services:
-                service.wait()
+            stop(services)
 
 
 if __name__ == "__main__":

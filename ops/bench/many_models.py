@@ -12,17 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from redis import Redis
+from service_processes import NOOP, cpu_time_us, start, stop
 
 from carpool.client.aio import AsyncClient
 from carpool.errors import NotFoundError
@@ -35,11 +32,10 @@ from carpool_cli.local.embedded import EmbeddedRedis
 SETTLE_S: Final = 6.0  # until models that were just found are idle
 LEASE_MS: Final = 3_600_000
 WARM_UP: Final = 100
-_TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class Idle(NamedTuple):
-    """What a batcher and its Redis cost while nothing is asked. CPU in percent of a core."""
+    """What a batcher and its Redis cost while nothing is sent. CPU in percent of a core."""
 
     batcher_percent: float
     redis_percent: float
@@ -75,12 +71,6 @@ def measure_idle(redis: Any, batcher: int, server: int, seconds: float) -> Idle:
     )
 
 
-def cpu_time_us(pid: int) -> int:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_US
-
-
 async def is_served(client: AsyncClient, body: np.ndarray) -> bool:
     """Whether the worker has registered its model."""
     try:
@@ -114,21 +104,14 @@ class Figures(NamedTuple):
     p99_ms: float
 
 
-def start_service(
-    argv: Sequence[str], environment: dict[str, str], log: IO[bytes]
-) -> subprocess.Popen[bytes]:
-    """Start a service: its module and its arguments."""
-    return subprocess.Popen([sys.executable, "-m", *argv], env=environment, stdout=log, stderr=log)
-
-
 def measure(models: int, seconds: float, requests: int) -> Figures:
     """The figures for this number of models."""
-    noop = Path(__file__).with_name("noop.py")
     with tempfile.TemporaryFile() as log, EmbeddedRedis(append_only=False) as server:
-        environment = {**os.environ, "CARPOOL_REDIS_URL": server.url}
         register_idle_models(server.url, models - 1)
-        commands = (["carpool_batcher"], ["carpool_worker", f"noop={noop}:Noop"])
-        services = [start_service(command, environment, log) for command in commands]
+        services = [
+            start(server.url, log, "carpool_batcher"),
+            start(server.url, log, "carpool_worker", NOOP),
+        ]
         redis: Any = Redis.from_url(server.url, protocol=2)
         try:
             asyncio.run(lone_latencies_ms(server.url, 1))
@@ -137,10 +120,7 @@ def measure(models: int, seconds: float, requests: int) -> Figures:
             latencies_ms = asyncio.run(lone_latencies_ms(server.url, requests))
         finally:
             redis.close()
-            for service in services:
-                service.terminate()
-            for service in services:
-                service.wait()
+            stop(services)
     p50_ms, p99_ms = (latencies_ms[len(latencies_ms) * percent // 100] for percent in (50, 99))
     return Figures(idle, p50_ms, p99_ms)
 

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
+import service_processes
 from sleeper import Sleeper
 
 from carpool.client.aio import AsyncClient
@@ -61,15 +62,13 @@ class Workers:
     """A growing number of worker processes, each with one model process."""
 
     def __init__(self, url: str, log: IO[bytes]) -> None:
-        self._environment = {**os.environ, "CARPOOL_REDIS_URL": url, "CARPOOL_LOG_LEVEL": "warning"}
-        self._log = log
+        self._url, self._log = url, log
         self._link = Link(url, name="scale-out")
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, module: str, *argv: str) -> subprocess.Popen[bytes]:
         """Start a service."""
-        command = [sys.executable, "-m", module, *argv]
-        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
+        return service_processes.start(self._url, self._log, module, *argv, CARPOOL_LOG_LEVEL="warning")
 
     def add(self) -> subprocess.Popen[bytes]:
         """Start one more worker."""
@@ -95,10 +94,7 @@ class Workers:
 
     def stop(self) -> None:
         """Stop all workers."""
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait()
+        service_processes.stop(self.processes)
         self._link.close()
 
 

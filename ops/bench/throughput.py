@@ -4,9 +4,8 @@
 
 A no-op model on float32[128] and one AsyncClient, all on one machine. Rounds alternate between the numbers in
 flight, and with `--ordered` between `preserve_ordering` off and on; the median is printed with the range,
-because a single figure means little on a shared machine. To compare machines, two yardsticks are printed:
-`PING`, a single call to the same Redis server, and `loop`, a fixed piece of Python. The first line says how
-the interpreter was built.
+because a single figure means little on a shared machine. The first lines describe the machine and the
+interpreter, with two yardsticks for comparing machines: a PING and a fixed loop of Python.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ import argparse
 import asyncio
 import os
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from grid import machine
+from service_processes import NOOP, child_of, cpu_time_us, start, stop
 
 from carpool.client.aio import AsyncClient
 from carpool.errors import NotFoundError
@@ -36,7 +34,6 @@ from carpool_cli.local.embedded import EmbeddedRedis
 LONE_REQUESTS: Final = 1000
 IN_FLIGHT: Final = (64, 1024)
 SETTING_APPLIES_S: Final = 1.5  # a batcher applies a change of a setting within a second
-_TICK_US: Final = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class Round(NamedTuple):
@@ -44,17 +41,6 @@ class Round(NamedTuple):
 
     per_second: float
     cpu_us: dict[str, float]  # per request, by process
-
-
-def cpu_time_us(pid: int) -> int:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_US
-
-
-def child_of(pid: int) -> int:
-    """The first child of a process."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 async def lone(client: AsyncClient, body: np.ndarray) -> tuple[float, float]:
@@ -88,21 +74,6 @@ async def many(
     )
 
 
-def yardsticks(url: str) -> tuple[float, float]:
-    """PING (us, median) and a fixed loop of Python (ms, best of 5)."""
-    link = Link(url, name="yardstick")
-
-    def timed(work: Callable[[], object]) -> float:
-        started_s = time.perf_counter()
-        work()
-        return time.perf_counter() - started_s
-
-    pings = [timed(lambda: link.call("PING")) for _ in range(1000)]
-    loops = [timed(lambda: sum(number * number for number in range(100_000))) for _ in range(5)]
-    link.close()
-    return statistics.median(pings) * 1e6, min(loops) * 1e3
-
-
 async def measure(
     url: str, pids: dict[str, int], requests: int, rounds: int, orders: tuple[bool, ...]
 ) -> None:
@@ -122,8 +93,6 @@ async def measure(
                 latencies[on].append(await lone(client, body))
                 for in_flight in IN_FLIGHT:
                     results[in_flight, on].append(await many(client, body, in_flight, requests, pids))
-    ping_us, loop_ms = yardsticks(url)
-    print(f"yardsticks: PING {ping_us:.0f} us, loop {loop_ms:.1f} ms; {os.cpu_count()} cores")
     titles = {False: "", True: ", in order"}
     for on, of_lone in latencies.items():
         p50s, p99s = zip(*of_lone, strict=True)
@@ -166,23 +135,6 @@ def spread(values: tuple[float, ...] | list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}} .. {max(values):{form}}]"
 
 
-def interpreter_build() -> str:
-    """How this interpreter was built, as far as its build flags tell, and what that means for the figures."""
-    flags = " ".join(
-        str(sysconfig.get_config_var(name)) for name in ("CONFIG_ARGS", "PY_CORE_CFLAGS", "PY_CORE_LDFLAGS")
-    )
-    pgo = any(flag in flags for flag in ("--enable-optimizations", "-fprofile-use", "-fprofile-instr-use"))
-    lto = any(flag in flags for flag in ("--with-lto", "-flto"))
-    found = " and ".join(name for name, is_found in (("PGO", pgo), ("LTO", lto)) if is_found)
-    meaning = (
-        ""
-        if pgo
-        else "; an interpreter without PGO takes 1.3 to 1.5 times the CPU (those of Debian and Ubuntu are "
-        "built with it, and do not tell: compare the yardstick `loop`)"
-    )
-    return f"Python {sys.version.split()[0]}, built with {found or 'no sign of PGO or LTO'}{meaning}"
-
-
 def main() -> None:
     """Start the stack, measure, stop it."""
     parser = argparse.ArgumentParser(
@@ -200,33 +152,20 @@ def main() -> None:
     )
     options = parser.parse_args()
     orders = (False, True) if options.ordered else (False,)
-    print(interpreter_build())
-    noop = Path(__file__).with_name("noop.py")
+    print("\n".join(machine.sentences(machine.describe(Path(sys.executable)))))
     with EmbeddedRedis(append_only=options.append_only) as server, tempfile.TemporaryFile() as log:
         url = server.unix_url if options.unix else server.url
         if url is None:
             raise SystemExit("the path of the temporary directory is too long for a Unix socket; set TMPDIR")
-        environment = {
-            **os.environ,
-            "CARPOOL_REDIS_URL": url,
-            "BENCH_BATCH_SIZE": str(options.batch_size),
-        }
         services = {
-            name: subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
-            for name, command in {
-                "batcher": ["carpool_batcher"],
-                "worker": ["carpool_worker", f"noop={noop}:Noop"],
-            }.items()
+            "batcher": start(url, log, "carpool_batcher"),
+            "worker": start(url, log, "carpool_worker", NOOP, BENCH_BATCH_SIZE=str(options.batch_size)),
         }
         pids = {"redis": server.pid, **{name: service.pid for name, service in services.items()}}
         try:
-            print(f"Redis {server.version}", file=sys.stderr)
             asyncio.run(measure(url, pids, options.requests, options.rounds, orders))
         finally:
-            for service in services.values():
-                service.terminate()
-            for service in services.values():
-                service.wait()
+            stop(services.values())
 
 
 if __name__ == "__main__":

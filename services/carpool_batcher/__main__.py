@@ -11,10 +11,10 @@ from carpool.address import without_password
 from carpool.health import serve_health
 from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
 from carpool.logs import configure_logs
-from carpool.plugins import find_object
 from carpool.process_names import new_process_name
 from carpool.settings import BatcherSettings, read_settings
 from carpool_batcher.meter import BatcherMetrics
+from carpool_batcher.policies import load_policies
 from carpool_batcher.service import BatcherService
 
 
@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     name = new_process_name()
     metrics = BatcherMetrics()
     try:
-        policies = {path: find_object(path) for path in settings.policies}
+        policies = load_policies(settings.policies)
         service = BatcherService(settings.redis_url, settings.prefix, name, metrics, policies)
         serve_health(settings, metrics, service)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         log.error("batcher cannot start", reason=str(error))
         return 1
     loaded = {"policies": ", ".join(policies)} if policies else {}

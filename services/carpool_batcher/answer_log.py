@@ -24,10 +24,10 @@ class AnswerLog:
         """Requests were refused; `statuses` counts them by status."""
         self._refused.update(statuses)
 
-    def expired_in_flight(self, requests: int, batches: int) -> None:
-        """Requests in flight were answered at their deadlines; both arguments are counts."""
+    def expired_in_flight(self, requests: int) -> None:
+        """That many requests of one batch in flight were answered at their deadlines."""
         self._expired_requests += requests
-        self._expired_batches += batches
+        self._expired_batches += 1
 
     def summarize_if_due(self) -> None:
         """Log a summary, if the last was a second ago."""

@@ -40,7 +40,7 @@ from carpool.wire.batches import decode_settled
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
-from carpool_batcher.effective_settings import EffectiveSettings, Policies
+from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
     bodies_waiting_since,
@@ -49,6 +49,7 @@ from carpool_batcher.entries import (
 )
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
+from carpool_batcher.policies import Policies
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -113,7 +114,7 @@ class ModelBatcher:
         settings = self._settings.read(snapshot, None)
         settled_after = self._store.last_settled_id()
         scheduler = Scheduler(settings, len(snapshot.model_processes))
-        scheduler.custom_policy = self._settings.create_policy(settings)
+        scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         for batch in self._store.batches_in_flight():
             runs = [_as_run(run) for run in batch.runs]
@@ -165,6 +166,8 @@ class ModelBatcher:
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
         self.wake_at_us = scheduler.wake_at_us()
+        # While nothing waits, no decision depends on a batch that settles.
+        self._session.subscription.awaits_settled = scheduler.waiting > 0
 
     def is_due(self, now_us: int) -> bool:
         """Whether it needs a turn now although nothing arrived."""
@@ -184,8 +187,9 @@ class ModelBatcher:
             if type(event) is BatchSettled:
                 batch = scheduler.in_flight().get(event.batch_id)
                 if batch is not None:
-                    self._meter.settled(batch, now_us)
-                scheduler.settle(event.batch_id, event.compute_us, now_us, event.executed)
+                    settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
+                    self._meter.settled(batch, settled_us)
+                    scheduler.settle(event.batch_id, event.compute_us, settled_us, event.executed)
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
 
@@ -287,9 +291,12 @@ class ModelBatcher:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).extend(_expired_answers(first, run))
         for batch_id, answers in by_batch.items():
-            answered += self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
+            # None if the batch settled, which is read later: see `store.reader`
+            number = self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
+            if number:
+                self._answer_log.expired_in_flight(number)
+                answered += number
         self._meter.expired_in_flight(answered)
-        self._answer_log.expired_in_flight(answered, len(by_batch))
 
     # --- a few times a second ------------------------------------------------------------------------------
 
@@ -320,7 +327,7 @@ class ModelBatcher:
         if settings == scheduler.settings:
             return
         if settings.policy != scheduler.settings.policy:
-            scheduler.custom_policy = self._settings.create_policy(settings)
+            scheduler.custom_policy = self._settings.custom_policy
         scheduler.settings = settings
         self._log.info("settings changed", **{**snapshot.registration, **snapshot.config})
 

@@ -179,6 +179,7 @@ class Meter:
             self._recent.quantiles_us(now_us),
             rejected_settings,
             tuple(policies),
+            scheduler.settings.policy,
         )
 
     def activated(self, now_us: int) -> None:

@@ -29,8 +29,8 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.reader import StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher
-from carpool_batcher.effective_settings import Policies
 from carpool_batcher.meter import BatcherMetrics, Meter
+from carpool_batcher.policies import Policies
 
 LEASE_MS: Final = 2000
 LEASES_INTERVAL_S: Final = 0.5

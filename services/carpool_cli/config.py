@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
@@ -20,12 +21,14 @@ from carpool.errors import UnavailableError
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import Directory
+from carpool.store.directory import Directory, ModelOverview
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, build_table
 
 SHOWN_CHARS_MAX: Final = 60
+VERDICT_S_MAX: Final = 3.0  # a batcher follows a change within a second, and reports once a second
+_POLL_S: Final = 0.1
 
 
 def _split(joined: object) -> object:
@@ -77,14 +80,18 @@ class ConfigError(Exception):
 def main(argv: Sequence[str]) -> int:
     """Make the changes and show them, or show all settings.
 
-    Returns 1 if Redis does not answer, 2 if a change is rejected.
+    Returns 1 if Redis does not answer, 2 if a change is rejected, here or by the active batcher.
     """
     settings = read_settings(ConfigSettings, argv, "carpool config")
     link = Link(settings.redis_url, name=f"carpool-config-{os.getpid()}")
     directory = Directory(link, settings.prefix)
     try:
         effective, before = configure(directory, settings.model, settings.change)
-        report = None if settings.change else _batcher_report(directory, settings.model)
+        policy = effective["policy"].value
+        if settings.change:
+            report = verdict(directory, settings.model, policy)
+        else:
+            report = _read_report(directory.overview(settings.model))
     except ConfigError as error:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
@@ -93,18 +100,22 @@ def main(argv: Sequence[str]) -> int:
         return 1
     finally:
         directory.close()
+    note = describe_policy(policy, report)
+    status = 2 if settings.change and report is not None and report.unheeded else 0
     if settings.as_json:
         print(json.dumps({name: setting._asdict() for name, setting in effective.items()}))
-        return 0
+        if note:
+            print(f"carpool config: {note}", file=sys.stderr)
+        return status
     screen = Screen()
     if settings.change:
         show_changes(effective, before, screen)
         screen.print(f"\n`carpool config {settings.model}` shows all settings.")
     else:
         show(effective, screen)
-    if report is not None and report.unheeded:
-        screen.print(f"\nThe batcher rejects these settings and serves with others: {report.unheeded}")
-    return 0
+    if note:
+        screen.print(f"\n{note}")
+    return status
 
 
 def configure(directory: Directory, model: str, changes: Sequence[str]) -> Configured:
@@ -122,7 +133,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
-        _check_policy(_batcher_report(directory, model), effective.policy)
+        _check_policy(_read_report(directory.overview(model)), effective.policy)
     if values or removed:
         directory.configure(model, values, removed)
     before = {name: _describe(registered, overrides, name) for name in (*values, *removed)}
@@ -139,10 +150,27 @@ def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name:
     return f"{_shorten(setting.value)} ({setting.source})"
 
 
-def _batcher_report(directory: Directory, model: str) -> BatcherReport | None:
-    """The report of the active batcher, if there is one."""
-    report = directory.overview(model).report
-    return None if report is None else BatcherReport.decode(report)
+def _read_report(overview: ModelOverview) -> BatcherReport | None:
+    """The report of the active batcher, if there is one. A report outlives its batcher by seconds."""
+    if not overview.batcher or overview.report is None:
+        return None
+    return BatcherReport.decode(overview.report)
+
+
+def verdict(directory: Directory, model: str, policy: str) -> BatcherReport | None:
+    """What the active batcher reports after a change, where it may reject the settings: under a custom
+    `policy`, and where it rejected the previous settings. None if no batcher reports in time."""
+    overview = directory.overview(model)
+    report, changed_us = _read_report(overview), overview.at_us
+    if report is None or (policy in POLICIES and not report.unheeded):
+        return report
+    until_s = time.monotonic() + VERDICT_S_MAX
+    while report is not None and time.monotonic() < until_s:
+        if report.at_us > changed_us and (report.unheeded or report.policy == policy):
+            return report
+        time.sleep(_POLL_S)
+        report = _read_report(directory.overview(model))
+    return None
 
 
 def _check_policy(report: BatcherReport | None, policy: str) -> None:
@@ -150,8 +178,26 @@ def _check_policy(report: BatcherReport | None, policy: str) -> None:
     if report is not None and policy not in report.policies:
         raise ConfigError(
             f"policy: {policy!r:.140} is not one of the active batcher's --policies "
-            f"({', '.join(report.policies) or 'it has none'}); nothing was changed"
+            f"({', '.join(report.policies) or 'it has none'}); nothing was changed. Start every batcher with "
+            "it first"
         )
+
+
+def describe_policy(policy: str, report: BatcherReport | None) -> str:
+    """Why the configured settings are not in force, or may not be; empty if nothing speaks against it."""
+    if report is None:
+        if policy in POLICIES:
+            return ""
+        return (
+            f"No active batcher reports that the policy {policy} is in force. If none runs, start `carpool "
+            f"batcher --policies {policy}`."
+        )
+    if not report.unheeded:
+        return ""
+    return (
+        f"The batcher rejects these settings and serves with others, under the policy {report.policy}: "
+        f"{report.unheeded}"
+    )
 
 
 def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:

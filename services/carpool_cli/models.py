@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -16,7 +16,12 @@ from carpool.keys import Keys
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
+from carpool.wire.report import BatcherReport
 from carpool_cli.screen import Screen, build_table, duration
+
+_HEADINGS: Final = (
+    "model", "waiting", "oldest", "in flight", "processes", "batcher", "policy", "dead", "batch size",
+)  # fmt: skip
 
 
 class ModelsSettings(ConnectionSettings):
@@ -27,6 +32,7 @@ class ModelsSettings(ConnectionSettings):
     in flight   batches dispatched and not settled
     processes   model processes; one that was killed counts until its lease runs out
     batcher     whether a batcher is active
+    policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly
     """
 
@@ -46,6 +52,8 @@ class ModelState(NamedTuple):
     batcher: bool
     dead: int
     max_batch_size: int | None
+    policy: str | None  # the one in force; None if no batcher reports it
+    unheeded: str  # why the batcher rejects the model's settings; empty if it does not
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,6 +93,7 @@ def read_models(link: Link, prefix: str) -> list[ModelState]:
         snapshot = take_snapshot(link, keys, clock)
         arrival_us = directory.oldest_arrival_us(model)
         batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
+        report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
         size = snapshot.registration.get("max_batch_size", "")
         states.append(
             ModelState(
@@ -96,6 +105,8 @@ def read_models(link: Link, prefix: str) -> list[ModelState]:
                 bool(batcher),
                 dead,
                 int(size) if size.isdigit() else None,
+                (report and report.policy) or None,
+                report.unheeded if report else "",
             )
         )
     return states
@@ -112,7 +123,7 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
     if not states:
         screen.print("no model is registered; `carpool up square` serves one")
         return
-    rows = [("model", "waiting", "oldest", "in flight", "processes", "batcher", "dead", "batch size")]
+    rows = [_HEADINGS]
     rows += [
         (
             state.model,
@@ -121,9 +132,16 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
             f"{state.batches_in_flight:,}",
             f"{state.workers:,}",
             "yes" if state.batcher else "none",
+            state.policy or "-",
             f"{state.dead:,}",
             "?" if state.max_batch_size is None else f"up to {state.max_batch_size}",
         )
         for state in states
     ]
     screen.print_table(build_table(rows))
+    for state in states:
+        if state.unheeded:
+            screen.print(
+                f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
+                f"{state.unheeded}"
+            )

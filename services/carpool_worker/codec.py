@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from carpool.errors import (
     DEADLINE_EXCEEDED,
     INTERNAL,
     INVALID_ARGUMENT,
-    OK,
     CarpoolError,
     InternalError,
     InvalidArgumentError,
 )
-from carpool.messages import MSGPACK, RAW, BatchedRun, Result, ResultColumns, RunColumns
+from carpool.messages import MSGPACK, RAW, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
@@ -45,8 +44,8 @@ class Codec:
     """Encodes and decodes for one model, as it described itself when it was loaded.
 
     The tensors of a batch usually have the same head (datatype and shape) and differ only in their data, so
-    most bodies need no decoding (HeadMemo), and rows with that head are passed on as they are. Not for two
-    threads.
+    most bodies need no decoding (HeadMemo), and rows with that head are passed on as they are. The same is
+    true of results. Not for two threads.
     """
 
     def __init__(self, ready: Ready) -> None:
@@ -54,6 +53,7 @@ class Codec:
         self.outputs = ready.outputs
         self.wants_requests = ready.wants_requests
         self._memo = HeadMemo()
+        self._result_head = _ResultHead((), 0, {})  # of the last outcome
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Codec:
             execution.frames = self.frames_of_one(execution, execution.unanswered, now_us)
             return
         groups: _Groups = {}
-        for start, run in zip(execution.starts, execution.batch.runs, strict=True):
+        for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions = range(start, start + len(run.correlation_ids))
             if _expired(run, now_us):
                 for position in positions:
@@ -131,7 +131,10 @@ class Codec:
         if isinstance(body, StoredBody):  # it could not be loaded, so its request has a result
             return None
         try:
-            return self._decode(run.content_type, body)
+            data = self._memo.data_of(body) if run.content_type == MSGPACK else None
+            if data is None:
+                return self._decode(run.content_type, body)
+            return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         except CarpoolError as error:
             execution.fail(position, error.status, error.detail)
         except Exception as error:  # an unforeseen case must not fail the other requests
@@ -141,9 +144,6 @@ class Codec:
     def _decode(self, content_type: str, body: bytes) -> _Decoded:
         if not self.inputs:
             return (), _pack(decode_body(content_type, body))
-        memo = self._memo
-        if content_type == MSGPACK and (data := memo.data_of(body)) is not None:
-            return ((self.inputs[0].name, memo.datatype, memo.shape),), data
         return self._decode_tensors(content_type, body)
 
     def _decode_tensors(self, content_type: str, body: bytes) -> _Decoded:
@@ -233,11 +233,10 @@ class Codec:
     def _take_rows(
         self, execution: Execution, positions: Sequence[int], parts: Sequence[Part], payload: Buffer
     ) -> None:
-        """Stacked results. One tensor in msgpack is a head and a row: no decoding, and columns for a run."""
-        row_bytes = frames.part_bytes(parts[0], 1)
-        heads = {}
-        if len(parts) == 1:
-            heads = {MSGPACK: tensor_head(parts[0][1], parts[0][2], row_bytes), RAW: b""}
+        """Stacked results. One tensor in msgpack or octet-stream is a head and a row: no decoding."""
+        if parts != self._result_head.parts:
+            self._result_head = _ResultHead.of(parts)
+        _, row_bytes, heads = self._result_head
         view = memoryview(payload)
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
@@ -245,15 +244,33 @@ class Codec:
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
                 bodies = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
-            elif len(of_run) > 1 and _takes_columns(run) and 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+            elif 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
                 rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-                _take_columns(execution, run, start, positions[of_run.start : of_run.stop], rows)
+                execution.succeed(run, start, positions[of_run.start : of_run.stop], rows)
                 continue
             else:
                 bodies = [
                     b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
                 ]
             _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies)
+
+
+class _ResultHead(NamedTuple):
+    """What all rows of an outcome have in common: `parts`, the bytes of a row of the first of them, and what
+    a body of each content type begins with before its row; none for content types that need encoding.
+    """
+
+    parts: Sequence[Part]
+    row_bytes: int
+    by_content_type: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Self:
+        row_bytes = frames.part_bytes(parts[0], 1)
+        if len(parts) > 1:
+            return cls(parts, row_bytes, {})
+        _, datatype, shape = parts[0]
+        return cls(parts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
 
 
 def _expired(run: BatchedRun, now_us: int) -> bool:
@@ -269,42 +286,26 @@ def _add(groups: _Groups, parts: tuple[Part, ...], positions: Iterable[int], dat
     group[1].append(data)
 
 
-def _by_run(execution: Execution, positions: Sequence[int]) -> Iterator[tuple[BatchedRun, int, range]]:
+def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[BatchedRun, int, range]]:
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
-    starts, runs = execution.starts, execution.batch.runs
+    batch, count = execution.batch, len(positions)
+    starts, runs = batch.starts, batch.runs
+    if count == batch.size:  # the usual case: all of them
+        return [
+            (run, start, range(start, start + len(run.correlation_ids)))
+            for run, start in zip(runs, starts, strict=True)
+        ]
+    found: list[tuple[BatchedRun, int, range]] = []
     index = number = 0
-    count = len(positions)
-    if count == execution.batch.size:  # the usual case: all of them
-        for run, start in zip(runs, starts, strict=True):
-            yield run, start, range(start, start + len(run.correlation_ids))
-        return
     while index < count:
         number = bisect_right(starts, positions[index], number) - 1
         run, start = runs[number], starts[number]
         size = len(run.correlation_ids)
         stop = index + 1 if size == 1 else bisect_left(positions, start + size, index)
-        yield run, start, range(index, stop)
+        found.append((run, start, range(index, stop)))
         index = stop
-
-
-def _takes_columns(run: BatchedRun) -> bool:
-    """Whether results of this run may be columns: not on lists."""
-    return run.reply_columns and run.reply_to is not None
-
-
-def _take_columns(
-    execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], rows: Rows
-) -> None:
-    ids, tickets = run.correlation_ids, run.tickets
-    if len(positions) < len(ids):
-        indexes = [position - start for position in positions]
-        ids = [ids[at] for at in indexes]
-        tickets = None if tickets is None else tickets.select(indexes)
-    columns = ResultColumns(
-        ids, run.content_type, rows, execution.batch.size, execution.queue_us(run), execution.compute_us
-    )
-    execution.columns.append(RunColumns(run, positions, columns, tickets))
+    return found
 
 
 def _take_bodies(
@@ -314,9 +315,9 @@ def _take_bodies(
     positions: Sequence[int],
     bodies: Sequence[bytes | CarpoolError],
 ) -> None:
-    """Single results of requests of one run. An error in place of a body fails its request."""
-    ids, content_type, results = run.correlation_ids, run.content_type, execution.results
-    served = (execution.batch.size, execution.queue_us(run), execution.compute_us)
+    """Results of requests of one run. An error in place of a body fails its request."""
+    taken: list[int] = []
+    accepted: list[bytes] = []
     for position, body in zip(positions, bodies, strict=True):
         if type(body) is not bytes:
             assert isinstance(body, CarpoolError)
@@ -325,7 +326,10 @@ def _take_bodies(
             detail = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
             execution.fail(position, INTERNAL, detail)
         else:
-            results[position] = Result(ids[position - start], OK, content_type, body, None, *served)
+            taken.append(position)
+            accepted.append(body)
+    if accepted:
+        execution.succeed(run, start, taken, accepted)
 
 
 def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:

@@ -5,15 +5,14 @@ Results of suspect or very large executions are answered ahead.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Final
 
 import structlog
 
+from carpool.messages import Result
 from carpool.store.connection import CommandError
-from carpool.store.results import Answer, FencedError, addresses_of
+from carpool.store.results import Address, Answer, FencedError, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
@@ -37,43 +36,45 @@ class Committer:
     def commit(self, execution: Execution) -> None:
         """Commit an execution in which each request has a result."""
         started_ns = time.monotonic_ns()
-        with _emptied_is_fenced(execution):
-            self._answer_large_results(execution)
+        try:
+            if execution.result_bytes > COMMIT_BYTES_MAX:
+                self._answer_large_results(execution)
             while answered := self._commit(execution):
                 execution.drop(answered)  # a batcher answered them when their deadlines passed
+        except CommandError as error:
+            raise _fenced_if_emptied(execution, error) from error
         output_us = (time.monotonic_ns() - started_ns) // 1000
-        self._metrics.committed(execution, output_us, self._store.clock.now_us())
-        statuses, _ = execution.counts()
+        counts = execution.counts()
+        self._metrics.committed(execution, counts, output_us, self._store.clock.now_us())
         self._batch_log.committed(
             self._consumer,
             execution.batch,
-            statuses,
+            counts.statuses,
             execution.compute_us,
             len(execution.dead_letters),
         )
 
     def _commit(self, execution: Execution) -> set[int]:
         """Empty if the batch is committed; else positions that were answered elsewhere: leave them out."""
-        batch, results = execution.batch, execution.results
-        addresses = addresses_of(batch) if results else []
+        batch = execution.batch
+        singles: dict[int, tuple[Address, Result]] = {}
+        if execution.results:
+            addresses = addresses_of(batch)
+            for position, result in execution.results.items():
+                if position not in execution.answered_ahead:
+                    singles[position] = (addresses[position], result)
         return self._store.commit(
             self._consumer,
             batch,
-            {
-                position: (addresses[position], result)
-                for position, result in results.items()
-                if position not in execution.answered_ahead
-            },
+            singles,
             execution.dead_letters,
             execution.compute_us,
-            execution.columns,
+            execution.of_runs,
             execution.executed_together,
         )
 
     def _answer_large_results(self, execution: Execution) -> None:
-        """Answer ahead, in several commands, if the results are too large for one commit."""
-        if execution.result_bytes <= COMMIT_BYTES_MAX:
-            return
+        """Answer ahead, in several commands: the results are too large for one commit."""
         execution.separate()
         positions: list[int] = []
         size_bytes = 0
@@ -92,8 +93,10 @@ class Committer:
         executed.
         """
         execution.separate()
-        with _emptied_is_fenced(execution):
+        try:
             self._answer(execution, list(execution.results.keys() - execution.answered_ahead), position)
+        except CommandError as error:
+            raise _fenced_if_emptied(execution, error) from error
 
     def _answer(self, execution: Execution, positions: list[int], starting: int | None) -> None:
         addresses = addresses_of(execution.batch)
@@ -115,12 +118,6 @@ class Committer:
         )
 
 
-@contextlib.contextmanager
-def _emptied_is_fenced(execution: Execution) -> Iterator[None]:
-    """If Redis was emptied, the batch no longer exists: nothing can be written for it."""
-    try:
-        yield
-    except CommandError as error:
-        if error.code != "NOGROUP":
-            raise
-        raise FencedError(execution.batch.id) from error
+def _fenced_if_emptied(execution: Execution, error: CommandError) -> Exception:
+    """What to raise: if Redis was emptied, the batch no longer exists, and nothing can be written for it."""
+    return FencedError(execution.batch.id) if error.code == "NOGROUP" else error

@@ -1,22 +1,22 @@
 """An execution: one batch that a worker has fetched or reclaimed, until it is committed or lost.
 
 Its requests are addressed by their positions in the batch. Every position that had no result when
-this worker took the batch gets one here; then the execution can be committed. Requests of one run that all
-succeeded have their results as columns; whatever concerns a single one of them separates these first.
+this worker took the batch gets one here; then the execution can be committed. Results of requests of one run
+that all succeeded are kept together; whatever concerns a single one of them separates these first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import ABORTED, INTERNAL, OK
-from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunColumns
+from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults
 from carpool.parts import Buffer
+from carpool.rows import Rows
 from carpool_worker.model_process.frames import FrameHeader
 
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
@@ -33,6 +33,13 @@ class Frame(NamedTuple):
     positions: Sequence[int]
     header: FrameHeader
     payload: Sequence[Buffer]
+
+
+class ResultCounts(NamedTuple):
+    """How many results an execution has: of each status, and of runs. A run may occur more than once."""
+
+    statuses: Mapping[str, int]
+    of_runs: Sequence[tuple[BatchedRun, int]]
 
 
 class FrameBuilder(Protocol):
@@ -52,7 +59,7 @@ class Execution:
     frames: list[Frame] = field(default_factory=list)
     frames_sent: int = 0  # how many of these, from the first, were sent to the model process
     results: dict[int, Result] = field(default_factory=dict)  # single results, by position
-    columns: list[RunColumns] = field(default_factory=list)  # the results of other positions
+    of_runs: list[RunResults] = field(default_factory=list)  # the results of other positions
     answered_ahead: set[int] = field(
         default_factory=set
     )  # positions whose result is written, before the commit
@@ -62,11 +69,6 @@ class Execution:
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames
-    starts: list[int] = field(init=False)  # the position of the first request of each run
-
-    def __post_init__(self) -> None:
-        sizes = [len(run.correlation_ids) for run in self.batch.runs]
-        self.starts = list(accumulate(sizes, initial=0))[:-1]
 
     @property
     def is_suspect(self) -> bool:
@@ -92,8 +94,9 @@ class Execution:
 
     def locate(self, position: int) -> tuple[BatchedRun, int]:
         """The run of the request at this position, and the request's index in it. O(log runs)."""
-        number = bisect_right(self.starts, position) - 1
-        return self.batch.runs[number], position - self.starts[number]
+        starts = self.batch.starts
+        number = bisect_right(starts, position) - 1
+        return self.batch.runs[number], position - starts[number]
 
     def split(self, frame: Frame, builder: FrameBuilder, now_us: int) -> None:
         """The model process died on this frame: replace it by a frame for each of its requests."""
@@ -130,25 +133,44 @@ class Execution:
             self.compute_us,
         )
 
+    def succeed(
+        self,
+        run: BatchedRun,
+        start: int,
+        positions: Sequence[int],
+        bodies: Rows | list[bytes],
+    ) -> None:
+        """Give requests of this run, whose first position is `start`, their results."""
+        ids, tickets = run.correlation_ids, run.tickets
+        if len(positions) < len(ids):
+            indexes = [position - start for position in positions]
+            ids = [ids[at] for at in indexes]
+            tickets = None if tickets is None else tickets.select(indexes)
+        served = (self.batch.size, self.queue_us(run), self.compute_us)
+        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served))
+
     def queue_us(self, run: BatchedRun) -> int:
         """How long the requests of this run waited until they were dispatched."""
         return max(0, self.batch.dispatched_us - run.arrival_us)
 
     @property
     def result_bytes(self) -> int:
-        """The bytes of all results together, without heads of columns."""
-        size_bytes = sum(len(columns.columns.rows.data) for columns in self.columns)
-        return size_bytes + sum([len(result.body or b"") for result in self.results.values()])
+        """The bytes of all results together, without the common heads of rows."""
+        size_bytes = sum([len(result.body or b"") for result in self.results.values()])
+        for of_run in self.of_runs:
+            bodies = of_run.bodies
+            size_bytes += len(bodies.data) if isinstance(bodies, Rows) else sum(map(len, bodies))
+        return size_bytes
 
     def separate(self, positions: frozenset[int] | None = None) -> None:
-        """Replace columns by single results: those that have any of these positions, or all."""
-        kept: list[RunColumns] = []
-        for columns in self.columns:
-            if positions is None or not positions.isdisjoint(columns.positions):
-                self.results.update(zip(columns.positions, columns.columns.results(), strict=True))
+        """Replace results of runs by single ones: those that have any of these positions, or all."""
+        kept: list[RunResults] = []
+        for of_run in self.of_runs:
+            if positions is None or not positions.isdisjoint(of_run.positions):
+                self.results.update(zip(of_run.positions, of_run.results(), strict=True))
             else:
-                kept.append(columns)
-        self.columns = kept
+                kept.append(of_run)
+        self.of_runs = kept
 
     def drop(self, positions: Iterable[int]) -> None:
         """Forget the results of these positions, which were answered elsewhere meanwhile."""
@@ -158,16 +180,15 @@ class Execution:
             self.results.pop(position, None)
             self.answered_ahead.discard(position)
 
-    def counts(self) -> tuple[Counter[str], list[tuple[BatchedRun, int]]]:
-        """How many results there are: of each status, and for each run that has any."""
-        statuses = Counter([result.status for result in self.results.values()])
-        if len(self.results) == self.batch.size:
-            return statuses, [(run, len(run.correlation_ids)) for run in self.batch.runs]
-        of_runs = [(columns.run, len(columns.positions)) for columns in self.columns]
-        in_columns = sum(number for _, number in of_runs)
-        if in_columns:
-            statuses[OK] += in_columns
+    def counts(self) -> ResultCounts:
+        """Count the results."""
+        statuses: dict[str, int] = {}
+        of_runs = [(of_run.run, len(of_run.positions)) for of_run in self.of_runs]
+        if of_runs:
+            statuses[OK] = sum([number for _, number in of_runs])
         if self.results:
-            numbers = Counter(bisect_right(self.starts, position) - 1 for position in self.results)
-            of_runs += [(self.batch.runs[at], number) for at, number in numbers.items()]
-        return statuses, of_runs
+            for result in self.results.values():
+                statuses[result.status] = statuses.get(result.status, 0) + 1
+            of_singles = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
+            of_runs += [(self.batch.runs[at], number) for at, number in of_singles.items()]
+        return ResultCounts(statuses, of_runs)

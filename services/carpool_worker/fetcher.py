@@ -36,13 +36,9 @@ class Fetcher:
         self._register = register
         self._reclaim_at_s = 0.0
         self.waiting = False  # for the reply to a fetch
+        self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
         self._unloaded: Execution | None = None  # its stored bodies could not be loaded yet
         self._log = structlog.get_logger()
-
-    @property
-    def descriptor(self) -> int | None:
-        """The socket to wait on; None if `finish` would not wait."""
-        return self._store.descriptor
 
     def start(self) -> Execution | None:
         """Reclaim a batch if that is due and there is one; else ask for the next."""
@@ -52,7 +48,7 @@ class Fetcher:
             execution = self._reclaim()
             if execution is None:
                 self._store.start_fetch(self._consumer, BLOCK_MS)
-                self.waiting = True
+                self.waiting, self.descriptor = True, self._store.descriptor
             return execution
         except CommandError as error:
             self._register_again(error)

@@ -19,7 +19,7 @@ from carpool.errors import (
     UNIMPLEMENTED,
 )
 from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram
-from carpool_worker.execution import Execution
+from carpool_worker.execution import Execution, ResultCounts
 
 # The reason label by status. Exported from zero: Prometheus's rate() misses the first value of a new series.
 _REASONS: Final = {
@@ -55,8 +55,9 @@ class WorkerMetrics(CommonMetrics):
             "carpool_compute_output_seconds", "Time to encode a batch's results and commit them"
         )
         self._lateness = self.lease_lateness.of(model)
-        for status, reason in _REASONS.items():
-            self.answered.labels(model, status, reason)
+        self._answered = {
+            status: self.answered.labels(model, status, reason) for status, reason in _REASONS.items()
+        }
         self._executions = self._counter(
             "carpool_executions",
             "Executions by the model: usually one for a batch, more if it is executed in parts",
@@ -84,22 +85,29 @@ class WorkerMetrics(CommonMetrics):
         )
         return counter
 
-    def committed(self, execution: Execution, output_us: int, now_us: int) -> None:
+    def committed(self, execution: Execution, counts: ResultCounts, output_us: int, now_us: int) -> None:
         """A batch was committed; encoding and committing its results took `output_us`."""
-        statuses, of_runs = execution.counts()
-        for status, count in statuses.items():
-            label = status if status in _REASONS or status in _MODEL_STATUSES else "other"
-            self.answered.labels(self._model, label, _REASONS.get(status, "model")).inc(count)
-        self._request.observe([max(0, now_us - run.arrival_us) for run, number in of_runs if number == 1])
-        for run, number in of_runs:
+        for status, count in counts.statuses.items():
+            self._counter_of(status).inc(count)
+        alone_us = [max(0, now_us - run.arrival_us) for run, number in counts.of_runs if number == 1]
+        self._request.observe(alone_us)
+        for run, number in counts.of_runs:
             if number > 1:
                 self._request.observe_equal(max(0, now_us - run.arrival_us), number)
-        self._input.observe([execution.input_us])
-        self._infer.observe([execution.compute_us])
-        self._output.observe([output_us])
+        self._input.observe_equal(execution.input_us, 1)
+        self._infer.observe_equal(execution.compute_us, 1)
+        self._output.observe_equal(output_us, 1)
         self._executions.inc(execution.frames_executed)
         if execution.dead_letters:
             self._dead.inc(len(execution.dead_letters))
+
+    def _counter_of(self, status: str) -> Counter:
+        """How many results of this status there were."""
+        counter = self._answered.get(status)
+        if counter is None:
+            label = status if status in _MODEL_STATUSES else "other"
+            counter = self.answered.labels(self._model, label, "model")
+        return counter
 
     def redelivered(self) -> None:
         """A batch was reclaimed from another worker."""

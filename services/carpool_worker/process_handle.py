@@ -41,7 +41,8 @@ class ProcessHandle:
 
     Sending never waits. What does not fit into the pipe is the backlog, which `flush` goes on sending once
     `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
-    cannot take the next frame before it has sent its outcome: both would wait.
+    cannot take the next frame before it has sent its outcome: both would wait. Frames for a process that has
+    ended are lost, and `receive` reports it.
     """
 
     def __init__(self, location: str, device: str) -> None:
@@ -51,6 +52,7 @@ class ProcessHandle:
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
         self._backlog: deque[Buffer] = deque()
+        self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
@@ -72,13 +74,16 @@ class ProcessHandle:
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
+        self.descriptor = ours.fileno()
         self._sent = self._received = 0
         self._backlog.clear()
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
         try:
-            result = receive_load_result(self._connected_reader())
+            if self._reader is None:
+                raise ProcessGoneError("not started")
+            result = receive_load_result(self._reader)
         except ProcessGoneError:
             reason = f"the model process ended ({self.exit_cause()}) while it loaded the model"
             self.close(wait_s=0)
@@ -100,11 +105,6 @@ class ProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def descriptor(self) -> int | None:
-        """The socket to wait on; None before the process is started and after it is closed."""
-        return None if self._sock is None else self._sock.fileno()
-
-    @property
     def has_backlog(self) -> bool:
         """Whether frames wait until the pipe has room."""
         return bool(self._backlog)
@@ -115,26 +115,21 @@ class ProcessHandle:
         return self._reader is not None and self._reader.has_buffered
 
     def send(self, header: FrameHeader, *payload: Buffer) -> None:
-        """Send a frame, or put what does not fit into the pipe into the backlog. Raises ProcessGoneError."""
-        if self._sock is None:
-            raise ProcessGoneError("not started")
+        """Send a frame, or put what does not fit into the pipe into the backlog."""
         self._sent += 1
-        self._backlog += message_parts(header._replace(number=self._sent), *payload)
+        self._backlog += message_parts((*header[:-1], self._sent), *payload)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the pipe has room for. Raises ProcessGoneError."""
-        backlog = self._backlog
+        """Send what the pipe has room for."""
+        backlog, sock = self._backlog, self._sock
         try:
-            while backlog:
-                if self._sock is None:
-                    raise ProcessGoneError("not started")
-                drop_sent(backlog, self._sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
+            while backlog and sock is not None:
+                drop_sent(backlog, sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
-        except OSError as error:
+        except OSError:
             backlog.clear()
-            raise ProcessGoneError(str(error)) from error
 
     def receive(self) -> tuple[OutcomeHeader, Buffer]:
         """The outcome of the oldest frame that has none.
@@ -142,18 +137,15 @@ class ProcessHandle:
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
         """
-        fields, payload = self._connected_reader().receive()
+        if self._reader is None:
+            raise ProcessGoneError("not started")
+        fields, payload = self._reader.receive()
         header = OutcomeHeader(*fields)
         self._received += 1
         if header.number != self._received or header.number > self._sent:
             self.close(wait_s=0)
             raise ProcessGoneError(f"outcome {header.number} received for frame {self._received}")
         return header, payload
-
-    def _connected_reader(self) -> MessageReader:
-        if self._reader is None:
-            raise ProcessGoneError("not started")
-        return self._reader
 
     def exit_cause(self) -> str:
         """How the process ended, for logs and errors."""
@@ -170,7 +162,7 @@ class ProcessHandle:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
-            self._sock = self._reader = None
+            self._sock = self._reader = self.descriptor = None
         if self._process is not None:
             try:
                 self._process.wait(timeout=wait_s)

@@ -14,7 +14,6 @@ ahead, but one at a time.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import Final
@@ -26,7 +25,7 @@ from carpool.readiness import wait_until_ready
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
-from carpool_worker.execution import Execution, Frame
+from carpool_worker.execution import Execution
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
@@ -105,11 +104,12 @@ class Replica:
         of_fetch = fetcher.descriptor if fetcher.waiting else None
         readers = [of_process] if of_fetch is None else [of_process, of_fetch]
         writers = [of_process] if process.has_backlog else []
-        is_due = process.has_buffered or (fetcher.waiting and of_fetch is None)
+        has_outcome = process.has_buffered
+        is_due = has_outcome or (fetcher.waiting and of_fetch is None)
         readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
         if writable:
-            self._flush()
-        if process.has_buffered or of_process in readable:
+            process.flush()
+        if has_outcome or of_process in readable:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             execution = fetcher.finish()
@@ -156,23 +156,22 @@ class Replica:
             if execution.is_suspect and execution.frames:
                 if self._executed() is None:
                     self._committer.record_start(execution, execution.frames[0].positions[0])
-                    self._send(execution, execution.frames[0])
+                    self._send_next(execution)
                 return
             while execution.frames_sent < len(execution.frames):
-                self._send(execution, execution.frames[execution.frames_sent])
+                self._send_next(execution)
 
-    def _send(self, execution: Execution, frame: Frame) -> None:
+    def _send_next(self, execution: Execution) -> None:
+        _, header, payload = execution.frames[execution.frames_sent]
         execution.frames_sent += 1
-        with contextlib.suppress(ProcessGoneError):  # noticed when its outcome is received
-            self.process.send(frame.header, *frame.payload)
-
-    def _flush(self) -> None:
-        with contextlib.suppress(ProcessGoneError):
-            self.process.flush()
+        self.process.send(header, *payload)
 
     def _executed(self) -> Execution | None:
         """The execution whose frame the model process executes; None if it is idle."""
-        return next((execution for execution in self._executions if execution.frames_sent), None)
+        for execution in self._executions:
+            if execution.frames_sent:
+                return execution
+        return None
 
     def _receive(self) -> None:
         """Receive an outcome, or that a new model process is ready, or that the process died."""
@@ -231,7 +230,7 @@ class Replica:
 
     def _remove(self, execution: Execution) -> None:
         """The execution is committed, or lost to another worker."""
-        self._executions = tuple(held for held in self._executions if held is not execution)
+        self._executions = tuple([held for held in self._executions if held is not execution])
         self._busy_since_s = time.monotonic()
         latest_s = execution.compute_us / 1e6
         if self._usual_s is None:

@@ -245,7 +245,7 @@ class Loop:
 
     def _run(self) -> None:
         pause_s, backoff = 0.0, Backoff()
-        while not self._stop.wait(pause_s):
+        while not (self._stop.wait(pause_s) if pause_s else self._stop.is_set()):
             try:
                 self._run_once()
                 backoff.reset()

@@ -80,10 +80,10 @@ class Run:
         else:
             front, self.bodies = bodies[:count], bodies[count:]
         self.correlation_ids = ids[count:]
-        if tickets is None:
-            return self._insert_part(ids[:count], front, None)
-        self.tickets = tickets.slice(count, len(ids))
-        return self._insert_part(ids[:count], front, tickets.slice(0, count))
+        if tickets is not None:
+            self.tickets = tickets.slice(count, len(ids))
+            tickets = tickets.slice(0, count)
+        return self._insert_part(ids[:count], front, tickets)
 
     def take(self, indexes: Sequence[int]) -> Run:
         """Remove the requests at these ascending indexes, at least one and not all, as a run."""
@@ -98,25 +98,21 @@ class Run:
         self.correlation_ids = [ids[at] for at in kept]
         if tickets is not None:
             self.tickets = tickets.select(kept)
-        return self._insert_part(
-            [ids[at] for at in indexes], part, None if tickets is None else tickets.select(indexes)
-        )
+            tickets = tickets.select(indexes)
+        return self._insert_part([ids[at] for at in indexes], part, tickets)
 
     def divide(self, size: int) -> list[Run]:
         """This run as runs of at most `size` requests, each of which keeps only its own bodies in memory.
 
         Their entry is unchanged: the caller puts them into it. O(n).
         """
-        ids, tickets = self.correlation_ids, self.tickets
+        ids, bodies, tickets = self.correlation_ids, self.bodies, self.tickets
         parts: list[Run] = []
         for start in range(0, len(ids), size):
             stop = min(start + size, len(ids))
-            bodies = (
-                self.bodies[start:stop] if isinstance(self.bodies, list) else self.bodies.copy(start, stop)
-            )
-            parts.append(
-                self._part(ids[start:stop], bodies, None if tickets is None else tickets.slice(start, stop))
-            )
+            part = bodies.copy(start, stop) if isinstance(bodies, Rows) else bodies[start:stop]
+            of_part = None if tickets is None else tickets.slice(start, stop)
+            parts.append(self._part(ids[start:stop], part, of_part))
         return parts
 
     def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
@@ -146,8 +142,7 @@ class Run:
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
-        """Each request from `start` to before `stop` by itself, for those who look at single requests: custom
-        policies."""
+        """Each request from `start` to before `stop` by itself, as custom policies see it."""
         bodies = self.bodies
         return [
             Request(
@@ -168,8 +163,11 @@ class Run:
 
 
 class Request(NamedTuple):
-    """One waiting request, as a custom policy sees it. A body that its producer stored under a key of its own
-    is a StoredBody: its bytes are not known to the batcher."""
+    """One waiting request, as a custom policy sees it.
+
+    A body that its producer stored under a key of its own is a StoredBody: the batcher does not know its
+    bytes.
+    """
 
     correlation_id: str
     body: Body
@@ -254,7 +252,7 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
 
-    A request's position is its place in the batch, counted over all runs.
+    A request's position is its place in the batch, counted over all runs, which do not change.
     """
 
     id: str
@@ -265,11 +263,15 @@ class Batch:
     lane: str
     result_ttl_ms: int = 60_000
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
+    starts: list[int] = field(init=False)  # the position of the first request of each run
+    size: int = field(init=False)  # the number of requests
 
-    @cached_property
-    def size(self) -> int:
-        """The number of requests."""
-        return sum(len(run.correlation_ids) for run in self.runs)
+    def __post_init__(self) -> None:
+        starts, size = [], 0
+        for run in self.runs:
+            starts.append(size)
+            size += len(run.correlation_ids)
+        self.starts, self.size = starts, size
 
     @cached_property
     def requests(self) -> list[BatchedRequest]:
@@ -318,22 +320,47 @@ class ResultColumns(NamedTuple):
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        return [
-            Result(correlation_id, OK, self.content_type, self.rows[at], None, *self[3:])
-            for at, correlation_id in enumerate(self.correlation_ids)
-        ]
+        return _results(self.correlation_ids, self.content_type, self.rows, self[3:])
 
 
-class RunColumns(NamedTuple):
-    """Results of requests of one run of a batch, as columns.
+class RunResults(NamedTuple):
+    """Results of requests of one run of a batch, which all succeeded.
 
-    `positions` are the requests', ascending; `tickets` theirs, if the run has any.
+    `positions` are the requests', ascending; `correlation_ids`, `bodies` and `tickets` (if the run has any)
+    theirs.
     """
 
     run: BatchedRun
     positions: Sequence[int]
-    columns: ResultColumns
-    tickets: Tickets | None = None
+    correlation_ids: Sequence[str]
+    bodies: Rows | list[bytes]
+    tickets: Tickets | None
+    batch_size: int
+    queue_us: int
+    compute_us: int
+
+    @property
+    def are_columns(self) -> bool:
+        """Whether they are written as columns: several rows, for a producer that reads columns."""
+        run = self.run
+        has_rows = type(self.bodies) is Rows and len(self.correlation_ids) > 1
+        return has_rows and run.reply_columns and run.reply_to is not None
+
+    def results(self) -> list[Result]:
+        """Each result by itself."""
+        return _results(self.correlation_ids, self.run.content_type, self.bodies, self[5:])
+
+
+def _results(
+    correlation_ids: Sequence[str],
+    content_type: str,
+    bodies: Rows | list[bytes],
+    served: tuple[int, int, int],  # batch size, queue delay, execution time
+) -> list[Result]:
+    return [
+        Result(correlation_id, OK, content_type, bodies[at], None, *served)
+        for at, correlation_id in enumerate(correlation_ids)
+    ]
 
 
 class Refusal(NamedTuple):
@@ -365,7 +392,8 @@ class DeadLetter(NamedTuple):
 
 
 class BatchSettled(NamedTuple):
-    """A batch was committed. `compute_us` is 0 if none of its requests was executed.
+    """A batch was committed at `settled_us`, by Redis's clock. `compute_us` is 0 if none of its requests was
+    executed.
 
     `executed`: how many of its requests the model executed together in that time; 0 if its execution was not
     a normal one: none was valid, or the model raised, or they were executed one at a time.
@@ -375,6 +403,7 @@ class BatchSettled(NamedTuple):
     worker: str
     size: int
     compute_us: int
+    settled_us: int
     executed: int
 
 
@@ -384,4 +413,4 @@ class ModelProcessesChanged(NamedTuple):
     worker: str
 
 
-SettledEvent = BatchSettled | ModelProcessesChanged  # what an entry of the stream `settled` says
+SettledEvent = BatchSettled | ModelProcessesChanged  # an entry of the stream `settled`

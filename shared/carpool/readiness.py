@@ -18,12 +18,12 @@ def wait_until_ready(
     counts as ready.
     """
     timeout_s = max(0.0, timeout_s)
-    descriptors = {*readers, *writers}
+    descriptors = (*readers, *writers)
     if max(descriptors, default=0) < _SELECT_DESCRIPTORS:  # poll rounds up to milliseconds
         readable, writable, _ = select.select(readers, writers, (), timeout_s)
         return readable, writable
     poller = select.poll()
-    for descriptor in descriptors:
+    for descriptor in set(descriptors):
         read, write = select.POLLIN * (descriptor in readers), select.POLLOUT * (descriptor in writers)
         poller.register(descriptor, read | write)
     failed = select.POLLERR | select.POLLHUP | select.POLLNVAL

@@ -55,7 +55,7 @@ class Rows:
         return Rows(self.head, bytes(view), self.width)
 
     def rest(self, start: int) -> Rows:
-        """The rows from `start`, copied where a slice would keep twice its bytes in memory."""
+        """The rows from `start`; copied if a slice would keep more than twice its own bytes in memory."""
         rows = self.slice(start, len(self))
         view = rows.data
         assert isinstance(view, memoryview)

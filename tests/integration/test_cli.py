@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 import pytest
+from redis import Redis
 
+from carpool.keys import Keys
 from carpool_cli.local import embedded
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
@@ -238,11 +240,14 @@ def test_without_redis_the_url_and_the_remedy_are_named(arguments: list[str]) ->
 
 
 def test_models_are_listed_as_a_table_and_as_json(square: Up) -> None:
+    wait_until(
+        lambda: "eager" in carpool("models", url=square.url).stdout, description="policies are reported"
+    )
     head, *rows = carpool("models", url=square.url).stdout.splitlines()
     assert head.split()[:2] == ["model", "waiting"]
     assert [row.split() for row in rows] == [
-        ["Echo", "0", "-", "0", "1", "yes", "0", "up", "to", "16"],
-        ["square", "0", "-", "0", "1", "yes", "0", "up", "to", "200"],
+        ["Echo", "0", "-", "0", "1", "yes", "eager", "0", "up", "to", "16"],
+        ["square", "0", "-", "0", "1", "yes", "eager", "0", "up", "to", "200"],
     ]
     listed = json.loads(carpool("models", "--json", url=square.url).stdout)
     assert [(one["model"], one["workers"], one["oldest_ms"]) for one in listed] == [
@@ -389,6 +394,74 @@ def test_up_exits_with_one_line_if_a_setting_is_invalid(tmp_path: Path) -> None:
         assert started.process.wait(START_S) == 1
         assert "max_queue_sise is not one of max_queue_size, " in started.text()
         assert "Traceback" not in started.text()
+
+
+POLICIES: Final = """
+class Pairs:
+    def include(self, batch, request):
+        return True
+class Without:
+    pass
+class Raising(Pairs):
+    def __init__(self):
+        raise LookupError("no table")
+def choose(batch, request):
+    return True
+class Declaring:
+    policy = "mine.py:Pairs"
+    def predict(self, batch):
+        return batch
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("mine.py:Missing", "'mine.py:Missing': mine.py has no 'Missing'"),
+        ("theirs.py:Pairs", "file 'theirs.py' does not exist (working directory: "),
+        ("mine.py:Without", "'mine.py:Without' has no method 'include': write include(self, batch, request)"),
+        (
+            "mine.py:choose",
+            "'mine.py:choose' is a function: name a class with a method include(self, batch, ",
+        ),
+        (
+            "mine.py:Raising",
+            "'mine.py:Raising' cannot be created: its constructor, which gets no arguments, raised "
+            "LookupError: no table",
+        ),
+    ],
+)
+def test_up_refuses_a_policy_that_cannot_be_used(tmp_path: Path, policy: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(POLICIES)
+    with Up(tmp_path, "square", "--policies", policy) as started:
+        assert started.process.wait(START_S) == 2
+        assert started.text().startswith(f"carpool up: --policies: {message}")
+        assert len(started.text().splitlines()) == 1
+
+
+def test_up_refuses_a_model_that_declares_a_policy_which_the_batcher_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(POLICIES)
+    with Up(tmp_path, "mine.py:Declaring", "--redis-port", str(embedded._free_port())) as started:
+        assert started.process.wait(START_S) == 1
+        assert started.text().splitlines()[-1] == (
+            "carpool up: the model Declaring declares the policy 'mine.py:Pairs', which the batcher does not "
+            "have; add --policies mine.py:Pairs, or remove the declaration"
+        )
+    with up(tmp_path, "mine.py:Declaring", "--policies", "mine.py:Pairs") as started:
+        assert "WARNING" not in started.text()
+
+
+def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(POLICIES)
+    with EmbeddedRedis() as server, Redis.from_url(server.url) as redis:
+        redis.hset(Keys("Declaring").config, "policy", "theirs.py:Pairs")
+        with up(tmp_path, "mine.py:Declaring", more={"CARPOOL_REDIS_URL": server.url}) as started:
+            assert (
+                "  WARNING: the overrides of Declaring are not in force, because the batcher does not have "
+                "their policy theirs.py:Pairs.\n"
+                "  Start again with --policies theirs.py:Pairs, or remove it: "
+                "carpool config Declaring policy=\n"
+            ) in started.text()
 
 
 def test_stop_does_not_wait_for_a_loading_model(tmp_path: Path) -> None:

@@ -234,9 +234,9 @@ def test_close_lets_the_model_unload(process_of: Start, log: Callable[[], list[s
     assert log() == ["a", "unloaded"]
     assert not process.alive
     process.close()  # twice is fine
-    for call in (process.receive, lambda: process.send(FrameHeader(0, 0), b"")):
-        with pytest.raises(ProcessGoneError, match="not started"):
-            call()
+    process.send(FrameHeader(0, 0), b"")  # is lost
+    with pytest.raises(ProcessGoneError, match="not started"):
+        process.receive()
 
 
 def test_close_waits_for_the_frame_in_execution(
@@ -269,8 +269,7 @@ def test_killed_process_is_reported_and_can_be_started_again(process_of: Start) 
         process.receive()
     assert process.exit_cause() == "SIGKILL"
     assert not process.alive
-    with pytest.raises(ProcessGoneError):
-        process.send(FrameHeader(0, 0), b"")
+    process.send(FrameHeader(0, 0), b"")  # is lost
     process.start()
     assert execute(process, "a") == ["A"]
 

@@ -20,7 +20,7 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import RAW, Batch, Dispatch, Entry, Refusal, Result, ResultColumns, Run, RunColumns
+from carpool.messages import RAW, Batch, Dispatch, Entry, Refusal, Result, Run, RunResults
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows
 from carpool.store.batcher import BatcherStore
@@ -393,7 +393,7 @@ def commit_all(
     body: bytes = b"1",
 ) -> set[int]:
     """Commit a result for each request of a batch that is not answered; columns where they are allowed."""
-    columns: list[RunColumns] = []
+    of_runs: list[RunResults] = []
     results: dict[int, tuple[Address, Result]] = {}
     addresses, start = addresses_of(batch), 0
     for run in batch.runs:
@@ -401,13 +401,13 @@ def commit_all(
         indexes = [at for at in range(len(ids)) if start + at not in answered]
         if as_columns and run.reply_columns and indexes:
             rows = Rows(b"", body * len(indexes), len(body))
-            of_run = ResultColumns([ids[at] for at in indexes], RAW, rows, batch.size, 1, 1)
             tickets = None if run.tickets is None else run.tickets.select(indexes)
-            columns.append(RunColumns(run, [start + at for at in indexes], of_run, tickets))
+            positions, selected = [start + at for at in indexes], [ids[at] for at in indexes]
+            of_runs.append(RunResults(run, positions, selected, rows, tickets, batch.size, 1, 1))
         else:
             results |= {start + at: (addresses[start + at], Result(ids[at], body=body)) for at in indexes}
         start += len(ids)
-    return worker.commit("w", batch, results, [], 1, columns)
+    return worker.commit("w", batch, results, [], 1, of_runs)
 
 
 def ids_on_stream(redis: Any, key: str) -> list[str]:

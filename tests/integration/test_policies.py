@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from carpool.keys import Keys
+from carpool.model_settings import ModelSettings
+from carpool_batcher.effective_settings import RETRY_S
 from support.stack import Stack
 from support.waiting import wait_until
 
 MODEL = "Echo"
 PAIRS = "policies.py:Pairs"
+FICKLE = "policies.py:Fickle"
 
 
 @pytest.fixture
@@ -41,19 +48,104 @@ def test_custom_policy_forms_batches_and_fails_only_the_request_it_raised_for(st
     assert event["reason"].startswith("include raised RuntimeError: ")
 
 
+def carpool(stack: Stack, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """A finished command, which must have this exit status."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", stack.url],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def report(stack: Stack, model: str = MODEL) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(stack.redis.get(Keys(model).report) or b"{}")
+    return found
+
+
+def expect_not_in_force(stack: Stack, model: str, reason: str) -> None:
+    """The batcher's report says that the policy is not in force, and why."""
+    wait_until(lambda: report(stack, model).get("unheeded") == reason, description="it is reported")
+    assert report(stack, model)["policy"] == "eager"
+
+
+def expect_reason_shown(stack: Stack, model: str, reason: str) -> None:
+    """Each command that shows a model says what the report says."""
+    assert f"serves it with others: {reason}" in carpool(stack, "models").stdout
+    (row,) = json.loads(carpool(stack, "models", "--json").stdout)
+    assert (row["policy"], row["unheeded"]) == ("eager", reason)
+
+    assert f"under the policy eager: {reason}" in carpool(stack, "config", model).stdout
+    as_json = carpool(stack, "config", model, "--json")
+    assert reason in as_json.stderr and list(json.loads(as_json.stdout)) == ModelSettings.names()
+
+    page = [" ".join(line.split()) for line in carpool(stack, "top", "--once").stdout.splitlines()]
+    assert "policy eager, not that of the settings" in page
+    assert any(line.startswith("settings rejected: policy: ") for line in page)
+    (shown,) = json.loads(carpool(stack, "top", "--once", "--json").stdout)["models"]
+    assert (shown["policy"], shown["unheeded"]) == ("eager", reason)
+
+
+def test_policy_in_force_is_shown(stack: Stack) -> None:
+    changed = carpool(stack, "config", MODEL, f"policy={PAIRS}")
+    assert "rejects" not in changed.stdout
+    assert report(stack)["policy"] == PAIRS, "the command waited for it"
+    (row,) = json.loads(carpool(stack, "models", "--json").stdout)
+    assert (row["policy"], row["unheeded"]) == (PAIRS, "")
+    assert f"policy {PAIRS}" in " ".join(carpool(stack, "top", "--once").stdout.split())
+    assert "rejects" not in carpool(stack, "config", MODEL).stdout
+
+
+def test_policy_that_a_model_declares_but_the_batcher_does_not_have_is_not_in_force(tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack:
+        stack.serve("policies.py:Declaring")
+        reason = f"policy: {PAIRS!r} is not one of this batcher's --policies"
+        expect_not_in_force(stack, "Declaring", reason)
+        expect_reason_shown(stack, "Declaring", reason)
+        assert stack.result("Declaring", stack.send("Declaring", body="7"))["status"] == "OK"
+
+
+def test_policy_whose_constructor_raises_is_not_in_force_until_it_succeeds(tmp_path: Path) -> None:
+    file = tmp_path / "fickle"
+    with Stack(tmp_path / "stack", environment={"batcher": {"FICKLE_FILE": str(file)}}) as stack:
+        stack.batcher("--policies", FICKLE)
+        stack.worker("plain.py:Echo")
+        stack.wait_for_model(MODEL)
+        wait_until(lambda: report(stack).get("policy") == "eager", description="it is reported")
+        file.touch()
+        reason = (
+            f"policy: {FICKLE!r} cannot be created: its constructor, which gets no arguments, raised "
+            "RuntimeError: the file exists"
+        )
+        assert reason in carpool(stack, "config", MODEL, f"policy={FICKLE}", status=2).stdout
+        expect_not_in_force(stack, MODEL, reason)
+        # Another change is rejected for the same reason, and says so
+        assert reason in carpool(stack, "config", MODEL, "max_batch_size=4", status=2).stdout
+        file.unlink()
+        wait_until(
+            lambda: report(stack).get("policy") == FICKLE,
+            description="the batcher tries it again",
+            timeout_s=RETRY_S + 10,
+        )
+        assert report(stack)["unheeded"] == ""
+
+
+def test_policy_without_a_batcher_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack:
+        stack.worker("plain.py:Echo")
+        warning = f"No active batcher reports that the policy {PAIRS} is in force."
+        assert warning in carpool(stack, "config", MODEL, f"policy={PAIRS}").stdout
+        assert warning in carpool(stack, "config", MODEL).stdout
+
+
 def test_policy_that_was_not_loaded_is_rejected_and_reported(stack: Stack) -> None:
     stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
     wait_until(lambda: stack.events("settings rejected, not applied"), description="the batcher rejects it")
     (event,) = stack.events("settings rejected, not applied")
     assert event["reason"] == "policy: 'policies.py:Others' is not one of this batcher's --policies"
-    entry_id = stack.send(MODEL, body="7")
-    assert stack.result(MODEL, entry_id)["status"] == "OK"
-
-    def is_reported() -> bool:
-        report = json.loads(stack.redis.get(Keys(MODEL).report) or b"{}")
-        return bool(report.get("unheeded") == event["reason"])
-
-    wait_until(is_reported, description="the batcher's report has the reason")
+    assert stack.result(MODEL, stack.send(MODEL, body="7"))["status"] == "OK"
+    expect_not_in_force(stack, MODEL, event["reason"])
 
 
 def test_batcher_that_takes_over_uses_registered_settings_if_an_override_is_rejected(tmp_path: Path) -> None:
@@ -67,9 +159,19 @@ def test_batcher_that_takes_over_uses_registered_settings_if_an_override_is_reje
         assert max(sizes) == 16, "the registered max_batch_size"
 
 
-def test_batcher_does_not_start_if_a_policy_cannot_be_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("policies.py:Nobody", "--policies: 'policies.py:Nobody': policies.py has no 'Nobody'"),
+        (
+            "policies.py:Declaring",
+            "--policies: 'policies.py:Declaring' has no method 'include': write include",
+        ),
+    ],
+)
+def test_batcher_does_not_start_if_a_policy_cannot_be_used(tmp_path: Path, policy: str, reason: str) -> None:
     with Stack(tmp_path) as stack:
-        batcher = stack.batcher("--policies", "policies.py:Nobody", ready=False)
+        batcher = stack.batcher("--policies", policy, ready=False)
         assert batcher.process.wait(20) == 1
         (event,) = batcher.events("batcher cannot start")
-        assert event["reason"] == "'policies.py:Nobody': policies.py has no 'Nobody'"
+        assert event["reason"].startswith(reason)

@@ -12,12 +12,13 @@ from redis import Redis
 from carpool.keys import Keys
 from carpool.store import reader as reader_module
 from carpool.store.connection import CommandError
-from carpool.store.reader import ReadResult, Stream, StreamReader, Subscription, _Watch
+from carpool.store.reader import ReadResult, Stream, StreamReader, Subscription, _Watch, _Xread
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
 
 MODELS: Final = tuple(f"m{number}" for number in range(5))
 STEPS: Final = 300
+LATEST_STREAMS: Final[dict[str, Stream]] = {}  # by name; for a planted fault
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,8 @@ class Watched:
         }
         last = self._redis.xrevrange(self.keys.settled, count=1)
         self.subscription = self._reader.subscribe(self.keys, last[0][0] if last else b"0-0")
+        for stream in (self.subscription.requests, self.subscription.settled):
+            LATEST_STREAMS[stream.name] = stream
 
     def start_over(self) -> None:
         self._reader.end(self.subscription)
@@ -106,8 +109,12 @@ class RandomRun:
             self.reader.set_busy(one.subscription, self.choice.random() < 0.5)
         elif number < 0.69 and self.starts_over:
             one.start_over()
-        elif number < 0.76:
+        elif number < 0.73:
             self.read_what_is_added_to(one)
+        elif number < 0.76:
+            self.read_what_is_settled_of(one)
+        elif number < 0.80:
+            one.subscription.awaits_settled = False
         else:
             self.read(self.choice.choice((0.0, 0.0, 0.001, 0.03)))
 
@@ -117,8 +124,14 @@ class RandomRun:
         for one in self.watched:
             one.check(result)
 
-    def read_what_is_added_to(self, one: Watched) -> None:
-        one.add("requests")
+    def read_what_is_settled_of(self, one: Watched) -> None:
+        """A request was read, and waits: so a batch that settles must end the wait."""
+        self.read_what_is_added_to(one)
+        one.subscription.awaits_settled = True
+        self.read_what_is_added_to(one, "settled")
+
+    def read_what_is_added_to(self, one: Watched, kind: str = "requests") -> None:
+        one.add(kind)
         for _ in range(20):
             self.read(0.05)
             if one.everything_was_read:
@@ -132,7 +145,7 @@ def run_at_random(url: str, redis: Any, seed: int) -> None:
     for _ in range(STEPS):
         run.step()
     for one in run.watched:
-        run.read_what_is_added_to(one)
+        run.read_what_is_settled_of(one)
     run.reader.close()
 
 
@@ -154,21 +167,32 @@ def move_at_once(self: Any, subscription: Subscription) -> None:
 original_adopt: Final = _Watch.adopt
 
 
-def add_by_name(
-    self: Any, stream: Stream, entries: list[Any], asked_after: bytes, result: ReadResult
-) -> None:
-    for member in self._members:
-        for own in (member.requests, member.settled):
-            if own.name == stream.name:
-                stream = own
-    original_add(self, stream, entries, asked_after, result)
+def deliver_to_the_latest(self: Any, reply: Any) -> list[tuple[Stream, list[Any]]]:
+    found = []
+    for name, entries in reply:
+        stream = LATEST_STREAMS[name.decode()]
+        if entries := stream.unread(entries, self._afters[self._by_name[name]]):
+            found.append((stream, entries))
+    return found
 
 
-original_add: Final = _Watch._add
+def await_nothing_settled(self: Any, covered: list[tuple[Subscription, bool]]) -> None:
+    original_cover(self, [(subscription, False) for subscription, _ in covered])
+    self._covered = covered
+
+
+def do_not_follow_up(self: Any, covered: list[tuple[Subscription, bool]]) -> None:
+    original_cover(self, covered)
+    del self._xreads[1:]
+
+
+original_cover: Final = _Watch._cover
 FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
     "both connections deliver the same entries": (Stream, "unread", forget_the_cursor),
     "a model is left out before the other connection reads it": (_Watch, "_covers", lambda *_: True),
-    "a reply counts for a later subscription": (_Watch, "_add", add_by_name),
+    "a reply counts for a later subscription": (_Xread, "unread", deliver_to_the_latest),
+    "an awaited batch that settles does not end a wait": (_Watch, "_cover", await_nothing_settled),
+    "what settled is read only while it is awaited": (_Watch, "_cover", do_not_follow_up),
     "a model that was moved is read by its new connection only": (_Watch, "adopt", move_at_once),
 }
 
@@ -204,7 +228,7 @@ def read_until(reader: StreamReader, subscription: Subscription) -> list[bytes]:
 
 
 def test_idle_models_cost_nothing_while_a_busy_one_is_read(embedded: EmbeddedRedis, redis: Any) -> None:
-    """Given 100 idle models and a busy one, expect an XREAD over its two streams alone for each read."""
+    """Given 100 idle models and a busy one, expect XREADs over its two streams alone for each read."""
     reader = StreamReader(embedded.url, "test")
     busy = reader.subscribe(Keys("busy"), b"0-0")
     for number in range(100):
@@ -216,8 +240,30 @@ def test_idle_models_cost_nothing_while_a_busy_one_is_read(embedded: EmbeddedRed
     for _ in range(20):
         redis.xadd(Keys("busy").requests, {"a": "b"})
         assert len(read_until(reader, busy)) == 1
-    assert reader._busy._names == [Keys("busy").requests, Keys("busy").settled]
-    assert 20 <= redis.info("commandstats")["cmdstat_xread"]["calls"] <= 26
+    names = [stream.name for xread in reader._busy._xreads for stream in xread.streams]
+    assert names == [Keys("busy").requests, Keys("busy").settled]
+    assert 40 <= redis.info("commandstats")["cmdstat_xread"]["calls"] <= 52
+    reader.close()
+
+
+def test_settled_is_read_with_the_next_request_unless_it_is_awaited(
+    embedded: EmbeddedRedis, redis: Any
+) -> None:
+    reader = StreamReader(embedded.url, "test", busy_block_ms=60_000)
+    keys = Keys("m")
+    subscription = reader.subscribe(keys, b"0-0")
+    assert reader.read(0.0) == ReadResult({}, {})
+    settled = [redis.xadd(keys.settled, {"a": "b"})]
+    assert reader.read(0.05) == ReadResult({}, {})
+    request = redis.xadd(keys.requests, {"a": "b"})
+    arrived = reader.read(5.0).arrived[subscription]
+    assert [entry_id for entry_id, _ in arrived.requests] == [request]
+    assert [entry_id for entry_id, _ in arrived.settled] == settled
+    subscription.awaits_settled = True
+    assert reader.read(0.0) == ReadResult({}, {})
+    settled = [redis.xadd(keys.settled, {"a": "b"})]
+    arrived = reader.read(5.0).arrived[subscription]
+    assert [entry_id for entry_id, _ in arrived.settled] == settled
     reader.close()
 
 

@@ -84,7 +84,11 @@ def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, t
     assert announced is not None, output
     headers = ("batch size n", r"execution time l\(n\), ms")
     rows = [re.search(rf"{header}(.*)$", output, re.MULTILINE) for header in headers]
-    sizes, times_ms = ([float(cell) for cell in row[1].split()] for row in rows if row is not None)
+    sizes, times_ms = (
+        [float(cell) for cell in row[1].split() if not cell.endswith("?")] for row in rows if row is not None
+    )
+    assert "256?" in output, "batches of more than 64 were not observed"
+    assert re.search(r"^(500 requests/s need \d+|One|No number of) model process", output, re.MULTILINE)
     learned_ms = dict(zip(sizes, times_ms, strict=True))
     for size, compute_ms in settled_ms(stack).items():
         if size in (1, 64):
@@ -108,6 +112,23 @@ def test_tune_without_body_sends_no_requests(stack: Stack, tmp_path: Path) -> No
     assert "sending" not in output
     assert "plot" not in output
     assert stack.redis.xinfo_stream(Keys(MODEL).settled)["last-generated-id"] == before
+
+
+def test_simulate_calls_a_guess_one(stack: Stack, tmp_path: Path) -> None:
+    carpool(stack, tmp_path, "config", MODEL, "max_batch_size=32", "max_queue_delay_ms=", "policy=")
+    for _ in range(64):  # all that it looks at
+        assert stack.result(MODEL, stack.send(MODEL, body="7"))["batch_size"] == 1
+    arguments = ("simulate", "--model", MODEL, "--rate", "1000", "--requests", "2000")
+    output = carpool(stack, tmp_path, *arguments)
+    assert re.match(r".*, measured l\(1\) = \S+ ms, guessed l\(32\) = \S+ ms\n", output), output
+    assert "Only 64 batches of 1 were observed; `carpool tune linear BODY" in output
+    found = json.loads(carpool(stack, tmp_path, *arguments, "--json"))
+    assert found["observed"] == {"smallest": 1, "largest": 1, "batches": 64}
+    assert found["guessed_batches"] > 0.5
+    given = carpool(
+        stack, tmp_path, *arguments, "--intercept-ms", "5", "--slope-ms", "0.05", "--trip-ms", "1"
+    )
+    assert "guess" not in given and "assumed" not in given
 
 
 def test_tune_reports_a_latency_that_cannot_be_kept(stack: Stack, tmp_path: Path) -> None:

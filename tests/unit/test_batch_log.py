@@ -84,7 +84,7 @@ def test_summary_is_logged_once_a_second(lines: Lines, monkeypatch: pytest.Monke
         if now_s < 110.0:
             log.committed("w/0", batch(1, 1, "idle", 0), {"OK": 1}, 0, 0)
             answers.refused({"RESOURCE_EXHAUSTED": 2})
-            answers.expired_in_flight(3, 1)
+            answers.expired_in_flight(3)
         log.summarize_if_due()
         answers.summarize_if_due()
     assert [line["batches"] for line in lines if line["event"] == "batches"] == [4, 2]

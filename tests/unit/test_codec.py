@@ -88,6 +88,7 @@ def test_compute_time_accumulates_over_the_frames_of_an_execution() -> None:
     for frame in execution.frames:
         header, payload = executed(codec, frame, echo)
         codec.take_outcome(execution, frame, header._replace(compute_us=100), payload)
+    execution.separate()
     assert [execution.results[position].compute_us for position in (0, 1)] == [100, 200]
 
 

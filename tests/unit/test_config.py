@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -12,16 +13,19 @@ from carpool.model_settings import ModelSettings
 from carpool.settings import read_settings
 from carpool.store.directory import ModelOverview
 from carpool.wire.report import BatcherReport, Gauges
+from carpool_cli import config
 from carpool_cli.config import (
     SHOWN_CHARS_MAX,
     ConfigError,
     ConfigSettings,
     ConfiguredSetting,
     configure,
+    describe_policy,
     parse,
     resolve,
     show,
     show_changes,
+    verdict,
 )
 from carpool_cli.screen import Screen
 
@@ -213,12 +217,14 @@ def test_changes_are_shown_with_their_previous_values(capsys: pytest.CaptureFixt
 
 
 class DirectoryWithBatcher(FakeDirectory):
-    """Has an active batcher with a custom policy."""
+    """Has a batcher with a custom policy, active or just ended."""
+
+    batcher = True
 
     def overview(self, model: str) -> ModelOverview:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
         report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, (), None, policies=("mine.py:Balanced",))
-        return ModelOverview(2, 0, 0, 1, True, report.encode().encode())
+        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode())
 
 
 def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
@@ -227,3 +233,72 @@ def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
         configure(directory, "m", ["policy=mine.py:Other"])
     assert not directory.configured
     assert configure(directory, "m", ["policy=mine.py:Balanced"]).settings["policy"].source == "operator"
+
+
+def test_report_of_a_batcher_that_is_not_active_any_more_rejects_nothing() -> None:
+    directory: Any = DirectoryWithBatcher({}, {})
+    directory.batcher = False
+    assert configure(directory, "m", ["policy=mine.py:Other"]).settings["policy"].source == "operator"
+
+
+REPORT: Final = BatcherReport(
+    "me", 1, 2, Gauges(0, 0, 0.0, 0, 0, 1), {}, 0, 0, {}, (), None, policy="eager", unheeded="policy: why"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "report", "note"),
+    [
+        ("eager", None, ""),
+        ("mine.py:Other", None, "No active batcher reports that the policy mine.py:Other is in force."),
+        ("mine.py:Other", None, "start `carpool batcher --policies mine.py:Other`"),
+        ("mine.py:Other", REPORT, "serves with others, under the policy eager: policy: why"),
+        ("mine.py:Other", replace(REPORT, unheeded=""), ""),
+    ],
+)
+def test_policy_that_is_not_in_force_is_noted(policy: str, report: BatcherReport | None, note: str) -> None:
+    found = describe_policy(policy, report)
+    assert note in found
+    assert bool(found) == bool(note)
+
+
+class ReportingDirectory(FakeDirectory):
+    """Has these reports, one after another; the last one stays. Its time is 10 us."""
+
+    def __init__(self, *reports: BatcherReport | None) -> None:
+        super().__init__({}, {})
+        self.reports = list(reports)
+
+    def overview(self, model: str) -> ModelOverview:
+        report = self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
+        return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None)
+
+
+BEFORE: Final = replace(REPORT, at_us=9, unheeded="")
+REJECTED: Final = replace(REPORT, at_us=11)
+IN_FORCE: Final = replace(REPORT, at_us=11, policy="mine.py:Other", unheeded="")
+
+
+@pytest.mark.parametrize(
+    ("policy", "reports", "expected"),
+    [
+        ("eager", [BEFORE], BEFORE),  # nothing can be wrong with it
+        ("mine.py:Other", [None], None),
+        ("mine.py:Other", [BEFORE, BEFORE, REJECTED], REJECTED),
+        ("mine.py:Other", [replace(REJECTED, at_us=9), IN_FORCE], IN_FORCE),
+        ("mine.py:Other", [BEFORE, replace(BEFORE, at_us=12), IN_FORCE], IN_FORCE),
+        ("eager", [replace(REJECTED, at_us=9), replace(BEFORE, at_us=12)], replace(BEFORE, at_us=12)),
+        ("mine.py:Other", [BEFORE, None], None),  # the batcher ended
+        ("mine.py:Other", [BEFORE], None),  # it does not report in time
+    ],
+)
+def test_batcher_has_a_verdict_on_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    reports: list[BatcherReport | None],
+    expected: BatcherReport | None,
+) -> None:
+    monkeypatch.setattr(config, "_POLL_S", 0.0)
+    monkeypatch.setattr(config, "VERDICT_S_MAX", 0.2)
+    directory: Any = ReportingDirectory(*reports)
+    assert verdict(directory, "m", policy) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,35 @@ def test_other_hooks_are_optional() -> None:
     assert outcomes(scheduler_with(OnlyInclude(), 1, 1, 1).poll(0)) == [("dispatch", "ab")]
 
 
-def test_policy_without_include_is_rejected() -> None:
-    with pytest.raises(ValueError, match="has no method 'include'"):
-        CustomPolicy(object())
+def includes(_batch: object, _request: Request) -> bool:
+    return True
+
+
+async def includes_later(_batch: object, _request: Request) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ({}, r"^has no method 'include': write include\(self, batch, request\)$"),
+        ({"include": 7}, "^has 'include', which is not a method: write include"),
+        ({"include": includes_later}, "^has a coroutine function 'include', .*: write def, not async def$"),
+        (
+            {"include": lambda request: True},
+            r"'include' with other parameters \(too many .*\): write include\(self, batch, request\)",
+        ),
+        (
+            {"include": includes, "initialise": lambda batch: {}},
+            r"'initialise' with other parameters \(missing .* 'batch'\): write initialise\(self\)",
+        ),
+        ({"include": includes, "finalise": None}, "^has 'finalise', which is not a method"),
+    ],
+)
+def test_policy_with_a_hook_that_cannot_be_called_is_rejected(hooks: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CustomPolicy(SimpleNamespace(**hooks))
+
+
+def test_hook_without_a_signature_is_accepted() -> None:
+    assert CustomPolicy(SimpleNamespace(include=max)).form([]).size == 0

@@ -37,6 +37,7 @@ def test_second_death_dead_letters_the_request_with_a_reason() -> None:
     execution.split(second, codec, NOW_US)
     # Then the third is still to be executed, and the second is not
     assert positions(execution) == [[2]]
+    execution.separate()
     assert {position: result.status for position, result in execution.results.items()} == {
         0: "OK",
         1: "ABORTED",

@@ -116,7 +116,7 @@ def test_statuses_invented_by_a_model_share_one_label() -> None:
     """Given a model that invents a status for each request, expect only the documented labels."""
     metrics = WorkerMetrics(MODEL)
     execution = execution_of("OK", "NOT_FOUND", "MINE_1", "MINE_2", "ABORTED")
-    metrics.committed(execution, output_us=5, now_us=2_000)
+    metrics.committed(execution, execution.counts(), output_us=5, now_us=2_000)
     counted = {
         (dict(labels)["status"], dict(labels)["reason"]): value
         for (name, labels), value in samples(metrics.registry).items()
@@ -173,7 +173,8 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     for gauge in batcher.gauges:
         gauge.labels(MODEL)
     statuses = [kind.status for kind in every_error(CarpoolError)]
-    worker.committed(execution_of(*statuses, "MINE"), output_us=0, now_us=0)
+    execution = execution_of(*statuses, "MINE")
+    worker.committed(execution, execution.counts(), output_us=0, now_us=0)
     for kind in REDIS_ERROR_KINDS:
         worker.error(LinkError("") if kind == "link" else CommandError(kind, ""))
     families: dict[str, tuple[str, dict[str, set[str]]]] = {}

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from carpool.settings import read_settings
+from carpool_batcher.core.curve import Curve
 from carpool_cli.screen import Screen
-from carpool_cli.tuning.simulate import RecordingProgress, main
+from carpool_cli.tuning.observed import ObservedSizes
+from carpool_cli.tuning.simulate import RecordingProgress, SimulateSettings, execution, guesses, main
+from carpool_cli.tuning.simulator import SimulationResult, World
 
 SHORT = ("--requests", "400")
 
@@ -43,6 +47,40 @@ def test_table_shows_the_result(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["dispatched: idle"] == "100.0%"
     assert not any(name.startswith("within") for name in figures)
     assert printed.err == ""
+
+
+MEASURED = World(curve=Curve([1.0, 2.0], [5000.0, 7000.0]))  # 2 ms more for each further request
+
+
+@pytest.mark.parametrize(
+    ("observed", "max_size", "text"),
+    [
+        (ObservedSizes(1, 32, 9), 32, "measured l(1) = 5 ms, l(32) = 67 ms"),
+        (ObservedSizes(1, 3, 9), 32, "measured l(1) = 5 ms, l(3) = 9 ms, guessed l(32) = 67 ms"),
+        (ObservedSizes(8, 8, 9), 32, "measured l(8) = 19 ms, guessed l(1) = 5 ms, l(32) = 67 ms"),
+        (ObservedSizes(1, 64, 9), 32, "measured l(1) = 5 ms, l(32) = 67 ms"),
+        (ObservedSizes(64, 64, 9), 32, "measured l(64) = 131 ms, guessed l(1) = 5 ms, l(32) = 67 ms"),
+    ],
+)
+def test_time_of_a_size_that_was_not_observed_is_called_a_guess(
+    observed: ObservedSizes, max_size: int, text: str
+) -> None:
+    assert execution(MEASURED, max_size, observed) == text
+
+
+def settings_of(*arguments: str) -> SimulateSettings:
+    return read_settings(SimulateSettings, arguments, "carpool simulate")
+
+
+def test_result_that_rests_on_guesses_says_so() -> None:
+    result = SimulationResult(batch_sizes=[1] * 25 + [32] * 75)
+    settings = settings_of("--model", "square", "--trip-ms", "1")
+    (warning,) = guesses(settings, result, ObservedSizes(1, 3, 40))
+    assert warning.startswith("WARNING: 75% of the simulated batches have sizes that were not observed")
+    assert "Only 40 batches of 1 to 3 were observed; `carpool tune square BODY" in warning
+    assert list(guesses(settings, result, ObservedSizes(1, 32, 40))) == []
+    (assumed,) = guesses(settings_of("--model", "square"), result, None)
+    assert assumed.startswith("The round trip of n requests is not measured, but assumed to be 1 + 0.02 n ms")
 
 
 def test_target_latency_is_reported_apart_from_late_requests(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +130,11 @@ def test_settings_and_flags_take_effect(capsys: pytest.CaptureFixture[str]) -> N
     assert expired["late"] == 400 and expired["goodput"] == 0  # l(1) alone is 5.05 ms
     expired_by_default = simulated(capsys, "--rate", "4000", "default_expiration_ms=5")
     assert expired_by_default["late"] == 400
+
+
+def test_given_times_are_no_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "--rate", "4000")
+    assert (found["observed"], found["guessed_batches"]) == (None, None)
 
 
 def test_preserve_ordering_withholds_results(capsys: pytest.CaptureFixture[str]) -> None:

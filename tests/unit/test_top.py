@@ -145,6 +145,7 @@ def test_json_keys_are_stable() -> None:
         *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
         *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
+        "policy",
     ]
 
 
@@ -196,7 +197,16 @@ def test_page_names_what_is_unusual() -> None:
     assert "  withheld results  1, until the results before them are delivered" in drawn([withheld], 100)
     rejected = figures("a", None, sample(replace(report(5), unheeded="policy: unknown")))
     assert "  settings          rejected: policy: unknown" in drawn([rejected], 100)
+    assert not any(line.startswith("  policy") for line in drawn([rejected], 100)), "of an older version"
     assert "`carpool up square` serves one" in drawn([], 100)[2]
+
+
+def test_page_names_the_policy_in_force() -> None:
+    obeyed = replace(report(5), policy="deferred")
+    rejected = replace(obeyed, unheeded="policy: unknown")
+    assert "  policy            deferred" in drawn([figures("a", None, sample(obeyed))], 100)
+    lines = drawn([figures("a", None, sample(rejected))], 100)
+    assert "  policy            deferred, not that of the settings" in lines
 
 
 def test_last_figures_stay_while_redis_does_not_answer() -> None:

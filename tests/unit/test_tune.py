@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +25,9 @@ from carpool_cli.tuning.calibrate import (
 )
 from carpool_cli.tuning.curve import Line
 from carpool_cli.tuning.live import LiveModel
+from carpool_cli.tuning.observed import ObservedSizes, observed_sizes
+from carpool_cli.tuning.plot import draw
+from carpool_cli.tuning.processes import ProcessesNeeded, describe, processes_needed
 from carpool_cli.tuning.search import (
     RATE_PRECISION,
     RATE_TOLERANCE,
@@ -329,9 +332,9 @@ LIVE = LiveModel(ModelSettings(max_batch_size=64), ModelSettings(max_batch_size=
         ([(size, 5000 + 50 * size) for size in bursts(64, 3)], []),
         (
             [(size, 5000 + 50 * size) for size in bursts(16, 3)],
-            ["observed batch sizes: 1 to 16;"],
+            [f"? a guess: only {len(bursts(16, 3))} batches of 1 to 16 were observed"],
         ),
-        ([(8, 5000)] * 20, ["observed batch sizes: 8;"]),
+        ([(8, 5000)] * 20, ["? a guess: only 20 batches of 8 were observed"]),
         ([(size, 1000 * size.bit_length()) for size in bursts(64, 3)], []),
     ],
 )
@@ -341,12 +344,201 @@ def test_limitations_of_the_measurement_are_noted(observed: list[tuple[int, int]
     assert all(part in note for part, note in zip(parts, found, strict=True))
 
 
-def test_table_of_the_curve_shows_only_observed_sizes() -> None:
-    assert [row.split()[-2:] for row in curve_rows(measured([(8, 5000), (16, 6000)] * 4))] == [
-        ["8", "16"],
-        ["5", "6"],
-    ]
+def test_table_of_the_curve_marks_guesses() -> None:
+    measurement = measured([(8, 5000), (16, 6000)] * 4)
+    world = World(curve=Curve([1.0, 8.0, 16.0], [4000.0, 5000.0, 6000.0]))
+    sizes, times_ms = (row.split() for row in curve_rows(measurement, world, 32))
+    assert sizes[-4:] == ["1?", "8", "16", "32?"]
+    assert times_ms[-4:] == ["4?", "5", "6", "8?"]
+    observed_alone = measured([(1, 4000), (16, 6000)] * 4)
+    assert [row.split()[-2:] for row in curve_rows(observed_alone, world, 16)] == [["1", "16"], ["4", "6"]]
+
+
+def test_table_of_the_curve_has_few_columns() -> None:
     many_sizes = measured([(size, 5000 + 50 * size) for size in range(1, 1001)])
-    sizes, times_ms = (row.split() for row in curve_rows(many_sizes))
+    sizes, times_ms = (row.split() for row in curve_rows(many_sizes, many_sizes.world(1), 1000))
     assert len(times_ms) < 20
     assert int(sizes[-1]) > 900
+
+
+# --- guesses -----------------------------------------------------------------------------------------------
+
+
+def test_only_sizes_between_observed_ones_are_no_guess() -> None:
+    observed = observed_sizes([(3, 100), (1, 90), (2, 95)])
+    assert (observed, str(observed)) == (ObservedSizes(1, 3, 3), "3 batches of 1 to 3")
+    assert [size for size in range(1, 9) if observed.covers(size)] == [1, 2, 3]
+    assert observed.guessed_share([1, 2, 4, 32]) == 0.5
+    assert observed.guessed_share([]) == 0.0
+    one_size = observed_sizes([(8, 100)])
+    assert str(one_size) == "1 batch of 8"
+    assert [size for size in range(1, 12) if one_size.covers(size)] == [8]
+
+
+def test_figures_say_how_many_batches_rest_on_a_guess() -> None:
+    goal = Goal(STEEP, 50.0)
+    known, guessed = (
+        goal._replace(observed=observed).simulate(Candidate("", PRESENT), 800.0)
+        for observed in (ObservedSizes(1, 32, 100), ObservedSizes(1, 3, 100))
+    )
+    assert known.mean_batch == guessed.mean_batch > 3
+    assert (known.guessed, known.is_guess) == (0.0, False)
+    assert 0.3 < guessed.guessed < 1 and guessed.is_guess
+    assert goal.simulate(Candidate("", PRESENT), 800.0).guessed == 0.0, "a world that is given is no guess"
+
+
+# --- model processes ---------------------------------------------------------------------------------------
+
+EAGER = Candidate("eager", PRESENT)
+
+
+@pytest.mark.parametrize(("rate", "latency_ms"), [(500.0, 20.0), (6000.0, 20.0), (12_000.0, 15.0)])
+def test_needed_processes_are_the_fewest_that_keep_the_latency(rate: float, latency_ms: float) -> None:
+    goal = Goal(FLAT, latency_ms)
+    needed = processes_needed(goal, [EAGER], rate)
+    assert needed is not None
+    capacity_per_s = 32 / 6600e-6  # of one process
+    meets = [
+        goal.with_processes(number).simulate(EAGER, rate).within >= 0.99 and rate <= number * capacity_per_s
+        for number in range(1, 12)
+    ]
+    assert needed.number == 1 + meets.index(True)
+    assert needed.figures == goal.with_processes(needed.number).simulate(EAGER, rate)
+
+
+def test_overloaded_processes_do_not_count_as_enough_because_the_trace_is_short() -> None:
+    goal = Goal(FLAT, 60_000.0)  # in a trace of 400 requests no queue grows that long
+    assert goal.simulate(EAGER, 10_000.0).within == 1.0
+    needed = processes_needed(goal, [EAGER], 10_000.0)
+    assert needed is not None and (needed.number, needed.one_less) == (3, None)
+
+
+def test_candidate_that_needs_fewer_processes_is_preferred_to_the_first() -> None:
+    slow = Candidate("slow", replace(PRESENT, max_batch_size=1))
+    needed = processes_needed(Goal(FLAT, 20.0), [slow, EAGER], 1500.0)
+    assert needed is not None and (needed.number, needed.figures.candidate) == (1, EAGER)
+    same = processes_needed(Goal(FLAT, 20.0), [EAGER, slow], 1500.0)
+    assert same is not None and same.figures.candidate is EAGER
+
+
+def test_number_beyond_which_more_change_nothing_is_not_enough() -> None:
+    goal = Goal(FLAT._replace(spread=(1.0,) * 4 + (3.0,)), 10.0)  # one batch in five takes too long
+    found = processes_needed(goal, [EAGER], 1000.0)
+    assert found is not None and not found.is_enough
+    assert 0.7 < found.figures.within < 0.9
+    assert found.number == math.ceil(2 * 1000 * 0.00565) + 1, (
+        "twice those that lone requests need, and one more"
+    )
+
+
+def test_number_that_is_too_large_to_be_simulated_is_not_found() -> None:
+    assert processes_needed(Goal(FLAT, 20.0), [EAGER], 1e8) is None
+
+
+FEW = PRESENT_FIGURES._replace(within=0.912)
+ENOUGH = PRESENT_FIGURES._replace(within=0.996)
+
+
+@pytest.mark.parametrize(
+    ("needed", "running", "lines"),
+    [
+        (None, 1, ["3,000 requests/s need more than 1,000 model processes."]),
+        (
+            ProcessesNeeded(7, FEW),
+            1,
+            [
+                "No number of model processes answers 99% of 3,000 requests/s within 20 ms: with 7, it is "
+                "91.2%, and more change nothing."
+            ],
+        ),
+        (
+            ProcessesNeeded(1, ENOUGH, None),
+            2,
+            ["One model process is enough for 3,000 requests/s: it answers 99.6% within 20 ms. 2 run now."],
+        ),
+        (
+            ProcessesNeeded(4, ENOUGH, FEW),
+            1,
+            [
+                "3,000 requests/s need 4 model processes, which answer 99.6% within 20 ms; with one less, it "
+                "is 91.2%. 1 runs now.",
+                "Each is assumed to have a core or a device of its own.",
+                "To have more, start workers, or start them with more --replicas.",
+            ],
+        ),
+        (
+            ProcessesNeeded(4, ENOUGH._replace(guessed=0.5), None),
+            4,
+            [
+                "3,000 requests/s need 4 model processes, which answer 99.6% within 20 ms; fewer cannot "
+                "execute that many. 4 run now.",
+                "Each is assumed to have a core or a device of its own.",
+                "This is a guess, because l(n) is one for 50% of the simulated batches.",
+            ],
+        ),
+    ],
+)
+def test_needed_processes_are_described(
+    needed: ProcessesNeeded | None, running: int, lines: list[str]
+) -> None:
+    assert describe(needed, 3000.0, 20.0, running) == lines
+
+
+# --- the plot ----------------------------------------------------------------------------------------------
+
+MEASURED = measured([(size, 5000 + 50 * size) for size in bursts(32, 3)])
+
+
+def drawn(*settings: ModelSettings, observed: ObservedSizes | None = None, max_size: int = 32) -> Any:
+    """The panels of the plot of these settings, by title."""
+    pytest.importorskip("matplotlib").use("agg")
+    goal = Goal(MEASURED.world(1), 20.0, observed=observed)
+    curves = {
+        str(number): [goal.simulate(Candidate("", each), rate) for rate in (200.0, 4000.0, 8000.0)]
+        for number, each in enumerate(settings)
+    }
+    figure = draw("m", 20.0, curves, MEASURED, max_size)
+    from matplotlib import pyplot as plt
+
+    plt.close(figure)
+    return {axes.get_title().removeprefix("m: "): axes for axes in figure.axes}
+
+
+def lines_of(axes: Any) -> dict[str, Any]:
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+GOODPUT_TITLE = "simulated goodput by request rate"
+
+
+def test_goodput_is_plotted_where_requests_expire() -> None:
+    assert GOODPUT_TITLE not in drawn(PRESENT)
+    expiring = replace(PRESENT, default_expiration_ms=20)
+    panels = drawn(PRESENT, expiring)
+    assert len(panels) == 3
+    lines = lines_of(panels[GOODPUT_TITLE])
+    rates, goodput = lines["1"].get_data()
+    assert goodput[0] == pytest.approx(rates[0])  # all are in time
+    assert 0.1 * rates[2] < goodput[2] < 0.8 * rates[2]
+    assert list(lines["all requests"].get_ydata()) == [0, 8000]
+    assert panels[GOODPUT_TITLE].get_ylabel() == "answered within 20 ms, requests/s"
+
+
+def test_guesses_are_marked_on_the_plot() -> None:
+    hollow = "a guess: sizes not observed"
+    grey = f"a guess: only {len(MEASURED.observed)} batches of 1 to 32 were observed"
+    for observed, max_size, marks in ((None, 32, []), (ObservedSizes(1, 8, 9), 64, [4000.0, 8000.0])):
+        panels = drawn(PRESENT, observed=observed, max_size=max_size)
+        by_rate, by_size = panels.values()
+        found = lines_of(by_rate).get(hollow)
+        assert (list(found.get_xdata()) if found else []) == marks
+        labels = by_size.get_legend_handles_labels()[1]
+        assert (grey in labels) == (max_size == 64)
+
+
+def test_plot_without_any_p99_says_why() -> None:
+    expiring = replace(PRESENT, default_expiration_ms=6)
+    panel = next(iter(drawn(expiring).values()))
+    (note,) = panel.texts
+    assert note.get_text() == "none: over 1% of the requests are refused or expire"
+    assert not list(drawn(PRESENT)["simulated p99 latency by request rate"].texts)

@@ -132,11 +132,16 @@ def test_malformed_batch_raises() -> None:
 
 
 def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
-    flat = flat_of({"batch": "9-0", "worker": "w/0", "size": 3, "compute_us": 17})
-    assert decode_settled(flat) == BatchSettled("9-0", "w/0", 3, 17, executed=3)
-    for executed in (0, 2):
-        told = flat_of({"batch": "9-0", "worker": "w/0", "size": 3, "compute_us": 17, "executed": executed})
-        assert decode_settled(told) == BatchSettled("9-0", "w/0", 3, 17, executed)
+    fields = {
+        "batch": "9-0",
+        "worker": "w/0",
+        "size": 3,
+        "compute_us": 17,
+        "settled_us": 1_700_000_000_000_123,
+    }
+    for told, executed in (({}, 3), ({"executed": 0}, 0), ({"executed": 2}, 2)):
+        settled = decode_settled(flat_of({**fields, **told}))
+        assert settled == BatchSettled("9-0", "w/0", 3, 17, 1_700_000_000_000_123, executed)
     assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == ModelProcessesChanged("w/0")
 
 

@@ -21,10 +21,15 @@ from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, W
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
-from carpool.wire.request_fields import MAX_COST, MAX_EXTRA_BYTES, MAX_FIELDS, MAX_LANE_CHARS
-from carpool.wire.requests import (
+from carpool.wire.request_fields import (
+    MAX_COST,
+    MAX_EXTRA_BYTES,
+    MAX_FIELDS,
+    MAX_LANE_CHARS,
     MAX_PACKED_BYTES,
     MAX_REQUESTS_PER_ENTRY,
+)
+from carpool.wire.requests import (
     MAX_WITHDRAW_BYTES,
     RUN_REQUESTS_MAX,
     Decoded,

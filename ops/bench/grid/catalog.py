@@ -1,5 +1,4 @@
-"""The systems: what is installed for each, how it is started, and which cells are left out for a reason known
-before.
+"""The systems: what is installed for each, how it is started, and what is left out for a known reason.
 
 How each is used, and what its documents say, is at the top of its file in `systems/`.
 """
@@ -13,9 +12,8 @@ from typing import Final
 from grid.setup import HOST, Setup
 from grid.workloads import Workload
 
-Commands = Mapping[
-    str, list[str]
-]  # of the services, by role; the first word runs in the system's environment
+# The commands of the services, by role. The first word is a program of the system's environment.
+Commands = Mapping[str, list[str]]
 
 WAIT_MS: Final = 2.0  # how long a batch that is not full waits
 ARTICLE_WAIT_MS: Final = 100.0  # the articles' timeout
@@ -55,12 +53,17 @@ def _nothing(_: Setup) -> Commands:
     return {}
 
 
-def _carpool(setup: Setup) -> Commands:
-    model = f"{setup.model}=grid.systems.carpool:{setup.model.capitalize()}"
+def carpool_services(model: str) -> Commands:
+    """Carpool's services for a model of `models.py`."""
+    location = f"{model}=grid.systems.carpool:{model.capitalize()}"
     return {
         "batcher": ["python", "-m", "carpool_batcher"],
-        "worker": ["python", "-m", "carpool_worker", model],
+        "worker": ["python", "-m", "carpool_worker", location],
     }
+
+
+def _carpool(setup: Setup) -> Commands:
+    return carpool_services(setup.model)
 
 
 def _mosec(setup: Setup) -> Commands:

@@ -33,46 +33,48 @@ class Environments:
             version = _run([interpreter, "-c", probe]).strip()
         except UnavailableError as error:
             raise UnavailableError(f"{interpreter} is not a usable Python: {error}") from error
-        self._home = BUILD / f"python{version}"
+        self._directory = BUILD / f"python{version}"
 
     def get(self, name: str) -> Path:
         """The directory of an environment's programs. Raises UnavailableError."""
         requirements = [*([_RUNTIME_LOCK] if name == "carpool" else []), _REQUIREMENTS / f"{name}.txt"]
         text = "".join([self.interpreter, *(path.read_text() for path in requirements)])
         mark = hashlib.sha256(text.encode()).hexdigest()
-        home = self._home / name
-        stamp = home / ".installed"
+        directory = self._directory / name
+        stamp = directory / ".installed"
         if not stamp.exists() or stamp.read_text() != mark:
-            print(f"installing {name} in {home.relative_to(ROOT)}", file=sys.stderr)
-            shutil.rmtree(home, ignore_errors=True)
-            _run([self.interpreter, "-m", "venv", str(home)])
-            install = [str(home / "bin/pip"), "install", "--quiet", "--no-input"]
+            print(f"installing {name} in {directory.relative_to(ROOT)}", file=sys.stderr)
+            shutil.rmtree(directory, ignore_errors=True)
+            _run([self.interpreter, "-m", "venv", str(directory)])
+            install = [str(directory / "bin/pip"), "install", "--quiet", "--no-input"]
             for path in requirements:
                 _run([*install, "--requirement", str(path)])
             if name == "carpool":
                 _run([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
             stamp.write_text(mark)
-        return home / "bin"
+        return directory / "bin"
 
 
 def wrk() -> Path:
-    """A directory with usr/bin/wrk: the one on PATH, or Debian's, which needs no root. Raises
-    UnavailableError."""
-    home = BUILD / "wrk"
-    program = home / "usr/bin/wrk"
+    """A directory with usr/bin/wrk: the one on PATH, or Debian's, for which no root is needed.
+
+    Raises UnavailableError.
+    """
+    directory = BUILD / "wrk"
+    program = directory / "usr/bin/wrk"
     if program.exists():
-        return home
+        return directory
     program.parent.mkdir(parents=True, exist_ok=True)
     if found := shutil.which("wrk"):
         program.symlink_to(found)
-        return home
+        return directory
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
         raise UnavailableError("wrk is not on PATH, and this is not Debian, where it could be fetched")
-    print(f"fetching wrk into {home.relative_to(ROOT)}", file=sys.stderr)
-    _run(["apt-get", "download", *_WRK_PACKAGES], cwd=home)
-    for package in home.glob("*.deb"):
-        _run(["dpkg", "--extract", str(package), str(home)])
-    return home
+    print(f"fetching wrk into {directory.relative_to(ROOT)}", file=sys.stderr)
+    _run(["apt-get", "download", *_WRK_PACKAGES], cwd=directory)
+    for package in directory.glob("*.deb"):
+        _run(["dpkg", "--extract", str(package), str(directory)])
+    return directory
 
 
 def compiled(source: Path) -> Path:

@@ -2,8 +2,8 @@
 
 A client has one method, `call`: a body in, a result out. It is a coroutine function, or it blocks; a client
 that blocks is called from as many threads as requests are in flight. Optional are `call_rows`, which sends
-several requests in one call, `burst`, which sends a list of them, and `closed_loop`, the own loop of a client
-that is written in C.
+several requests in one call, `burst`, which sends a list of them, and `closed_loop`, for a client that is a
+program in C and has a loop of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,31 @@ class ClientOfRows(Client, Protocol):
     def body_of(self, body: Array, rows: int) -> Any: ...
 
     def call_rows(self, bodies: Any) -> Any: ...
+
+
+class ThreadedClient:
+    """The base of a client that blocks, and of which many threads would cost too much.
+
+    With more requests in flight, each of at most `threads_max` threads sends several.
+    """
+
+    threads_max = 64
+
+    def rows_per_call(self, in_flight: int) -> int:
+        """What each of the threads sends."""
+        return max(1, in_flight // self.threads_max)
+
+    def body_of(self, body: Array, rows: int) -> list[Array]:
+        """Several requests with this body."""
+        return [body] * rows
+
+    def call_rows(self, bodies: Sequence[Array]) -> list[Array]:
+        """Send all requests, then wait for all results."""
+        raise NotImplementedError
+
+    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
+        """The same, from the event loop."""
+        return await asyncio.to_thread(self.call_rows, bodies)
 
 
 class Sent(NamedTuple):

@@ -16,11 +16,13 @@ from grid.redis_server import RedisServer
 
 _PINGS: Final = 1000
 
-# Runs in the interpreter that the services use. Debian and Ubuntu use PGO, but not the flag.
+# Runs in the interpreter that the services use. Debian's and Ubuntu's are built with PGO, and do not tell.
 _PROBE: Final = """
 import json, platform, sys, sysconfig, time
-flags = sysconfig.get_config_var("CONFIG_ARGS") or ""
-optimized = "--enable-optimizations" in flags
+variables = ("CONFIG_ARGS", "PY_CORE_CFLAGS", "PY_CORE_LDFLAGS")
+flags = " ".join(str(sysconfig.get_config_var(name)) for name in variables)
+def built_with(*options):
+    return any(option in flags for option in options)
 def loop():
     started_s = time.perf_counter()
     sum(number * number for number in range(100_000))
@@ -28,9 +30,9 @@ def loop():
 print(json.dumps({
     "python": platform.python_version(),
     "interpreter": getattr(sys, "_base_executable", sys.executable),
-    "pgo": optimized,
+    "pgo": built_with("--enable-optimizations", "-fprofile-use", "-fprofile-instr-use"),
     "of_distribution": sys.base_prefix == "/usr",
-    "lto": "--with-lto" in flags,
+    "lto": built_with("--with-lto", "-flto"),
     "loop_ms": min(loop() for _ in range(10)) * 1e3,
 }))
 """

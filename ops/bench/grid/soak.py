@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 from carpool.client.aio import AsyncClient
 from carpool.errors import CarpoolError, DeadlineExceededError
 from grid import plots, processes
+from grid.catalog import carpool_services
 from grid.environments import BUILD, HERE
 from grid.models import MODELS
 from grid.redis_server import RedisServer
@@ -171,10 +172,9 @@ async def _until_served(client: AsyncClient) -> None:
 @contextlib.contextmanager
 def services(redis: RedisServer) -> Iterator[dict[str, int]]:
     """The services' process IDs, by role."""
-    commands = {"batcher": ["python", "-m", "carpool_batcher"]}
+    commands = {"batcher": carpool_services("noop")["batcher"]}
     for model in ("noop", "image"):
-        location = f"{model}=grid.systems.carpool:{model.capitalize()}"
-        commands[f"worker {model}"] = ["python", "-m", "carpool_worker", location]
+        commands[f"worker {model}"] = carpool_services(model)["worker"]
     setup = Setup("noop", 64, 0.0, redis.url, 0)
     environment = {
         **os.environ,

@@ -2,8 +2,8 @@
 
 An idle process takes the next batch, whichever process it is: batches are not assigned to processes. Of the
 batches in flight the oldest, one for each process, are being executed. The others are dispatched ahead: each
-waits until some process finishes its batch. All times are those at which the batcher learns of an event.
-Expected:
+waits until some process finishes its batch. A batch is dispatched when that is decided, and settled when its
+worker commits it. Expected:
 
     a batch dispatched to an idle process settles   l(n) + round trip   after its dispatch
     a batch dispatched ahead settles                l(n)                after the one before it settled

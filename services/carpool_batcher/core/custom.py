@@ -17,10 +17,13 @@ first one joins in any case. A request for which it raises fails with INTERNAL, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.messages import Request
+
+INCLUDE: Final = "include(self, batch, request)"
 
 
 class FormedBatch(NamedTuple):
@@ -36,16 +39,20 @@ class CustomPolicy:
     """Calls a user's policy, and confines its exceptions to the requests concerned.
 
     `raised` is the last exception with its message, for the log; producers only learn the type.
+
+    Raises ValueError for a policy without `include`, or with a hook that cannot be called; the message has no
+    subject, so that the caller can name the policy.
     """
 
     def __init__(self, policy: Any) -> None:
         self.raised = ""
-        include = getattr(policy, "include", None)
-        if not callable(include):
-            raise ValueError(f"the policy {policy!r:.80} has no method 'include'")
-        self._include: Callable[[Any, Request], object] = include
-        self._initialise: Callable[[], Any] = getattr(policy, "initialise", _no_hook)
-        self._finalise: Callable[[Any, Sequence[Request]], object] = getattr(policy, "finalise", _no_hook)
+        if not hasattr(policy, "include"):
+            raise ValueError(f"has no method 'include': write {INCLUDE}")
+        self._include: Callable[[Any, Request], object] = _hook(policy, INCLUDE)
+        self._initialise: Callable[[], Any] = _hook(policy, "initialise(self)")
+        self._finalise: Callable[[Any, Sequence[Request]], object] = _hook(
+            policy, "finalise(self, batch, requests)"
+        )
 
     def form(self, candidates: Sequence[Request]) -> FormedBatch:
         """Form a batch from the front of these requests, which would all fit into one.
@@ -71,6 +78,29 @@ class CustomPolicy:
             failed = {"initialise": range(len(candidates)), "include": [size - 1], "finalise": range(size)}
             return FormedBatch(0, failed[hook], detail)
         return FormedBatch(size)
+
+
+def _hook(policy: Any, declaration: str) -> Callable[..., Any]:
+    """The policy's method with this name, which can be called with these arguments."""
+    name, _, parameters = declaration.partition("(")
+    hook = getattr(policy, name, _no_hook)
+    if not callable(hook):
+        raise ValueError(f"has {name!r}, which is not a method: write {declaration}")
+    if inspect.iscoroutinefunction(hook):
+        raise ValueError(
+            f"has a coroutine function {name!r}, which is never awaited: write def, not async def"
+        )
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # some C functions have no signature
+        return hook
+    try:
+        signature.bind(*[None] * parameters.count(","))
+    except TypeError as error:
+        raise ValueError(
+            f"has a method {name!r} with other parameters ({error}): write {declaration}"
+        ) from None
+    return hook
 
 
 def _no_hook(*_: object) -> None:

@@ -26,6 +26,7 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
+from carpool.model_settings import POLICIES
 from carpool.process_names import is_local_process
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
@@ -51,6 +52,10 @@ _IN_THE_URL: Final = tuple(
 
 class StartError(Exception):
     """The stack cannot start, and a restart would not help."""
+
+
+class ServiceEndedError(StartError):
+    """A service ended by itself. Its log says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,7 @@ class WorkerService(Service):
         self.serving = False
         self.serving_since_s = 0.0
         self.registration: Mapping[str, str] = {}
+        self.overrides: Mapping[str, str] = {}  # the operator's, when it began to serve
         self.started_s = 0.0
 
     @property
@@ -309,7 +315,9 @@ class Supervisor:
         """A service that exits by itself would exit again. One that was killed is restarted."""
         for service in (self._batcher, *self.workers):
             if service is not None and (service.exit_status or 0) > 0:
-                raise StartError(f"the {service.name} ended with {service.exit_reason()} before it was ready")
+                raise ServiceEndedError(
+                    f"the {service.name} ended with {service.exit_reason()} before it was ready"
+                )
 
     def _newly_serving(self) -> list[WorkerService]:
         now_s = time.monotonic()
@@ -331,10 +339,25 @@ class Supervisor:
             return False
         worker.serving = True
         worker.serving_since_s = time.monotonic()
-        worker.registration = snapshot.registration
-        if self._has_served:
+        worker.registration, worker.overrides = snapshot.registration, snapshot.config
+        if not self._has_served:
+            self._check_policy(worker)
+        else:
             self._log.info("model served again", model=worker.model)
         return True
+
+    def _check_policy(self, worker: WorkerService) -> None:
+        """A model may only declare a policy that the batcher has, unless an operator has overridden it."""
+        policy = worker.registration.get("policy", POLICIES[0])
+        if "policy" not in worker.overrides and not self.has_policy(policy):
+            raise StartError(
+                f"the model {worker.model} declares the policy {policy!r}, which the batcher does not have; "
+                f"add --policies {policy}, or remove the declaration"
+            )
+
+    def has_policy(self, name: str) -> bool:
+        """Whether the batcher can use a policy of this name."""
+        return name in (*POLICIES, *self._plan.policies)
 
     def stop(self) -> bool:
         """Stop everything, in order. Whether all of it ended by itself. May be called more than once."""

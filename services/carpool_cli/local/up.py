@@ -19,10 +19,12 @@ from carpool.lifecycle import stop_on_signals
 from carpool.logs import configure_logs
 from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, RedisUrl, read_settings
 from carpool.store.connection import CommandError
+from carpool_batcher.policies import load_policies
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError
 from carpool_cli.local.supervisor import (
     POLL_S,
+    ServiceEndedError,
     StackPlan,
     StartError,
     Supervisor,
@@ -105,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT, then stop in order. Returns 1 if the stack cannot start."""
     settings = read_settings(UpSettings, argv, "carpool up")
     try:
+        load_policies(settings.policies)  # only to refuse those that the batcher could not use
         supervisor = Supervisor(settings.plan())
     except ValueError as error:
         print(f"carpool up: {error}", file=sys.stderr)
@@ -143,6 +146,7 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
         for worker in supervisor.run_once():
             if not is_announced:
                 screen.print(served_line(worker, settings.replicas))
+                _warn_of_policy(supervisor, worker, screen)
         if is_announced:
             continue
         if supervisor.serving:
@@ -160,6 +164,17 @@ def served_line(worker: WorkerService, replicas: int) -> str:
     size = worker.registration.get("max_batch_size", "?")
     processes = count(replicas, "process", "processes")
     return f"  {worker.model} is served after {took_s:.1f} s: {processes}, batches of up to {size}"
+
+
+def _warn_of_policy(supervisor: Supervisor, worker: WorkerService, screen: Screen) -> None:
+    """An override that the batcher rejects does not end the command: it could then not be removed."""
+    policy = worker.overrides.get("policy", "")
+    if policy and not supervisor.has_policy(policy):
+        screen.print(
+            f"  WARNING: the overrides of {worker.model} are not in force, because the batcher does not have "
+            f"their policy {policy}.\n"
+            f"  Start again with --policies {policy}, or remove it: carpool config {worker.model} policy="
+        )
 
 
 def _describe_redis(supervisor: Supervisor, settings: UpSettings, argv: Sequence[str]) -> str:
@@ -186,7 +201,7 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
 
 
 def _explain(error: Exception, settings: UpSettings) -> str:
-    if isinstance(error, StartError):
+    if isinstance(error, ServiceEndedError):
         return f"{error}; see the log above for the reason"
     if isinstance(error, UnavailableError | CommandError) and settings.redis_url:
         detail = error.detail if isinstance(error, UnavailableError) else str(error)

@@ -43,6 +43,7 @@ class TopSettings(ConnectionSettings):
     fill        mean fill of those batches, relative to max_batch_size or max_batch_cost
     p50, p99    time from arrival until the batch was settled, over the last 10 to 20 seconds
 
+    policy: the one in force; another than that of the settings if the batcher rejects them
     dispatch reasons: full, preferred (reached one of preferred_batch_sizes), deadline (a request would have
                 expired), efficient (larger batches gain little), delay (max_queue_delay_ms had passed),
                 idle (a model process was free)

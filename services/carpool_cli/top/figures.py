@@ -54,6 +54,7 @@ class Figures(NamedTuple):
     requests: int | None = None  # dispatched since then
     active_s: float | None = None  # how long ago that was
     unheeded: str = ""  # why the batcher rejects the model's settings, where it does
+    policy: str | None = None  # the one in force
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -97,6 +98,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         requests=report.requests,
         active_s=(report.at_us - report.began_us) / 1e6,
         unheeded=report.unheeded,
+        policy=report.policy or None,
     )
 
 

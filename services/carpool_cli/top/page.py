@@ -135,6 +135,8 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
     if model.unheeded:
         yield "settings", [f"rejected: {model.unheeded}"]
+    if model.policy:
+        yield "policy", [f"{model.policy}, not that of the settings" if model.unheeded else model.policy]
     if model.over_s is not None:
         yield "dispatch reasons", _reasons(model)
     if model.held:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Traffic, poisson
+from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes
 from carpool_cli.tuning.simulator import Simulation, World
 
 LATENCY_QUANTILE: Final = 0.99
@@ -42,7 +43,8 @@ class Figures(NamedTuple):
     """The simulated performance of a candidate at a rate.
 
     `within` is the share of all requests that were answered within the latency. Quantiles too are of all
-    requests: one is infinite if too few requests had a result.
+    requests: one is infinite if too few requests had a result. `guessed` is the share of the batches whose
+    l(n) is a guess.
     """
 
     candidate: Candidate
@@ -51,15 +53,32 @@ class Figures(NamedTuple):
     p50_ms: float
     p99_ms: float
     mean_batch: float
+    guessed: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Requests answered within the latency, per second."""
+        return self.rate * self.within
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether these figures rest on sizes of batches that were not observed."""
+        return self.guessed >= GUESSED_SHARE_MIN
 
 
 class Goal(NamedTuple):
-    """What the settings are for: a latency, in a world, with this kind of traffic."""
+    """What the settings are for: a latency, in a world, with this kind of traffic. `observed`: None if the
+    world was not measured, but given."""
 
     world: World
     latency_ms: float
     traffic: Traffic = poisson
     seed: int = 1
+    observed: ObservedSizes | None = None
+
+    def with_processes(self, number: int) -> Goal:
+        """The same goal for another number of model processes."""
+        return self._replace(world=self.world._replace(processes=number))
 
     def ceiling_per_s(self, max_size: int) -> float:
         """The rate above which no settings are tried."""
@@ -87,7 +106,8 @@ class Goal(NamedTuple):
 
         within = sum(latency_us <= 1000 * self.latency_ms for latency_us in latencies_us) / counted
         p50_ms, p99_ms = quantile_ms(0.5), quantile_ms(LATENCY_QUANTILE)
-        return Figures(candidate, rate, within, p50_ms, p99_ms, result.mean_batch)
+        guessed = self.observed.guessed_share(result.batch_sizes) if self.observed else 0.0
+        return Figures(candidate, rate, within, p50_ms, p99_ms, result.mean_batch, guessed)
 
     def is_met(self, candidate: Candidate, rate: float) -> bool:
         """Whether a candidate keeps the latency at a rate."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
 from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
 from carpool_cli.tuning.curve import line_through
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
+from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes, observed_sizes
 from carpool_cli.tuning.simulator import Simulation, SimulationResult, World, normal
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # without --model
@@ -157,7 +158,7 @@ class RecordingProgress:
 
 
 def _simulate(settings: SimulateSettings) -> None:
-    model, world = _model_and_world(settings)
+    model, world, observed = _model_and_world(settings)
     arrivals = traffic(settings.arrivals)
     rate, requests = settings.rate or RATE, settings.requests or 100_000
     if isinstance(arrivals, Recorded):
@@ -169,27 +170,35 @@ def _simulate(settings: SimulateSettings) -> None:
     result = simulation.run(arrivals(rate, requests, settings.seed, expiration_us))
     progress.end()
     if settings.as_json:
-        print(json.dumps(figures(result, model)))
-    else:
-        show(result, model, world, Screen())
+        print(json.dumps(figures(result, model, observed)))
+        return
+    screen = Screen()
+    show(result, model, world, observed, screen)
+    if settings.model is not None:
+        for line in guesses(settings, result, observed):
+            screen.print(f"\n  {line}")
 
 
-def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World]:
-    """The settings to simulate, and their world. Flags and KEY=VALUE override those of a live model."""
+def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World, ObservedSizes | None]:
+    """The settings to simulate, their world, and the sizes at which its l(n) was observed; None if it was
+    given. Flags and KEY=VALUE override those of a live model."""
     overrides, removed = parse(settings.change)
     present: dict[str, str] = {}
     processes, intercept_ms, slope_ms = 1, INTERCEPT_MS, SLOPE_MS
     curve: Curve | None = None
+    observed: ObservedSizes | None = None
+    is_given = settings.intercept_ms is not None and settings.slope_ms is not None
     if settings.model is not None:
         with connected(settings, "simulate") as link:
             live = read_live_model(link, settings.prefix, settings.model)
         present, processes = live.settings.as_text(), max(1, live.processes)
-        if live.observed:
+        if live.observed and not is_given:
+            observed = observed_sizes(live.observed)
             measurement = measured(live.observed)
             line = line_through(measurement.curve)
             intercept_ms, slope_ms = line.intercept_us / 1000, line.slope_us / 1000
             curve = measurement.curve if settings.intercept_ms is settings.slope_ms is None else None
-        elif settings.intercept_ms is None or settings.slope_ms is None:
+        elif not is_given:
             raise UnavailableModelError(
                 f"{settings.model} has no recently settled batches, so its execution time is not known: pass "
                 "--intercept-ms and --slope-ms"
@@ -204,7 +213,7 @@ def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World]:
     if model.policy not in POLICIES:
         raise ConfigError(f"policy: {model.policy!r:.80} cannot be simulated; {' and '.join(POLICIES)} can")
     round_trip_us = int(settings.trip_ms * 1000)
-    return model, World(
+    world = World(
         settings.workers or processes,
         1000 * (intercept_ms if settings.intercept_ms is None else settings.intercept_ms),
         1000 * (slope_ms if settings.slope_ms is None else settings.slope_ms),
@@ -215,6 +224,7 @@ def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World]:
         normal(settings.trip_noise),
         curve=curve,
     )
+    return model, world, observed
 
 
 def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | None:
@@ -225,8 +235,8 @@ def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | No
 # --- printing ----------------------------------------------------------------------------------------------
 
 
-def figures(result: SimulationResult, model: ModelSettings) -> dict[str, Any]:
-    """The result as a JSON object."""
+def figures(result: SimulationResult, model: ModelSettings, observed: ObservedSizes | None) -> dict[str, Any]:
+    """The result as a JSON object. The last two are null unless l(n) was observed."""
     target_ms = model.target_latency_ms
     return {
         "requests": result.requests,
@@ -241,17 +251,26 @@ def figures(result: SimulationResult, model: ModelSettings) -> dict[str, Any]:
         "mean_batch": round(result.mean_batch, 3),
         "batches": len(result.batch_sizes),
         "reasons": result.reasons,
+        "observed": observed and observed._asdict(),
+        "guessed_batches": observed and round(observed.guessed_share(result.batch_sizes), 6),
     }
 
 
-def show(result: SimulationResult, model: ModelSettings, world: World, screen: Screen) -> None:
+def show(
+    result: SimulationResult,
+    model: ModelSettings,
+    world: World,
+    observed: ObservedSizes | None,
+    screen: Screen,
+) -> None:
     """Print the result as a table."""
     processes = count(world.processes, "process", "processes")
     size = model.max_batch_size
     screen.print(
-        f"policy {model.policy}, batches of up to {size}, {processes}, {execution(world, size)}", style="bold"
+        f"policy {model.policy}, batches of up to {size}, {processes}, {execution(world, size, observed)}",
+        style="bold",
     )
-    found = figures(result, model)
+    found = figures(result, model, observed)
     batches = max(1, len(result.batch_sizes))
     reasons = sorted(result.reasons.items(), key=lambda reason_and_batches: -reason_and_batches[1])
     rows = [
@@ -272,15 +291,36 @@ def show(result: SimulationResult, model: ModelSettings, world: World, screen: S
         screen.print(f"  {line}")
 
 
-def execution(world: World, max_size: int) -> str:
-    """l(n) as text."""
-    if world.curve is None:
+def execution(world: World, max_size: int, observed: ObservedSizes | None) -> str:
+    """l(n) as text: the line that was given, or the times of a model, of which some are a guess."""
+    if observed is None or world.curve is None:
         return f"execution of n takes {world.intercept_us / 1000:.4g} + {world.slope_us / 1000:.4g} n ms"
-    sizes = sorted({1, max_size})
-    return "measured execution times " + ", ".join(_measured_time(world.curve, size) for size in sizes)
+    ends = (observed.smallest, min(observed.largest, max_size))
+    measured_ms, guessed_ms = (
+        ", ".join(f"l({size}) = {world.execution_us(size) / 1000:.3g} ms" for size in sorted(sizes))
+        for sizes in (
+            set(filter(observed.covers, ends)),
+            {size for size in (1, max_size) if not observed.covers(size)},
+        )
+    )
+    parts = [measured_ms and f"measured {measured_ms}", guessed_ms and f"guessed {guessed_ms}"]
+    return ", ".join(filter(None, parts))
 
 
-def _measured_time(curve: Curve, size: int) -> str:
-    """l(size); a size outside of those that were observed is said to be extrapolated."""
-    extrapolated = "" if curve.sizes[0] <= size <= curve.sizes[-1] else " (extrapolated)"
-    return f"l({size}) = {curve.at(size) / 1000:.3g} ms{extrapolated}"
+def guesses(
+    settings: SimulateSettings, result: SimulationResult, observed: ObservedSizes | None
+) -> Iterator[str]:
+    """What was not measured of a live model, and how to measure it."""
+    if observed is not None:
+        share = observed.guessed_share(result.batch_sizes)
+        if share >= GUESSED_SHARE_MIN:
+            yield (
+                f"WARNING: {share:.0%} of the simulated batches have sizes that were not observed, so these "
+                f"figures are a guess.\n  Only {observed} were observed; `carpool tune {settings.model} BODY "
+                "--latency-ms MS` measures all sizes."
+            )
+    if not {"trip_ms", "trip_slope_ms"} & settings.model_fields_set:
+        yield (
+            f"The round trip of n requests is not measured, but assumed to be {settings.trip_ms:g} + "
+            f"{settings.trip_slope_ms:g} n ms: see --trip-ms and --trip-slope-ms."
+        )

@@ -29,8 +29,9 @@ from carpool_cli.tuning.calibrate import (
     measured,
 )
 from carpool_cli.tuning.live import LiveModel, UnavailableModelError, connected, read_live_model, run_command
+from carpool_cli.tuning.observed import ObservedSizes, observed_sizes
+from carpool_cli.tuning.processes import describe, processes_needed
 from carpool_cli.tuning.search import (
-    OBSERVED_SHARE_MIN,
     P99_TOLERANCE,
     RATE_TOLERANCE,
     Candidate,
@@ -46,6 +47,9 @@ from carpool_cli.tuning.search import (
 from carpool_cli.tuning.simulator import World
 
 PLOTTED_RATES: Final = 12
+PLOTTED_RATE_RATIO: Final = 1.15  # of the plot to the rate of the advice
+PLOTTED_OVERLOAD_RATIO: Final = 1.6  # the same where requests expire, and goodput is plotted
+ROBUST_KINDS: Final = ("eager", "deferred")  # tried with more processes, beside what is best with the present
 CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
 
@@ -55,7 +59,9 @@ class TuneSettings(ConnectionSettings):
     It measures how long a batch of n takes by sending BODY in bursts, one burst after the other; without BODY
     it uses the batches of the model that were settled last. Then it tries settings in the simulator, and
     prints the best ones and the command that applies them. It changes no settings. BODY is as for `carpool
-    infer`: JSON, text, @FILE or -.
+    infer`: JSON, text, @FILE or -. With --rate it also says how many model processes that rate needs.
+
+    l(n) is a guess at sizes that were not observed. What rests on such a guess is marked.
 
       carpool tune square 7 --latency-ms 20
       carpool tune square 7 --latency-ms 20 --rate 3000
@@ -74,7 +80,9 @@ class TuneSettings(ConnectionSettings):
     arrivals: str = Field("poisson", description="poisson, bursty, or a FILE, as for `carpool simulate`")
     raw: bool = Field(False, description="send the body unchanged, as bytes")
     rounds: int = Field(5, ge=1, le=100, description="number of bursts of each size")
-    plot: str = Field("tune.png", description="file for the plot of p99 latency by rate; empty for none")
+    plot: str = Field(
+        "tune.png", description="file for the plot of p99 latency and goodput by rate; empty for none"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,8 +100,9 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
     max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)
     measurement = _measure(settings, live, screen)
     world = measurement.world(live.processes)
+    observed = observed_sizes(measurement.observed)
     _show_measured(live, measurement, world, max_size, screen)
-    goal = Goal(world, settings.latency_ms, arrivals)
+    goal = Goal(world, settings.latency_ms, arrivals, observed=observed)
     lone_ms = (world.execution_us(1) + world.round_trip_us(1)) / 1000
     if lone_ms > settings.latency_ms:
         raise UnavailableModelError(
@@ -109,8 +118,9 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
         ranked = rank_by_latency(goal, tried, settings.rate, progress.step)
     progress.end()
     best = recommend(ranked, live.settings, at_one_rate=settings.rate is not None)
-    _show_ranking(settings, live, ranked, best, screen)
+    _show_ranking(settings, live, ranked, best, observed, screen)
     _show_advice(settings, live, best, screen)
+    _show_processes(settings, goal, live, ranked, best, screen)
     _show_larger_batches(settings, goal, measurement, best, max_size, screen)
     if settings.plot:
         _plot(settings, goal, measurement, live, best, max_size, screen)
@@ -155,7 +165,7 @@ def _show_measured(
     live: LiveModel, measurement: Measured, world: World, max_size: int, screen: Screen
 ) -> None:
     screen.title("Measured")
-    for line in curve_rows(measurement):
+    for line in curve_rows(measurement, world, max_size):
         screen.print(f"  {line}")
     screen.print(f"  standard deviation of l(n): {deviation(world.spread):.1%}")
     line = f"{(world.out_us + world.back_us) / 1000:.3g} + {world.round_trip_slope_us / 1000:.3g} n ms"
@@ -172,24 +182,24 @@ def _show_measured(
         _warn(reasons, screen)
 
 
-def curve_rows(measurement: Measured) -> list[str]:
-    """l(n) as a table, of sizes that were observed."""
+def curve_rows(measurement: Measured, world: World, max_size: int) -> list[str]:
+    """l(n) as a table, at observed sizes; where 1 or `max_size` is none, there too, marked as a guess."""
+    observed = observed_sizes(measurement.observed)
     points = list(zip(measurement.curve.sizes, measurement.curve.times_us, strict=True))
     points = points[:: -max(1, -(-len(points) // CURVE_COLUMNS_MAX))][::-1]  # always with the largest size
-    return table(
-        [
-            ("batch size n", *(f"{size:.0f}" for size, _ in points)),
-            ("execution time l(n), ms", *(f"{time_us / 1000:.3g}" for _, time_us in points)),
-        ]
-    )
+    columns = [(f"{size:.0f}", f"{time_us / 1000:.3g}") for size, time_us in points]
+    for position, size in ((0, 1), (len(columns) + 1, max_size)):
+        if not observed.covers(size):
+            columns.insert(position, (f"{size}?", f"{world.execution_us(size) / 1000:.3g}?"))
+    sizes, times_ms = zip(*columns, strict=True)
+    return table([("batch size n", *sizes), ("execution time l(n), ms", *times_ms)])
 
 
 def notes(live: LiveModel, measurement: Measured, max_size: int) -> Iterator[str]:
     """Limitations of the measurement that matter for the advice."""
-    sizes = [size for size, _ in measurement.observed]
-    if min(sizes) > 1 or max(sizes) < OBSERVED_SHARE_MIN * max_size:
-        text = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-        yield f"(observed batch sizes: {text}; other sizes are extrapolated)"
+    observed = observed_sizes(measurement.observed)
+    if not (observed.covers(1) and observed.covers(max_size)):
+        yield f"? a guess: only {observed} were observed, and l(n) of all other sizes is extrapolated"
     if live.settings.policy not in POLICIES:
         yield f"(the policy {live.settings.policy} is simulated as eager)"
 
@@ -210,14 +220,30 @@ def _warn(reasons: Sequence[str], screen: Screen) -> None:
 
 
 def _show_ranking(
-    settings: TuneSettings, live: LiveModel, ranked: Sequence[Figures], best: Figures, screen: Screen
+    settings: TuneSettings,
+    live: LiveModel,
+    ranked: Sequence[Figures],
+    best: Figures,
+    observed: ObservedSizes,
+    screen: Screen,
 ) -> None:
     within = f"{settings.latency_ms:g} ms"
     if settings.rate is None:
         screen.title(f"Simulated: the highest rate at which 99% of the requests take at most {within}")
     else:
         screen.title(f"Simulated at {settings.rate:,.0f} requests/s")
-    rows = [("", "requests/s", f"within {within}", "p50 ms", "p99 ms", "mean batch", "changed settings")]
+    rows = [
+        (
+            "",
+            "requests/s",
+            f"within {within}",
+            "p50 ms",
+            "p99 ms",
+            "mean batch",
+            "guessed",
+            "changed settings",
+        )
+    ]
     for figures in ranked:
         changes = changed_settings(figures.candidate.settings, live.settings)
         mark = "*" if figures is best else " "
@@ -225,6 +251,7 @@ def _show_ranking(
             (
                 f"{mark} {figures.candidate.kind}", f"{figures.rate:,.0f}", f"{figures.within:.1%}",
                 _ms(figures.p50_ms), _ms(figures.p99_ms), f"{figures.mean_batch:.1f}",
+                f"{figures.guessed:.0%}",
                 " ".join(f"{name}={value}" for name, value in changes.items()),
             )
         )  # fmt: skip
@@ -235,6 +262,11 @@ def _show_ranking(
         "  * recommended: of the rows about as good as the first (at most "
         f"{RATE_TOLERANCE:.0%} worse; p99: {P99_TOLERANCE:.0%}), the one that changes the fewest settings"
     )
+    if any(figures.is_guess for figures in ranked):
+        screen.print(
+            f"  guessed: the share of the simulated batches whose l(n) is a guess, as only {observed} were "
+            "observed"
+        )
 
 
 def _show_advice(settings: TuneSettings, live: LiveModel, best: Figures, screen: Screen) -> None:
@@ -257,6 +289,35 @@ def _show_advice(settings: TuneSettings, live: LiveModel, best: Figures, screen:
         else:
             screen.print("\nTo apply the recommended settings:")
         screen.print(f"  carpool config {shlex.quote(settings.model)} {pairs}")
+    if best.is_guess:
+        screen.print(f"This is a guess, because l(n) is one for {best.guessed:.0%} of the simulated batches.")
+
+
+def _show_processes(
+    settings: TuneSettings,
+    goal: Goal,
+    live: LiveModel,
+    ranked: Sequence[Figures],
+    best: Figures,
+    screen: Screen,
+) -> None:
+    """Print how many model processes the rate needs, if one is given."""
+    if settings.rate is None:
+        return
+    others = [
+        figures.candidate
+        for figures in ranked
+        if figures is not best and figures.candidate.kind in ROBUST_KINDS
+    ]
+    needed = processes_needed(goal, [best.candidate, *others], settings.rate)
+    screen.print()
+    for line in describe(needed, settings.rate, settings.latency_ms, live.processes):
+        screen.print(line)
+    if needed is not None and needed.figures.candidate is not best.candidate:
+        changes = changed_settings(needed.figures.candidate.settings, live.settings)
+        pairs = " ".join(shlex.quote(f"{name}={value}") for name, value in changes.items())
+        command = f"carpool config {shlex.quote(settings.model)} {pairs}" if pairs else "the present ones"
+        screen.print(f"This is with other settings than those above: {command}")
 
 
 def _show_larger_batches(
@@ -288,11 +349,13 @@ def _plot(
 ) -> None:
     from carpool_cli.tuning.plot import plot  # noqa: PLC0415 (only needed with --plot)
 
-    top = 1.15 * max(best.rate, settings.rate or 0.0, 1.0)
-    rates = [top * (step + 1) / PLOTTED_RATES for step in range(PLOTTED_RATES)]
     shown = {"present settings": Candidate("present", live.settings)}
     if best.candidate.settings != live.settings:
         shown[f"recommended: {best.candidate.kind}"] = best.candidate
+    expires = any(candidate.settings.default_expiration_ms is not None for candidate in shown.values())
+    top = max(best.rate, settings.rate or 0.0, 1.0)
+    top *= PLOTTED_OVERLOAD_RATIO if expires else PLOTTED_RATE_RATIO
+    rates = [top * (step + 1) / PLOTTED_RATES for step in range(PLOTTED_RATES)]
     try:
         import matplotlib as _  # noqa: F401, PLC0415
 

@@ -53,10 +53,12 @@ class StackedItems:
 
     def __init__(self, arrays: Stacked) -> None:
         self._arrays = arrays
-        self._only = next(iter(arrays.values())) if len(arrays) == 1 else None
+        first = next(iter(arrays.values()))
+        self._count = len(first)
+        self._only = first if len(arrays) == 1 else None
 
     def __len__(self) -> int:
-        return len(next(iter(self._arrays.values())))
+        return self._count
 
     def item(self, index: int) -> Any:
         if self._only is not None:
@@ -64,7 +66,7 @@ class StackedItems:
         return {name: array[index] for name, array in self._arrays.items()}
 
     def select(self, indexes: Sequence[int]) -> Any:
-        if len(indexes) == len(self):  # without a copy
+        if len(indexes) == self._count:  # without a copy
             return dict(self._arrays) if self._only is None else self._only
         if self._only is not None:
             return self._only[list(indexes)]
@@ -91,7 +93,9 @@ class WrongOutputError(Exception):
 def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails."""
     failures = _validate(model, items)
-    valid = [index for index in range(len(items)) if index not in failures]
+    valid: Sequence[int] = range(len(items))
+    if failures:
+        valid = [index for index in valid if index not in failures]
     parts: list[list[Any] | Stacked] = []
     if valid and not _attempt(model, items, requests, valid, failures, parts):
         return Outcome(failures, _join(parts), 0)
@@ -146,8 +150,18 @@ def _run(
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
     outputs = model.run(items.select(indexes), infos)
-    if not isinstance(outputs, Sequence | Mapping) and hasattr(outputs, "__array__"):
+    if (
+        type(outputs) is not np.ndarray
+        and not isinstance(outputs, Sequence | Mapping)
+        and hasattr(outputs, "__array__")
+    ):
         outputs = np.asarray(outputs)  # for example a torch tensor on the CPU
+    if isinstance(outputs, np.ndarray):
+        _check_count(len(outputs) if outputs.ndim else 0, len(indexes))
+        if model.outputs or (outputs.ndim > 1 and outputs.dtype != object):
+            return _stacked(model, {model.outputs[0].name if model.outputs else "": outputs})
+        # A model that declares no tensors and returns one value for each item: a list of plain values.
+        return list(outputs) if outputs.dtype == object else list(outputs.tolist())
     if isinstance(outputs, Mapping):
         columns = {str(name): _column(values) for name, values in outputs.items()}
         if not columns:
@@ -155,12 +169,6 @@ def _run(
         for name, column in columns.items():
             _check_count(len(column) if column.ndim else 0, len(indexes), f" in output {name!r}")
         return _stacked(model, columns)
-    if isinstance(outputs, np.ndarray):
-        _check_count(len(outputs) if outputs.ndim else 0, len(indexes))
-        if model.outputs or (outputs.ndim > 1 and outputs.dtype != object):
-            return _stacked(model, {model.outputs[0].name if model.outputs else "": outputs})
-        # A model that declares no tensors and returns one value for each item: a list of plain values.
-        return list(outputs) if outputs.dtype == object else list(outputs.tolist())
     if isinstance(outputs, str | bytes) or not isinstance(outputs, Sequence):
         raise WrongOutputError(
             f"the model returned a {type(outputs).__name__} for {len(indexes)} requests, not a list"
@@ -187,10 +195,9 @@ def _column(values: Any) -> Array:
 
 def _stacked(model: LoadedModel, columns: Stacked) -> list[Any] | Stacked:
     """The columns if all can be sent stacked; else (strings, rows of unequal shape) a list of rows."""
-    declared = {spec.name: spec.datatype for spec in model.outputs}
     stackable = True
     for name, column in columns.items():
-        kind, datatype = column.dtype.kind, declared.get(name)
+        kind, datatype = column.dtype.kind, model.output_datatypes.get(name)
         if (datatype == "BYTES" and kind not in "USO") or (datatype not in (None, "BYTES") and kind in "US"):
             raise WrongOutputError(
                 f"the model returned {column.dtype} in output {name!r}, which is declared as {datatype}"
@@ -213,10 +220,10 @@ def _join(parts: Sequence[list[Any] | Stacked]) -> list[Any] | Stacked:
 
     Then a result has the same form whether or not another item failed.
     """
+    if len(parts) == 1:
+        return parts[0]
     stacked = [part for part in parts if isinstance(part, dict)]
     if stacked and len(stacked) == len(parts) and len({_layout(part) for part in stacked}) == 1:
-        if len(stacked) == 1:
-            return stacked[0]
         return {name: np.concatenate([part[name] for part in stacked]) for name in stacked[0]}
     return [row for part in parts for row in _rows(part)]
 

@@ -85,12 +85,16 @@ class ProcessGoneError(ConnectionError):
     """The connection to the other process is closed."""
 
 
+# An exception's text may have lone surrogates. Threads may share this: packing plain values runs no Python.
+_HEADER_PACKER: Final = msgpack.Packer(unicode_errors="replace")
+
+
 # --- messages ----------------------------------------------------------------------------------------------
 
 
 def message_parts(header: Any, *payload: Buffer) -> list[Buffer]:
     """One message as pieces to be sent one after the other; those of a large payload are not copied."""
-    head = msgpack.packb(header, unicode_errors="replace")  # an exception's text may have lone surrogates
+    head = _HEADER_PACKER.pack(header)
     payload_bytes = sum(map(len, payload))
     lengths = _LENGTHS.pack(len(head), payload_bytes)
     if payload_bytes < _ONE_WRITE_BYTES_MAX:
@@ -113,6 +117,7 @@ class MessageReader:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
 
@@ -126,26 +131,29 @@ class MessageReader:
 
         Raises ProcessGoneError at the end of the stream.
         """
-        head_bytes, payload_bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
+        if self._end - self._start < _LENGTHS.size:
+            self._fill(_LENGTHS.size)
+        head_bytes, payload_bytes = _LENGTHS.unpack_from(self._buffer, self._start)
+        self._start += _LENGTHS.size
         header = msgpack.unpackb(self._take(head_bytes), strict_map_key=False)
         return header, self._take(payload_bytes)
 
     def _take(self, size_bytes: int) -> Buffer:
-        if self._end - self._start < size_bytes <= _BUFFER_BYTES:
+        if size_bytes > _BUFFER_BYTES:
+            return self._take_large(size_bytes)
+        if self._end - self._start < size_bytes:
             self._fill(size_bytes)
-        if size_bytes <= self._end - self._start:
-            data = self._buffer[self._start : self._start + size_bytes]
-            self._start += size_bytes
-            return data
-        return self._take_large(size_bytes)
+        start = self._start
+        self._start = end = start + size_bytes
+        return self._buffer[start:end]
 
     def _fill(self, size_bytes: int) -> None:
         """Read until at least `size_bytes` are buffered."""
         buffered = self._end - self._start
-        self._buffer[:buffered] = self._buffer[self._start : self._end]
+        self._view[:buffered] = self._view[self._start : self._end]
         self._start, self._end = 0, buffered
         while self._end < size_bytes:
-            self._end += self._receive_into(memoryview(self._buffer)[self._end :])
+            self._end += self._receive_into(self._view[self._end :])
 
     def _take_large(self, size_bytes: int) -> Buffer:
         view: memoryview = np.empty(size_bytes, np.uint8).data  # a bytearray would be filled with zeros first
@@ -291,7 +299,7 @@ def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
     return texts, unpacker.tell()
 
 
-def stack(arrays: dict[str, Array], declared: dict[str, str]) -> tuple[list[Part], bytes]:
+def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Part], bytes]:
     """Stacked numeric arrays as parts and bytes; a `declared` datatype replaces the array's own.
 
     Raises ValueError for an array that cannot be sent stacked.

@@ -80,7 +80,7 @@ def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: Load
     started_ns = time.perf_counter_ns()
     outcome = execute(model, items, requests)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
-    failures, parts, data = _encode(model, outcome, len(items))
+    failures, parts, data = _encode(model, outcome, frame.size)
     header = OutcomeHeader(
         frame.first, frame.size, frame.number, compute_us, failures, parts, outcome.executed
     )
@@ -95,7 +95,7 @@ def _encode(model: LoadedModel, outcome: Outcome, count: int) -> Encoded:
     failures, results = outcome.failures, outcome.results
     if isinstance(results, dict):
         try:
-            parts, data = frames.stack(results, {spec.name: spec.datatype for spec in model.outputs})
+            parts, data = frames.stack(results, model.output_datatypes)
         except Exception as error:  # a model's arrays may be of any class and raise anything
             return dict.fromkeys(range(count), (INTERNAL, str(error))) | failures, [], frames.pack_values([])
         return failures, parts, data

@@ -54,6 +54,10 @@ class LoadedModel:
     outputs: tuple[TensorSpec, ...] = ()
     settings: ModelSettings = field(default_factory=ModelSettings)
     misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
+    output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output_datatypes", {spec.name: spec.datatype for spec in self.outputs})
 
 
 def adapt(model: Any, device: str) -> LoadedModel:

@@ -2,6 +2,9 @@
 
 sync          Client: AsyncClient on a thread of its own
 aio           AsyncClient
+options       the options of requests
+encoding      values -> bodies
+awaited       requests without a result
 transport     the two connections to Redis, and how they are restored
 entries       requests on their way to Redis, in entries
 timeouts      timers of entries

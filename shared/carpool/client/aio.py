@@ -8,16 +8,17 @@ timeouts among it, is done for an entry.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from itertools import count, islice
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, Final, Self, Unpack
 
 import numpy as np
 
+from carpool.client.awaited import AwaitedRequests
+from carpool.client.encoding import BodyEncoder, TensorHead
 from carpool.client.entries import (
     LARGE_BODY_BYTES,
     MAX_ENTRY_BYTES,
@@ -27,87 +28,33 @@ from carpool.client.entries import (
     OutgoingEntry,
     OutgoingRun,
 )
-from carpool.client.reading import ResultReader
-from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window, rows_of
+from carpool.client.options import (
+    DEFAULT_TIMEOUT_S,
+    IN_FLIGHT,
+    RequestOptions,
+    check_correlation_id,
+    check_in_flight,
+    checked_timeout_s,
+    optional_fields,
+)
+from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.timeouts import Timeouts
 from carpool.client.transport import Transport
 from carpool.errors import (
     CarpoolError,
     DeadlineExceededError,
-    InternalError,
     InvalidArgumentError,
     NotFoundError,
     UnavailableError,
 )
-from carpool.keys import CORRELATION_ID, DEFAULT_PREFIX, Keys, models_key
-from carpool.messages import MSGPACK, RAW, ResultColumns
+from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.messages import MSGPACK
 from carpool.store.connection import CommandError, LinkError
-from carpool.wire.bodies import encode_body
-from carpool.wire.results import decode_columns, decode_results
-from carpool.wire.tensors import Array, datatype_of, tensor_head, to_bytes
+from carpool.wire.tensors import Array, to_bytes
 
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
 DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
-DEFAULT_TIMEOUT_S: Final = 30.0
-IN_FLIGHT: Final = 1024
-TIMEOUT_MAX_S: Final = 366 * 24 * 3600
-_CACHED_HEADS_MAX: Final = 1000
-# Fields that only this client sets. With others' values, the result would be written where it does not read.
-_RESERVED_FIELDS: Final = frozenset(
-    {
-        "arrival",
-        "bodies",
-        "body",
-        "body_bytes",
-        "body_key",
-        "content_type",
-        "correlation_id",
-        "correlation_ids",
-        "expiration",
-        "reply_columns",
-        "reply_to",
-        "requests",
-        "row_head",
-        "rows",
-        "withdraw",
-    }
-)
-
-
-class RequestOptions(TypedDict, total=False):
-    """Options of a request.
-
-    `timeout`: seconds until the request fails, None for no limit; by default the client's. It is sent with
-        the request as its expiration; the model's settings may override that.
-    `priority`: 0 to 9, higher first; by default 4.
-    `lane`: only requests of the same lane share a batch.
-    `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.
-    `tenant`: tenants share the model by its `tenant_weights`.
-    `content_type`: how to encode the body; by default its type decides.
-    `correlation_id`: your own ID, such as the one of a request that you send again.
-    `fields`: further fields, for the model to read.
-    """
-
-    timeout: float | None
-    priority: int | None
-    lane: str | None
-    cost: int | None
-    tenant: str | None
-    content_type: str | None
-    correlation_id: str | None
-    fields: Mapping[str, bytes | str] | None
-
-
-class _Head(NamedTuple):
-    """What the bodies of arrays of one dtype and shape have in common."""
-
-    datatype: str
-    encoded: bytes
-    exact: bool  # an array's own bytes are the data
-
-
-_NO_HEAD: Final = b""
 
 
 class AsyncClient:
@@ -124,22 +71,21 @@ class AsyncClient:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
-        self._timeout_s = _checked_timeout_s(timeout)
+        self._timeout_s = checked_timeout_s(timeout)
         self._name = f"py-{secrets.token_hex(8)}"
         self._numbers = count()
         self._channels: dict[str, Channel] = {}  # by model
-        self._awaited: dict[str, OutgoingEntry] = {}  # by the correlation IDs of requests without a result
+        self._awaited = AwaitedRequests()
         # Entries to be sent after this iteration of the event loop, and those that take more requests.
         self._collected: list[OutgoingEntry] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
-        self._heads: dict[tuple[Any, tuple[int, ...]], _Head] = {}  # by dtype and shape
-        self._reader = ResultReader()
+        self._encoder = BodyEncoder()
         self._values, self._replies = FutureSink(), ReplySink()
         self._timeouts = Timeouts(self._on_timeout)
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
         url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
-        self._transport = Transport(url, self._name, self._on_results, self._fail)
+        self._transport = Transport(url, self._name, self._awaited.on_results, self._awaited.fail)
 
     # --- connecting and closing ----------------------------------------------------------------------------
 
@@ -173,9 +119,7 @@ class AsyncClient:
             return
         self._closed = True
         await self._transport.close()
-        error = UnavailableError("the client was closed before there was a result")
-        for entry in set(self._awaited.values()):
-            self._fail(entry, error)
+        self._awaited.fail_all(UnavailableError("the client was closed before there was a result"))
         self._timeouts.close()
 
     # --- requests ------------------------------------------------------------------------------------------
@@ -238,14 +182,14 @@ class AsyncClient:
         The first error is raised, and the other requests are withdrawn, as they are if this is cancelled.
         With `return_exceptions` the results are a list that has each error in its place.
         """
-        _check_in_flight(in_flight)
+        check_in_flight(in_flight)
         channel = self._channels.get(model) or await self._open_channel(model)
         size = (
             len(bodies) if isinstance(bodies, np.ndarray) and bodies.ndim and not return_exceptions else None
         )
         gathering = Gathering(self._loop, size=size, keep_errors=return_exceptions)
         try:
-            if isinstance(bodies, np.ndarray) and (head := self._head_of_rows(bodies, options)):
+            if isinstance(bodies, np.ndarray) and (head := self._encoder.head_of_rows(bodies, options)):
                 await self._send_rows(channel, bodies, head, options, gathering, in_flight)
             else:
                 for body in bodies:
@@ -271,7 +215,7 @@ class AsyncClient:
         `bodies` may be endless: at most `in_flight` requests have no result at any time. An error is raised
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
-        _check_in_flight(in_flight)
+        check_in_flight(in_flight)
         channel = self._channels.get(model) or await self._open_channel(model)
         window = Window(self._loop)
         source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
@@ -335,10 +279,10 @@ class AsyncClient:
             timeout_s, fields = self._read_options(options)
             correlation_id, content_type = options.get("correlation_id"), options.get("content_type")
             if correlation_id is not None:
-                self._check_correlation_id(correlation_id)
+                check_correlation_id(correlation_id, self._awaited.entries)
         if correlation_id is None:
             correlation_id = f"{self._name}-{next(self._numbers)}"
-        content_type, head, rest = self._encode(body, content_type)
+        content_type, head, rest = self._encoder.encode(body, content_type)
         key = (channel, content_type, timeout_s, sink)
         entry = self._open.get(key)
         if entry is None:
@@ -351,7 +295,7 @@ class AsyncClient:
             has_room = entry.add_stored(correlation_id, target, fields, head + rest, name)
         if not has_room:
             del self._open[key]
-        self._awaited[correlation_id] = entry
+        self._awaited.entries[correlation_id] = entry
         return correlation_id
 
     def _add_or_fail(
@@ -368,7 +312,7 @@ class AsyncClient:
         self,
         channel: Channel,
         array: Array,
-        head: _Head,
+        head: TensorHead,
         options: RequestOptions,
         gathering: Gathering,
         in_flight: int,
@@ -388,7 +332,7 @@ class AsyncClient:
                 OutgoingRun(fields, head.encoded, ids, [to_bytes(rows, head.datatype)]),
                 gathering.reserve(len(ids)),
             )
-            self._awaited.update(dict.fromkeys(ids, entry))
+            self._awaited.entries.update(dict.fromkeys(ids, entry))
             self._collect(entry)
 
     def _collect(self, entry: OutgoingEntry) -> None:
@@ -409,183 +353,26 @@ class AsyncClient:
         """The timeout, and the options that are sent as fields of the request."""
         if not options:
             return self._timeout_s, NO_FIELDS
-        return _checked_timeout_s(options.get("timeout", self._timeout_s)), _optional_fields(options)
+        return checked_timeout_s(options.get("timeout", self._timeout_s)), optional_fields(options)
 
-    def _check_correlation_id(self, correlation_id: str) -> None:
-        """Reject an unusable ID: the error for it would be written under another ID, which nothing reads."""
-        if type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
-            raise InvalidArgumentError(
-                f"correlation_id: {correlation_id!r:.140} must have 1 to 128 characters: letters, digits, "
-                "'.', '_', ':', '-'"
-            )
-        if correlation_id in self._awaited:
-            raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is already in flight")
-
-    def _encode(self, body: Any, content_type: str | None) -> tuple[str, bytes, bytes]:
-        """The content type of a body, its head, and what follows the head."""
-        if type(body) is np.ndarray and (content_type is None or content_type == MSGPACK):
-            head = self._heads.get((body.dtype, body.shape)) or self._make_head(body.dtype, body.shape)
-            if head is not None:
-                if head.exact and body.nbytes >= LARGE_BODY_BYTES:  # copied once
-                    return MSGPACK, _NO_HEAD, b"".join((head.encoded, np.ascontiguousarray(body).data))
-                return MSGPACK, head.encoded, body.tobytes() if head.exact else to_bytes(body, head.datatype)
-        if content_type is None:
-            content_type = RAW if isinstance(body, bytes | bytearray | memoryview) else MSGPACK
-        try:
-            return content_type, _NO_HEAD, encode_body(content_type, body)
-        except InternalError as error:
-            raise InvalidArgumentError(f"body: {error.detail}") from None
-
-    def _head_of_rows(self, array: Array, options: RequestOptions) -> _Head | None:
-        """The head of the rows of an array; None if they cannot be sent as columns, or are large."""
-        if array.ndim == 0:
-            raise InvalidArgumentError("body: an array without dimensions has no rows")
-        if "correlation_id" in options:
-            raise InvalidArgumentError("correlation_id: cannot be the same for several requests")
-        if options.get("content_type") not in (None, MSGPACK):
-            return None
-        if not 0 < array.nbytes < LARGE_BODY_BYTES * len(array):
-            return None
-        key = (array.dtype, array.shape[1:])
-        return self._heads.get(key) or self._make_head(*key)
-
-    def _make_head(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _Head | None:
-        """The head of arrays of this dtype and shape, kept for the next; None for those of strings."""
-        try:
-            datatype = datatype_of(np.empty(0, dtype))
-        except ValueError as error:
-            raise InvalidArgumentError(f"body: {error}") from None
-        if datatype == "BYTES":
-            return None
-        if len(self._heads) >= _CACHED_HEADS_MAX:
-            self._heads.clear()
-        encoded = tensor_head(datatype, shape, math.prod(shape) * dtype.itemsize)
-        head = _Head(datatype, encoded, exact=dtype == dtype.newbyteorder("<"))
-        self._heads[dtype, shape] = head
-        return head
-
-    # --- results, errors, timeouts and withdrawals ---------------------------------------------------------
-
-    def _on_results(self, flat: Sequence[bytes]) -> None:
-        """Results from an entry of a reply stream. Those that are no longer wanted are ignored."""
-        for name, packed in zip(flat[::2], flat[1::2], strict=True):
-            if name == b"columns":
-                for columns in decode_columns(packed):
-                    self._on_columns(columns)
-            elif name == b"results":
-                for envelope in decode_results(packed):
-                    self._on_envelope(envelope)
-
-    def _on_columns(self, columns: ResultColumns) -> None:
-        try:
-            array = self._reader.array(columns)
-        except CarpoolError:
-            array = None  # each result fails by itself
-        if array is None:
-            for result in columns.results():
-                self._on_envelope(result._asdict())
-            return
-        ids, served = columns.correlation_ids, (columns.batch_size, columns.queue_us, columns.compute_us)
-        pop = self._awaited.pop
-        entries = [pop(correlation_id, None) for correlation_id in ids]
-        first = entries[0]
-        if first is not None and entries.count(first) == len(entries):
-            targets = [first.awaited.pop(correlation_id) for correlation_id in ids]
-            first.sink.put_rows(ids, targets, array, served)
-            if not first.awaited:
-                self._timeouts.stop(first)
-            return
-        for correlation_id, entry, row in zip(ids, entries, rows_of(array), strict=True):
-            if entry is not None:
-                entry.sink.put(correlation_id, self._take_target(entry, correlation_id), row, served)
-
-    def _on_envelope(self, envelope: dict[str, Any]) -> None:
-        correlation_id = envelope["correlation_id"]
-        entry = self._awaited.pop(correlation_id, None)
-        if entry is None:
-            return
-        target = self._take_target(entry, correlation_id)
-        try:
-            value = self._reader.value(envelope)
-        except CarpoolError as error:
-            entry.sink.fail(target, error)
-            return
-        served = (envelope["batch_size"], envelope["queue_us"], envelope["compute_us"])
-        entry.sink.put(correlation_id, target, value, served)
-
-    def _take_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
-        """Remove a request that has its result from its entry; return its target."""
-        target = entry.awaited.pop(correlation_id)
-        if not entry.awaited:
-            self._timeouts.stop(entry)
-        return target
+    # --- timeouts and withdrawals --------------------------------------------------------------------------
 
     def _on_timeout(self, entry: OutgoingEntry) -> None:
         error = self._transport.connection_error
         cause = f" ({error.detail})" if error else ""
-        self._fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
-
-    def _fail(self, entry: OutgoingEntry, error: CarpoolError) -> None:
-        """Fail all requests of an entry that have no result."""
-        self._timeouts.stop(entry)
-        awaited, entry.awaited = entry.awaited, {}
-        for correlation_id, target in awaited.items():
-            del self._awaited[correlation_id]
-            entry.sink.fail(target, type(error)(error.detail, correlation_id=correlation_id))
+        self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
 
     def _withdraw(self, correlation_id: str, target: Any) -> None:
         """Withdraw a request whose caller was cancelled."""
-        entry = self._awaited.get(correlation_id)
-        if entry is not None and entry.awaited[correlation_id] is target:
-            del self._awaited[correlation_id]
-            self._take_target(entry, correlation_id)
-            if entry.sent:
-                self._transport.withdraw(entry.channel, [correlation_id])
+        entry = self._awaited.remove(correlation_id, target)
+        if entry is not None and entry.sent:
+            self._transport.withdraw(entry.channel, [correlation_id])
 
     def _withdraw_all(self, sink: Sink) -> None:
         """Withdraw all requests without a result whose results go to this sink."""
-        for entry in {entry for entry in self._awaited.values() if entry.sink is sink}:
-            self._timeouts.stop(entry)
-            awaited, entry.awaited = entry.awaited, {}
-            for correlation_id in awaited:
-                del self._awaited[correlation_id]
+        for entry, correlation_ids in self._awaited.remove_all(sink):
             if entry.sent:
-                self._transport.withdraw(entry.channel, awaited)
-
-
-def _checked_timeout_s(timeout_s: float | None) -> float | None:
-    """A valid timeout. Infinity becomes None; a negative one becomes 0. Raises InvalidArgumentError."""
-    if timeout_s is None or timeout_s == math.inf:
-        return None
-    if isinstance(timeout_s, int | float) and -TIMEOUT_MAX_S <= timeout_s <= TIMEOUT_MAX_S:  # false for NaN
-        return max(0.0, timeout_s)
-    raise InvalidArgumentError(
-        f"timeout: {timeout_s!r:.60} must be a number of seconds, at most {TIMEOUT_MAX_S}, or None"
-    )
-
-
-def _optional_fields(options: RequestOptions) -> dict[str, Any]:
-    """The options that are sent as fields of the request."""
-    unknown = options.keys() - RequestOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-    fields: dict[str, Any] = dict(options.get("fields") or {})
-    for name in ("priority", "lane", "cost", "tenant"):
-        if options.get(name) is not None:
-            fields[name] = options.get(name)
-    for name, value in fields.items():
-        if name in _RESERVED_FIELDS:
-            raise InvalidArgumentError(
-                f"{name!r:.60}: the client sets this field itself; remove it from `fields`"
-            )
-        if not isinstance(value, bytes | str | int | float):
-            raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {value!r:.60}")
-    return fields
-
-
-def _check_in_flight(in_flight: int) -> None:
-    if in_flight < 1:
-        raise ValueError(f"in_flight is {in_flight}: must be 1 or more")
+                self._transport.withdraw(entry.channel, correlation_ids)
 
 
 async def _iterate(bodies: Iterable[Any]) -> AsyncIterator[Any]:

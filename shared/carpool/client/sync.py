@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 import numpy as np
 
-from carpool.client.aio import DEFAULT_TIMEOUT_S, IN_FLIGHT, AsyncClient, RequestOptions
+from carpool.client.aio import AsyncClient
+from carpool.client.options import DEFAULT_TIMEOUT_S, IN_FLIGHT, RequestOptions, check_in_flight
 from carpool.client.sinks import Reply, ThreadFutureSink
 from carpool.errors import UnavailableError
 from carpool.wire.tensors import Array
@@ -167,8 +168,7 @@ class Client:
         `bodies` may be endless: at most `in_flight` requests have no result at any time. An error is raised
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
-        if in_flight < 1:
-            raise ValueError(f"in_flight is {in_flight}: must be 1 or more")
+        check_in_flight(in_flight)
         window: deque[Future[Any]] = deque()
         try:
             for body in bodies:
@@ -216,7 +216,8 @@ class Client:
         """Close the client, and let every call in other threads end before the event loop stops."""
         await self._client.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.wait(others, timeout=1.0) if others else None
+        if others:
+            await asyncio.wait(others, timeout=1.0)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -138,17 +138,16 @@ class BatcherStore:
 
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         """
-        entries = dict.fromkeys(run.entry for dispatch in dispatches for run in dispatch.runs)
-        indexes = {entry: index for index, entry in enumerate(entries, 1)}
-        decided = frozenset(run for dispatch in dispatches for run in dispatch.runs)
-        remaining = {entry: parts for entry in entries if (parts := _parts_to_put_back(entry, decided))}
+        decided = {run for dispatch in dispatches for run in dispatch.runs}
+        indexes: dict[Entry, int] = {}
+        for run in [run for dispatch in dispatches for run in dispatch.runs]:
+            indexes.setdefault(run.entry, len(indexes) + 1)
+        remaining = {entry: parts for entry in indexes if (parts := _parts_to_put_back(entry, decided))}
+        put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
+        batched = [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
         args: list[Argument] = [_arrivals_arg(arrivals), *list_args([entry.id for entry in indexes])]
-        args += group_list_args(
-            [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
-        )
-        args += group_list_args(
-            [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
-        )
+        args += group_list_args(put_back)
+        args += group_list_args(batched)
         keys = self.keys
         missing, new_ids, batch_ids, tickets = self._link.run(
             _DISPATCH, [keys.requests, keys.batches, keys.held, keys.order], args

@@ -171,6 +171,10 @@ class Link:
         """Send one command without waiting for its reply."""
         self._send_parts(pack(command))
 
+    def send_many(self, commands: Sequence[Command]) -> None:
+        """Send several commands in one write, without waiting for their replies."""
+        self._send_parts([part for command in commands for part in pack(tuple(command))])
+
     def _send_parts(self, parts: Sequence[bytes]) -> None:
         redis_socket = self._socket or self._connect()
         try:
@@ -221,8 +225,12 @@ class Link:
 
     def call_strings(self, commands: Sequence[tuple[Command, int]]) -> list[Any]:
         """As `call_many`, each command with the length of the string that is expected in reply."""
-        self._send_parts([part for command, _ in commands for part in pack(tuple(command))])
+        self.send_many([command for command, _ in commands])
         return [self._receive_or_error(expected_bytes) for _, expected_bytes in commands]
+
+    def receive_many(self, count: int) -> list[Any]:
+        """The next replies. A CommandError is returned in its place."""
+        return [self._receive_or_error(0) for _ in range(count)]
 
     def _receive_or_error(self, expected_bytes: int) -> Any:
         try:
@@ -245,9 +253,7 @@ class Link:
 
         None if `receive` would return at once: Redis closed the connection, or TLS has read bytes already.
         """
-        if self._socket is None or self._socket.is_buffered:
-            return None
-        return self._socket.fileno()
+        return None if self._socket is None else self._socket.descriptor
 
     def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
@@ -280,10 +286,12 @@ def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
 
     Also those whose connection was closed.
     """
-    by_descriptor = {link.descriptor: link for link in links}
-    if None in by_descriptor:
-        return [link for link in links if link.descriptor is None]
-    readable, _ = wait_until_ready([descriptor for descriptor in by_descriptor if descriptor], (), timeout_s)
+    by_descriptor: dict[int, Link] = {}
+    for link in links:
+        if (descriptor := link.descriptor) is None:
+            return [link for link in links if link.descriptor is None]
+        by_descriptor[descriptor] = link
+    readable, _ = wait_until_ready([*by_descriptor], (), timeout_s)
     return [by_descriptor[descriptor] for descriptor in readable]
 
 

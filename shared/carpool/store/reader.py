@@ -1,5 +1,11 @@
 """Reads what is new in the request and settled streams of all models, over two connections.
 
+That a batch settled matters to a model only while requests wait, or when the next one arrives. So an XREAD
+waits for all request streams, and for the settled streams of those models only that await them. A second
+XREAD over the other settled streams, which does not wait, follows in the same write: Redis runs it when the
+first one returns, and sends both replies together. So whoever gets a request also gets what settled before
+it, and a batch that settles does not wake the batcher just when producers and workers need the processor.
+
 A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy
 models, and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen
 while the XREADs of both wait in Redis with the models as they were. Two rules keep every entry from being
@@ -32,13 +38,18 @@ IDLE_BLOCK_MS: Final = 1000
 
 
 class Subscription:
-    """The streams of one model, and how far they have been read."""
+    """The streams of one model, and how far they have been read.
 
-    __slots__ = ("_home", "entry_bytes", "requests", "settled")
+    `awaits_settled`: whether a batch that settles ends a wait, from the next XREAD over busy models on.
+    Otherwise it is read together with the next request, or after BUSY_BLOCK_MS.
+    """
+
+    __slots__ = ("_home", "awaits_settled", "entry_bytes", "requests", "settled")
 
     def __init__(self, keys: Keys, settled_after: bytes) -> None:
         self.requests = Stream(self, keys.requests, b"0-0")
         self.settled = Stream(self, keys.settled, settled_after)
+        self.awaits_settled = False
         self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest reply
         self._home: _Watch | None = None  # None: ended
 
@@ -85,7 +96,7 @@ class StreamReader:
     ) -> None:
         self._busy = _Watch(Link(url, name=f"{name}:reads"), busy_block_ms, ENTRIES_MAX)
         # One entry is enough to learn that a model is busy, and a reply with many would be large.
-        self._idle = _Watch(Link(url, name=f"{name}:idle"), idle_block_ms, 1)
+        self._idle = _Watch(Link(url, name=f"{name}:idle"), idle_block_ms, 1, awaits_all_settled=True)
         self._busy.other, self._idle.other = self._idle, self._busy
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
@@ -129,25 +140,54 @@ class StreamReader:
         self._idle.link.close()
 
 
+class _Xread:
+    """An XREAD over some streams."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams = streams
+        self._names = [stream.name for stream in streams]
+        self._by_name = {stream.name.encode(): index for index, stream in enumerate(streams)}
+        self._afters: list[bytes] = []
+
+    def command(self, *options: Argument) -> tuple[Argument, ...]:
+        """The command, for what comes after the cursors as they are now."""
+        self._afters = [stream.after for stream in self.streams]
+        return ("XREAD", *options, "STREAMS", *self._names, *self._afters)
+
+    def unread(self, reply: Sequence[tuple[bytes, list[RawEntry]]]) -> list[tuple[Stream, list[RawEntry]]]:
+        """What a reply to the latest command has that was not read yet."""
+        found = []
+        for name, entries in reply:
+            index = self._by_name[name]
+            stream = self.streams[index]
+            # Without entries, Redis woke us for some that were deleted before it read them
+            if entries and stream.subscription._home is not None:
+                unread = stream.unread(entries, self._afters[index])
+                if unread:
+                    found.append((stream, unread))
+        return found
+
+
 class _Watch:
-    """One connection: a blocking XREAD over its members, sent again when it has returned."""
+    """One connection: a blocking XREAD over its members, and one that follows. They are sent again when both
+    have returned."""
 
     other: _Watch
 
-    def __init__(self, link: Link, block_ms: int, count_max: int) -> None:
+    def __init__(
+        self, link: Link, block_ms: int, count_max: int, *, awaits_all_settled: bool = False
+    ) -> None:
         self.link = link
-        self.is_waiting = False  # an XREAD was sent, and its reply is due
+        self.is_waiting = False  # XREADs were sent, and their replies are due
         self._block_ms = block_ms
         self._count_max = count_max
-        self._members: dict[Subscription, None] = {}  # to be in the next XREAD
+        self._awaits_all_settled = awaits_all_settled
+        self._members: dict[Subscription, None] = {}  # to be in the next XREADs
         self._leaving: dict[Subscription, None] = {}  # members whose home is the other watch
-        self._changed = False  # the members are not those of the latest XREAD
-        # Of the latest XREAD:
+        # Of the latest XREADs:
+        self._covered: list[tuple[Subscription, bool]] = []  # subscriptions, and whether they await `settled`
         self._subscriptions: frozenset[Subscription] = frozenset()
-        self._streams: list[Stream] = []
-        self._names: list[str] = []
-        self._indexes: dict[bytes, int] = {}  # of streams, by name
-        self._afters: list[bytes] = []
+        self._xreads: list[_Xread] = []  # the first one waits
         self._unexplained_errors = 0  # in a row
 
     # --- members -------------------------------------------------------------------------------------------
@@ -155,7 +195,6 @@ class _Watch:
     def adopt(self, subscription: Subscription) -> None:
         """Become the home of a subscription; the other watch keeps it until this one reads it."""
         subscription._home = self
-        self._changed = self._changed or subscription not in self._members
         self._members[subscription] = None
         self._leaving.pop(subscription, None)
         if subscription in self.other._members:
@@ -164,38 +203,41 @@ class _Watch:
     def remove(self, subscription: Subscription) -> None:
         """Read it no more from the next XREAD on."""
         self._leaving.pop(subscription, None)
-        if subscription in self._members:
-            del self._members[subscription]
-            self._changed = True
+        self._members.pop(subscription, None)
 
     def _covers(self, subscription: Subscription) -> bool:
         """Whether the latest XREAD reads this subscription. The next one will, if this is its home."""
         return subscription in self._subscriptions
 
-    # --- one XREAD -----------------------------------------------------------------------------------------
+    # --- two XREADs ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Send an XREAD, unless one waits or there is nothing to read."""
+        """Send the XREADs, unless they wait or there is nothing to read."""
         if self.is_waiting:
             return
         for subscription in [leaving for leaving in self._leaving if self.other._covers(leaving)]:
             self.remove(subscription)
-        if self._changed:
-            self._set_streams()
-        if not self._streams:
-            return
-        self._afters = [stream.after for stream in self._streams]
-        self.link.send(
-            "XREAD", "COUNT", self._count(), "BLOCK", self._block_ms, "STREAMS", *self._names, *self._afters
-        )
-        self.is_waiting = True
+        awaits_all = self._awaits_all_settled
+        covered = [(member, awaits_all or member.awaits_settled) for member in self._members]
+        if covered != self._covered:
+            self._cover(covered)
+        if self._xreads:
+            count = self._count()
+            first, *others = self._xreads
+            commands = [first.command("COUNT", count, "BLOCK", self._block_ms)]
+            commands += [other.command("COUNT", count) for other in others]
+            self.link.send_many(commands)
+            self.is_waiting = True
 
-    def _set_streams(self) -> None:
-        self._changed = False
+    def _cover(self, covered: list[tuple[Subscription, bool]]) -> None:
+        self._covered = covered
         self._subscriptions = frozenset(self._members)
-        self._streams = [stream for member in self._members for stream in (member.requests, member.settled)]
-        self._names = [stream.name for stream in self._streams]
-        self._indexes = {name.encode(): index for index, name in enumerate(self._names)}
+        awaited: list[Stream] = []
+        others: list[Stream] = []
+        for member, awaits_settled in covered:
+            awaited.append(member.requests)
+            (awaited if awaits_settled else others).append(member.settled)
+        self._xreads = [_Xread(streams) for streams in (awaited, others) if streams]
 
     def _count(self) -> int:
         """How many entries of each stream to read, so that a reply has about READ_BYTES at most."""
@@ -203,37 +245,22 @@ class _Watch:
         return max(1, min(self._count_max, READ_BYTES // bytes_of_one_each))
 
     def finish(self, result: ReadResult) -> None:
-        """Receive the reply to the XREAD, and add it to the result."""
+        """Receive the replies, and add them to the result."""
         self.is_waiting = False
-        try:
-            reply = self.link.receive()
-        except CommandError as error:
-            self._find_cause(error, result)
-            return
-        self._unexplained_errors = 0
-        for name, entries in reply or ():
-            if entries:  # else Redis woke us for entries that were deleted before it read them
-                index = self._indexes[name]
-                self._add(self._streams[index], entries, self._afters[index], result)
-
-    def _add(self, stream: Stream, entries: list[RawEntry], asked_after: bytes, result: ReadResult) -> None:
-        subscription = stream.subscription
-        if subscription._home is None:
-            return
-        unread = stream.unread(entries, asked_after)
-        if not unread:
-            return
-        arrived = result.arrived.get(subscription)
-        if arrived is None:
-            arrived = result.arrived[subscription] = Arrived([], [])
-        if stream is subscription.settled:
-            arrived.settled.extend(unread)
+        rejected: CommandError | None = None
+        for xread, reply in zip(self._xreads, self.link.receive_many(len(self._xreads)), strict=True):
+            if isinstance(reply, CommandError):
+                rejected = reply
+            elif reply:
+                for stream, entries in xread.unread(reply):
+                    _add(result, stream, entries)
+        if rejected is None:
+            self._unexplained_errors = 0
         else:
-            arrived.requests.extend(unread)
-            subscription.entry_bytes = _mean_bytes(unread)
+            self._find_cause(rejected, result)
 
     def _find_cause(self, error: CommandError, result: ReadResult) -> None:
-        """Redis rejected the whole XREAD. Find the models it is because of: a key with another type, say.
+        """Redis rejected a whole XREAD. Find the models it is because of: a key with another type, say.
 
         If there is none, the cause may have gone, or someone ended the wait (CLIENT UNBLOCK): read again.
         """
@@ -248,6 +275,18 @@ class _Watch:
         self._unexplained_errors = 0 if result.failed else self._unexplained_errors + 1
         if self._unexplained_errors > 1:
             raise error
+
+
+def _add(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
+    subscription = stream.subscription
+    arrived = result.arrived.get(subscription)
+    if arrived is None:
+        arrived = result.arrived[subscription] = Arrived([], [])
+    if stream is subscription.settled:
+        arrived.settled.extend(entries)
+    else:
+        arrived.requests.extend(entries)
+        subscription.entry_bytes = _mean_bytes(entries)
 
 
 def id_order(entry_id: bytes) -> tuple[int, int]:

@@ -61,7 +61,9 @@ class RedisSocket:
     """
 
     def __init__(self, sock: socket.socket, reply_error: Callable[[str], Exception]) -> None:
-        self._sock = sock
+        self._sock: Any = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._descriptor = sock.fileno()
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=reply_error)
         self._buffer = bytearray(_READ_BYTES)
 
@@ -69,7 +71,9 @@ class RedisSocket:
         """Send these parts, one after another."""
         if len(parts) == 1:
             self._sock.sendall(parts[0])
-        elif isinstance(self._sock, ssl.SSLSocket):  # has no sendmsg
+        elif sum(map(len, parts)) < LARGE_BYTES:
+            self._sock.sendall(b"".join(parts))
+        elif self._is_tls:  # has no sendmsg
             for part in parts:
                 self._sock.sendall(part)
         else:
@@ -102,7 +106,7 @@ class RedisSocket:
 
     def _receive_header(self, header: bytes) -> bool:
         """Whether the next reply has this header, which then is received. If not, hiredis has its bytes."""
-        if self._reader.has_data() or isinstance(self._sock, ssl.SSLSocket):
+        if self._reader.has_data() or self._is_tls:
             return False
         received = b""
         while received != header and header.startswith(received):
@@ -126,10 +130,8 @@ class RedisSocket:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
-    def is_buffered(self) -> bool:
-        """Whether more was received than the replies that were returned: then `select` may wait in vain."""
-        return self._reader.has_data() or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0)
-
-    def fileno(self) -> int:
-        """The descriptor, to wait for."""
-        return self._sock.fileno()
+    def descriptor(self) -> int | None:
+        """What to wait on for a reply. None if more was received than the replies that were returned: then a
+        wait may be in vain."""
+        is_buffered = self._reader.has_data() or (self._is_tls and self._sock.pending() > 0)
+        return None if is_buffered else self._descriptor

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunColumns, tickets_of_each
+from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunResults, tickets_of_each
+from carpool.rows import Rows
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.tickets import TicketRange
@@ -136,7 +137,7 @@ def result_groups(
     keys: Keys,
     script_keys: ScriptKeys,
     results: Iterable[tuple[Address, Result]],
-    columns: Iterable[RunColumns] = (),
+    of_runs: Iterable[RunResults] = (),
 ) -> Iterator[Group]:
     """The elements of a script's list of results: key index, kind, ranges of tickets and payload of each.
 
@@ -145,7 +146,16 @@ def result_groups(
     """
     by_stream: dict[str, list[Result]] = {}
     in_order: dict[str, list[tuple[TicketRange, Result]]] = {}
-    for (reply_to, ticket), result in results:
+    columns: list[RunResults] = []
+    addressed = list(results)
+    for of_run in of_runs:
+        if of_run.are_columns:
+            columns.append(of_run)
+        elif of_run.tickets is None and of_run.run.reply_to is not None:
+            by_stream.setdefault(of_run.run.reply_to, []).extend(of_run.results())
+        else:
+            addressed += zip(_addresses_of_each(of_run), of_run.results(), strict=True)
+    for (reply_to, ticket), result in addressed:
         if reply_to is None:
             key, payload = script_keys.index(keys.result(result.correlation_id)), encode_result(result)
             yield key, "list", "" if ticket is None else f"{ticket}={len(payload)}", payload
@@ -211,11 +221,19 @@ def _ordered_payload(parts: Sequence[_Part]) -> tuple[str, bytes]:
     return " ".join(ranges), b"".join([head, *(part.encoded for part in parts)])
 
 
-def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunColumns]) -> Iterator[Group]:
+def _addresses_of_each(results: RunResults) -> list[Address]:
+    reply_to, tickets = results.run.reply_to, results.tickets
+    if tickets is None:
+        return [Address(reply_to, None)] * len(results.correlation_ids)
+    return [Address(reply_to, ticket) for ticket in tickets.singles()]
+
+
+def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunResults]) -> Iterator[Group]:
     by_stream: dict[str, list[ResultColumns]] = {}
     in_order: dict[str, list[_Part]] = {}
-    for run, _, of_run, tickets in columns:
-        assert run.reply_to is not None
+    for run, _, ids, bodies, tickets, *served in columns:
+        assert run.reply_to is not None and isinstance(bodies, Rows)
+        of_run = ResultColumns(ids, run.content_type, bodies, *served)
         if tickets is None:
             by_stream.setdefault(run.reply_to, []).append(of_run)
             continue

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result, RunColumns
+from carpool.messages import Batch, DeadLetter, Result, RunResults
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
@@ -49,6 +49,8 @@ class WorkerStore:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
+        self._batches = keys.batches
+        self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.held)
 
     def register(self, registration: Mapping[str, Argument]) -> None:
         """Write the registration of the model; only workers do."""
@@ -83,7 +85,7 @@ class WorkerStore:
         block: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", block_ms)
         self._link.send(
             "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, *block,
-            "STREAMS", self.keys.batches, ">",
+            "STREAMS", self._batches, ">",
         )  # fmt: skip
 
     def finish_fetch(self) -> Batch | None:
@@ -192,33 +194,30 @@ class WorkerStore:
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
         compute_us: int,
-        columns: Sequence[RunColumns] = (),
+        of_runs: Sequence[RunResults] = (),
         executed: int = 0,
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
-        `results` by position, each with its address, and `columns` for runs with `reply_columns` and a
-        reply stream. All other positions were answered ahead. `executed`: see `BatchSettled`.
+        `results` of single requests by position, each with its address, and `of_runs` those of requests of
+        one run. All other positions were answered ahead. `executed`: see `BatchSettled`.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
         """
         keys = self.keys
-        script_keys = ScriptKeys(
-            keys.batches, keys.settled, keys.progress(batch.id), keys.dead, keys.order, keys.held
-        )
+        first_keys, last_keys = self._commit_keys
+        script_keys = ScriptKeys(*first_keys, keys.progress(batch.id), *last_keys)
         left_out: set[int] = set()
-        if len(results) + sum(len(of_run.positions) for of_run in columns) < batch.size:
+        if len(results) + sum([len(of_run.positions) for of_run in of_runs]) < batch.size:
             left_out = set(range(batch.size)) - results.keys()
-            left_out = left_out.difference(*(of_run.positions for of_run in columns))
-        settled: list[Argument] = ["batch", batch.id, "worker", consumer, "size", batch.size]
-        settled += ["compute_us", compute_us, "executed", executed]
-        args: list[Argument] = [consumer, batch.id, batch.epoch, batch.result_ttl_ms]
-        args += [SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX]
-        args += list_args(left_out)
-        args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
-        args += list_args(settled)
-        args += group_list_args(result_groups(keys, script_keys, results.values(), columns))
+            left_out = left_out.difference(*(of_run.positions for of_run in of_runs))
+        body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
+        args: list[Argument] = [
+            consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us, executed,
+            SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, len(left_out), *left_out, len(body_keys), *body_keys,
+        ]  # fmt: skip
+        args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
         outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)
         if outcome == b"FENCED":

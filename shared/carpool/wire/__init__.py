@@ -1,7 +1,11 @@
-"""Bytes <-> messages: no I/O, no clock. Each module rejects what is malformed; only `requests` also applies
-a model's settings (limits, deadlines). It does not look into a body: the worker decodes that, by `bodies`.
+"""Bytes <-> messages: no I/O, no clock. Each module rejects what is malformed; only `requests`, `columns` and
+`runs` also apply a model's settings (limits, deadlines). They do not look into a body: the worker decodes
+that, by `bodies`.
 
-requests          an entry of the request stream <-> requests, withdrawals and refusals
+requests          an entry of the request stream -> runs, withdrawals and refusals
+columns           columns -> runs
+put_back          runs <-> the entry of requests that are put back
+runs              fields -> runs: what an ordinary request and columns have in common
 request_fields    the fields of a request, read and checked one by one
 batches           a batch entry, a settled entry, a dead letter
 results           the envelopes that carry results

@@ -132,6 +132,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         worker,
         int(size),
         int(raw.get(b"compute_us", b"0")),
+        int(raw.get(b"settled_us", b"0")),
         int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
     )
 

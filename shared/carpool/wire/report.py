@@ -41,6 +41,7 @@ class BatcherReport:
     quantiles_us: tuple[int, int] | None  # p50 and p99 of the latency over the last 10 to 20 s
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
+    policy: str = ""  # the policy in force; empty in a report of a version that does not say it
 
     def encode(self) -> str:
         """The report as JSON."""

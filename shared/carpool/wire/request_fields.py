@@ -12,6 +12,10 @@ from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
 from carpool.messages import CONTENT_TYPES, JSON
 
+MAX_REQUESTS_PER_ENTRY: Final = 4096
+# A batch, or an entry put back, can be several times as large, and must stay below the 512 MiB that Redis
+# accepts in one string.
+MAX_PACKED_BYTES: Final = 64 * 1024 * 1024
 MAX_FIELDS: Final = 64
 MAX_EXTRA_BYTES: Final = 64 * 1024
 MAX_LANE_CHARS: Final = 128
@@ -19,7 +23,7 @@ MAX_COST: Final = 1 << 40
 
 SEQUENCE_FIELDS: Final = ("sequence_id", "sequence_start", "sequence_end")
 # Fields that are not passed on to the model. All others are, and are kept when a request is put back: so is
-# `tenant`, although the batcher reads it. (`slots` is read only in an entry put back: see `wire.requests`.)
+# `tenant`, although the batcher reads it. (`slots` is read only in an entry put back: see `wire.put_back`.)
 CARPOOL_FIELDS: Final = frozenset(
     {
         "body",

@@ -9,7 +9,6 @@ flush_interval`, `worker_prefetch_multiplier = 0` so that a batch can fill, and 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from celery import Celery
 from celery.result import ResultSet
 from celery_batches import Batches
 
+from grid.load import ThreadedClient
 from grid.models import MODELS, Array
 from grid.setup import Setup
 
@@ -37,31 +37,17 @@ def predict(requests: Sequence[Any]) -> None:
         app.backend.mark_as_done(request.id, base64.b64encode(result.tobytes()).decode(), request=request)
 
 
-class CeleryClient:
-    """Blocks. Each thread has a connection for its results, so there are at most `threads_max`."""
-
-    threads_max = 64
+class CeleryClient(ThreadedClient):
+    """Each thread has a connection for its results."""
 
     def call(self, body: Array) -> Array:
         """Send a task and wait for its result."""
         return _decode(predict.delay(_encode(body)).get(timeout=TIMEOUT_S))
 
-    def rows_per_call(self, in_flight: int) -> int:
-        """What each of the threads sends."""
-        return max(1, in_flight // self.threads_max)
-
-    def body_of(self, body: Array, rows: int) -> list[Array]:
-        """Several requests with this body."""
-        return [body] * rows
-
     def call_rows(self, bodies: Sequence[Array]) -> list[Array]:
         """Send all tasks, then wait for all results."""
         sent = ResultSet([predict.delay(_encode(body)) for body in bodies])
         return [_decode(text) for text in sent.join_native(timeout=TIMEOUT_S)]
-
-    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
-        """The same, from the event loop."""
-        return await asyncio.to_thread(self.call_rows, bodies)
 
     async def close(self) -> None:
         """Disconnect."""

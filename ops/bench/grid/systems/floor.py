@@ -30,6 +30,7 @@ import hiredis
 from carpool.client.aio import AsyncClient
 from carpool.keys import Keys
 from carpool.store.connection import Link
+from grid.catalog import carpool_services
 from grid.environments import compiled
 from grid.load import Sent
 from grid.models import MODELS, Array
@@ -304,9 +305,8 @@ class FloorClient:
             raise RuntimeError(errors.decode().strip())
         self._check_nothing_is_left()
         figures = json.loads(output)
-        latencies_ms = [figures["p50_us"] / 1e3] * 98 + [
-            figures["p99_us"] / 1e3
-        ] * 2  # with these percentiles
+        p50_ms, p99_ms = figures["p50_us"] / 1e3, figures["p99_us"] / 1e3
+        latencies_ms = [p50_ms] * 98 + [p99_ms] * 2  # with these percentiles
         return Sent(figures["cycles"] * in_flight, figures["seconds"], latencies_ms if in_flight == 1 else ())
 
     def _check_nothing_is_left(self) -> None:
@@ -328,10 +328,9 @@ class FloorClient:
 async def _services(setup: Setup) -> AsyncIterator[None]:
     """Carpool's services, which are killed at the end of the block: stopping would send commands."""
     environment = {**os.environ, **setup.environment(), "CARPOOL_REDIS_URL": setup.redis_url}
-    model = f"{setup.model}=grid.systems.carpool:{setup.model.capitalize()}"
     services = [
-        subprocess.Popen([sys.executable, "-m", *command], env=environment, start_new_session=True)
-        for command in (["carpool_batcher"], ["carpool_worker", model])
+        subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
+        for _, *arguments in carpool_services(setup.model).values()
     ]
     try:
         yield

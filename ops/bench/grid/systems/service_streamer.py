@@ -8,21 +8,19 @@ tree on one machine.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from service_streamer import Streamer
 
+from grid.load import ThreadedClient
 from grid.models import MODELS, Array
 from grid.setup import Setup
 
 TIMEOUT_S = 60
 
 
-class StreamerClient:
-    """Blocks. With more requests in flight, each of at most `threads_max` threads sends several."""
-
-    threads_max = 64
+class StreamerClient(ThreadedClient):
+    """Calls the Streamer."""
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
@@ -31,18 +29,6 @@ class StreamerClient:
         """One request."""
         result: Array = self._streamer.predict([body])[0]
         return result
-
-    def rows_per_call(self, in_flight: int) -> int:
-        """What each of the threads sends."""
-        return max(1, in_flight // self.threads_max)
-
-    def body_of(self, body: Array, rows: int) -> list[Array]:
-        """Several requests with this body."""
-        return [body] * rows
-
-    async def burst(self, bodies: Sequence[Array]) -> list[Array]:
-        """The same, from the event loop."""
-        return await asyncio.to_thread(self.call_rows, bodies)
 
     def call_rows(self, bodies: Sequence[Array]) -> list[Array]:
         """All requests, then all results."""

@@ -1,0 +1,114 @@
+"""Requests without a result. Each result goes to the sink of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from carpool.client.entries import OutgoingEntry
+from carpool.client.reading import ResultReader
+from carpool.client.sinks import Sink, rows_of
+from carpool.client.timeouts import Timeouts
+from carpool.errors import CarpoolError
+from carpool.messages import ResultColumns
+from carpool.wire.results import decode_columns, decode_results
+
+
+class AwaitedRequests:
+    """The requests that have no result, by correlation ID, and what gives them one: a result or an error.
+
+    `entries` has the entry of each; the entry has the target that its sink needs. Whoever sends a request
+    puts it into both. An entry's timeout is stopped when none of its requests is awaited any more.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, OutgoingEntry] = {}
+        self._reader = ResultReader()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def on_results(self, flat: Sequence[bytes]) -> None:
+        """Results from an entry of a reply stream. Those that are no longer wanted are ignored."""
+        for name, packed in zip(flat[::2], flat[1::2], strict=True):
+            if name == b"columns":
+                for columns in decode_columns(packed):
+                    self._on_columns(columns)
+            elif name == b"results":
+                for envelope in decode_results(packed):
+                    self._on_envelope(envelope)
+
+    def _on_columns(self, columns: ResultColumns) -> None:
+        try:
+            array = self._reader.array(columns)
+        except CarpoolError:
+            array = None  # each result fails by itself
+        if array is None:
+            for result in columns.results():
+                self._on_envelope(result._asdict())
+            return
+        ids, served = columns.correlation_ids, (columns.batch_size, columns.queue_us, columns.compute_us)
+        pop = self.entries.pop
+        entries = [pop(correlation_id, None) for correlation_id in ids]
+        first = entries[0]
+        if first is not None and entries.count(first) == len(entries):
+            targets = [first.awaited.pop(correlation_id) for correlation_id in ids]
+            first.sink.put_rows(ids, targets, array, served)
+            if not first.awaited:
+                Timeouts.stop(first)
+            return
+        for correlation_id, entry, row in zip(ids, entries, rows_of(array), strict=True):
+            if entry is not None:
+                entry.sink.put(correlation_id, self._take_target(entry, correlation_id), row, served)
+
+    def _on_envelope(self, envelope: dict[str, Any]) -> None:
+        correlation_id = envelope["correlation_id"]
+        entry = self.entries.pop(correlation_id, None)
+        if entry is None:
+            return
+        target = self._take_target(entry, correlation_id)
+        try:
+            value = self._reader.value(envelope)
+        except CarpoolError as error:
+            entry.sink.fail(target, error)
+            return
+        served = (envelope["batch_size"], envelope["queue_us"], envelope["compute_us"])
+        entry.sink.put(correlation_id, target, value, served)
+
+    def _take_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
+        """Remove a request that has its result from its entry; return its target."""
+        target = entry.awaited.pop(correlation_id)
+        if not entry.awaited:
+            Timeouts.stop(entry)
+        return target
+
+    def fail(self, entry: OutgoingEntry, error: CarpoolError) -> None:
+        """Fail all requests of an entry that have no result."""
+        Timeouts.stop(entry)
+        awaited, entry.awaited = entry.awaited, {}
+        for correlation_id, target in awaited.items():
+            del self.entries[correlation_id]
+            entry.sink.fail(target, type(error)(error.detail, correlation_id=correlation_id))
+
+    def fail_all(self, error: CarpoolError) -> None:
+        """Fail all requests."""
+        for entry in set(self.entries.values()):
+            self.fail(entry, error)
+
+    def remove(self, correlation_id: str, target: Any) -> OutgoingEntry | None:
+        """Remove a request, if it still has this target; return its entry."""
+        entry = self.entries.get(correlation_id)
+        if entry is None or entry.awaited[correlation_id] is not target:
+            return None
+        del self.entries[correlation_id]
+        self._take_target(entry, correlation_id)
+        return entry
+
+    def remove_all(self, sink: Sink) -> Iterator[tuple[OutgoingEntry, Iterable[str]]]:
+        """Remove the requests whose results would go to this sink; yield each entry, with their IDs."""
+        for entry in {entry for entry in self.entries.values() if entry.sink is sink}:
+            Timeouts.stop(entry)
+            awaited, entry.awaited = entry.awaited, {}
+            for correlation_id in awaited:
+                del self.entries[correlation_id]
+            yield entry, awaited
