@@ -160,7 +160,7 @@ class ModelBatcher:
         emptied: list[Entry] = []
         if arrived is not None:
             self._last_event_us = now_us
-            self._settle(scheduler, arrived.settled, now_us)
+            self._settle(self._session, arrived.settled, now_us)
             if arrived.requests:
                 refusals, emptied = self._admit(self._session, arrived.requests, now_us)
         decisions = scheduler.poll(now_us)
@@ -181,7 +181,8 @@ class ModelBatcher:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
 
-    def _settle(self, scheduler: Scheduler, settled: Sequence[RawEntry], now_us: int) -> None:
+    def _settle(self, session: LeaseSession, settled: Sequence[RawEntry], now_us: int) -> None:
+        scheduler, is_awaited = session.scheduler, session.subscription.awaits_settled
         for _, flat in settled:
             event = decode_settled(flat)
             if type(event) is BatchSettled:
@@ -189,6 +190,8 @@ class ModelBatcher:
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     self._meter.settled(batch, settled_us)
+                    if is_awaited:
+                        scheduler.capacity.observe_delivery(now_us - settled_us)
                     scheduler.settle(event.batch_id, event.compute_us, settled_us, event.executed)
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings

@@ -66,7 +66,7 @@ def test_latest_start_leaves_time_for_one_more_request() -> None:
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 8))
 def test_largest_batch_in_time(start: int, deadline: int, limit: int) -> None:
     forecast = forecast_of(10, 3)
-    in_time = [size for size in range(1, limit + 1) if forecast.settles_us(start, size) <= deadline]
+    in_time = [size for size in range(1, limit + 1) if forecast.arrives_us(start, size) <= deadline]
     assert forecast.largest_in_time(start, deadline, limit) == max(in_time, default=0)
 
 
@@ -92,7 +92,7 @@ def all_in_time(forecast: Forecast, waiting: list[int], now: int) -> bool:
             batches = [waiting[begin:end] for begin, end in pairwise(ends)]
             for batch in batches:
                 start = min(free_times)
-                if len(batch) > forecast.max_size or forecast.settles_us(start, len(batch)) > min(batch):
+                if len(batch) > forecast.max_size or forecast.arrives_us(start, len(batch)) > min(batch):
                     break
                 free_times[free_times.index(start)] = start + forecast.latency.of(len(batch))
             else:
@@ -106,7 +106,7 @@ def test_planned_batch_is_in_time(forecast: Forecast, waiting: list[int]) -> Non
     refused, size = plan(forecast, waiting, 0)
     batch = [deadline for at, deadline in enumerate(waiting) if at not in refused][:size]
     assert len(batch) == size <= forecast.max_size
-    assert all(forecast.settles_us(0, size) <= deadline for deadline in batch)
+    assert all(forecast.arrives_us(0, size) <= deadline for deadline in batch)
     # And there is a batch unless all are refused.
     assert size or len(refused) == len(waiting)
 
@@ -115,7 +115,7 @@ def test_planned_batch_is_in_time(forecast: Forecast, waiting: list[int]) -> Non
 @given(forecasts, deadlines)
 def test_requests_are_refused_only_if_necessary(forecast: Forecast, waiting: list[int]) -> None:
     refused, _ = plan(forecast, waiting, 0)
-    hopeless = [at for at, deadline in enumerate(waiting) if forecast.settles_us(0, 1) > deadline]
+    hopeless = [at for at, deadline in enumerate(waiting) if forecast.arrives_us(0, 1) > deadline]
     others = [at for at in range(len(waiting)) if at not in hopeless]
     assert refused[: len(hopeless)] == hopeless
     # Of the others, those at the front, and only if not all deadlines can be met.
@@ -133,7 +133,7 @@ def eager_is_in_time(forecast: Forecast, waiting: list[int]) -> bool:
         sizes = [
             size
             for size in range(1, min(len(waiting), forecast.max_size) + 1)
-            if forecast.settles_us(start, size) <= min(waiting[: forecast.max_size])
+            if forecast.arrives_us(start, size) <= min(waiting[: forecast.max_size])
         ]
         if not sizes:
             return False
@@ -148,7 +148,7 @@ def test_no_request_is_refused_if_one_batch_in_order_of_deadlines_can_serve_all(
     forecast: Forecast, waiting: list[int]
 ) -> None:
     """Requests with the same expiration arrive in the order of their deadlines."""
-    waiting = sorted(deadline for deadline in waiting if deadline >= forecast.settles_us(0, 1))
+    waiting = sorted(deadline for deadline in waiting if deadline >= forecast.arrives_us(0, 1))
     one_batch = len(waiting) <= forecast.max_size
     if waiting and one_batch and len(forecast.free_times_us) == 1 and all_in_time(forecast, waiting, 0):
         assert not plan(forecast, waiting, 0).refused

@@ -12,6 +12,10 @@ Here l(n) is that of the batch's lane, and the round trip is the way to the work
 reach a process at the moment at which it becomes free: so it is dispatched one round trip before the settling
 of the batch that is being executed there.
 
+A deadline is met when the producer has the result. What that takes after the settling is not known, but the
+batcher learns of batches that settle over the same way: the delivery is how long that takes. For deadlines,
+round trip and delivery count as nine of ten are, otherwise as their medians.
+
 Processes that start batches together also finish them together. A request that arrives just after that
 would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for
 batches of one, dispatches are spaced evenly: with N processes one every l(n) / N, so that no request waits
@@ -34,8 +38,37 @@ from carpool_batcher.core.latency import LatencyModel
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
 MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
+TIMES_MAX: Final = 16  # kept of round trips and deliveries
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
-ROUND_TRIPS_MAX: Final = 16  # kept, of which the median counts
+
+
+class RecentTimes:
+    """The median, and what nine of ten do not exceed, of the last TIMES_MAX times (us); 0 without any."""
+
+    def __init__(self) -> None:
+        self._times_us: deque[int] = deque(maxlen=TIMES_MAX)
+        self._ordered_us: list[int] = [0]
+        self._is_ordered = True
+
+    def observe(self, time_us: int) -> None:
+        """Learn of one more. A negative one counts as 0: clocks differ a little."""
+        self._times_us.append(max(0, time_us))
+        self._is_ordered = False
+
+    @property
+    def median_us(self) -> int:
+        return self._quantile_us(0.5)
+
+    @property
+    def at_most_us(self) -> int:
+        return self._quantile_us(0.9)
+
+    def _quantile_us(self, quantile: float) -> int:
+        if not self._is_ordered:
+            self._ordered_us = sorted(self._times_us)
+            self._is_ordered = True
+        # Of two times the lower one: a cold start must not count.
+        return self._ordered_us[int(quantile * (len(self._ordered_us) - 1))]
 
 
 class InFlightBatch(NamedTuple):
@@ -61,8 +94,8 @@ class Capacity:
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
         self._sent_to_idle: set[str] = set()  # batches that did not wait for another one
-        self._round_trips_us: deque[int] = deque(maxlen=ROUND_TRIPS_MAX)
-        self._round_trip_us = 0
+        self._round_trips = RecentTimes()
+        self._deliveries = RecentTimes()
         self._mean_size = 0.0
         self._spacing_ends_us = 0
 
@@ -72,7 +105,7 @@ class Capacity:
         """The number of live model processes changed."""
         self.processes = processes
         while self._ahead and len(self._executing) < processes:
-            self._start_next(self.in_flight[self._ahead[0]].dispatched_us + self._round_trip_us)
+            self._start_next(self.in_flight[self._ahead[0]].dispatched_us + self.round_trip_us)
 
     def reserve(self) -> None:
         """Take up capacity for a batch that was decided on; `launch` or `cancel` follows."""
@@ -94,7 +127,7 @@ class Capacity:
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
             self._sent_to_idle.add(batch_id)
-            self._start_next(batch.dispatched_us + self._round_trip_us)
+            self._start_next(batch.dispatched_us + self.round_trip_us)
 
     def settle(self, batch_id: str, execution_us: int, now_us: int, executed: int | None = None) -> None:
         """A batch settled, of which `executed` requests (None: all) were executed together in `execution_us`.
@@ -110,7 +143,7 @@ class Capacity:
         is_normal = size > 0 and execution_us > 0
         self._latencies.observe(batch.lane, size, turnaround_us, execution_us if is_normal else None, now_us)
         if is_normal and batch_id in self._sent_to_idle:
-            self._observe_round_trip(turnaround_us - execution_us)
+            self._round_trips.observe(turnaround_us - execution_us)
         self.forget(batch_id, now_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
@@ -148,9 +181,9 @@ class Capacity:
             batch_id = self._ahead.popleft()
             insort(self._executing, (start_us + self._execution_us(batch_id), batch_id))
 
-    def _observe_round_trip(self, round_trip_us: int) -> None:
-        self._round_trips_us.append(max(0, round_trip_us))
-        self._round_trip_us = sorted(self._round_trips_us)[len(self._round_trips_us) // 2]
+    def observe_delivery(self, delivery_us: int) -> None:
+        """The batcher waited for batches that settle, and learned of one `delivery_us` after it settled."""
+        self._deliveries.observe(delivery_us)
 
     # --- when a batch may be dispatched --------------------------------------------------------------------
 
@@ -173,14 +206,14 @@ class Capacity:
         settles_us, batch_id = self._executing[next_free]
         if now_us > settles_us + self._tolerance_us(batch_id):
             return None  # it takes longer than expected, and it is unknown how much longer
-        return settles_us - self._round_trip_us
+        return settles_us - self.round_trip_us
 
     def free_times_us(self, now_us: int) -> list[int]:
         """For each process, from when on a batch may be dispatched to it, after those dispatched ahead."""
         settle_us = [settles_us for settles_us, _ in self._executing[: self.processes]]
         for batch_id in self._ahead if settle_us else ():  # sorted, and so a heap
             heapreplace(settle_us, settle_us[0] + self._execution_us(batch_id))
-        busy = [max(now_us, settles_us - self._round_trip_us) for settles_us in settle_us]
+        busy = [max(now_us, settles_us - self.round_trip_us) for settles_us in settle_us]
         return busy + [now_us] * (self.processes - len(busy))
 
     def spacing_ends_us(self) -> int:
@@ -198,8 +231,13 @@ class Capacity:
 
     @property
     def round_trip_us(self) -> int:
-        """The time from dispatch to settled, less the execution."""
-        return self._round_trip_us
+        """The median time from dispatch to settled, less the execution."""
+        return self._round_trips.median_us
+
+    @property
+    def ways_at_most_us(self) -> int:
+        """What nine of ten batches take from dispatch until producers have results, less the execution."""
+        return self._round_trips.at_most_us + self._deliveries.at_most_us
 
     @property
     def latency(self) -> LatencyModel:
@@ -221,7 +259,7 @@ class Capacity:
 
     def _tolerance_us(self, batch_id: str) -> int:
         """How late a batch may be while it is still expected to settle at any moment."""
-        return self._round_trip_us + self.latency_of(self.in_flight[batch_id].lane).at_most(1)
+        return self.round_trip_us + self.latency_of(self.in_flight[batch_id].lane).at_most(1)
 
     def _taken(self) -> int:
         return len(self.in_flight) + self._reserved

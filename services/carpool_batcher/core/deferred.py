@@ -1,10 +1,11 @@
 """The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
 
-A batch of n that is dispatched at t is expected to settle by t + round trip + l(n), where l(n) includes the
-margin of `core.latency`. So with d the earliest deadline, n requests are dispatched just before a batch
-of n + 1 would be late:
+The producer of a request is expected to have its result by t + ways + l(n), if it is dispatched at t in a
+batch of n. Here l(n) includes the margin of `core.latency`; the ways are round trip and delivery
+(`core.capacity`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
+would be late:
 
-    at d - round trip - l(n + 1),    or at once if n is enough for the model to be efficient.
+    at d - ways - l(n + 1),    or at once if n is enough for the model to be efficient.
 
 Waiting lets batches grow, and fuller batches raise throughput: this is what latency is traded for (Symphony,
 SOSP 2023). When more requests wait than can be in time, a request at the head with an early deadline keeps
@@ -37,25 +38,26 @@ class Plan(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a plan is based on. `free_times_us`: from when on each process can be sent a batch."""
+    """What a plan is based on. `ways_us`: from dispatch until the producer has the results, less l(n);
+    `free_times_us`: from when on each process can be sent a batch."""
 
     latency: LatencyModel
     max_size: int
-    round_trip_us: int
+    ways_us: int
     free_times_us: Sequence[int]
 
-    def settles_us(self, start_us: int, size: int) -> int:
-        """The latest time at which a batch of `size`, dispatched at `start_us`, is expected to settle."""
-        return start_us + self.round_trip_us + self.latency.at_most(size)
+    def arrives_us(self, start_us: int, size: int) -> int:
+        """By when the results of a batch of `size`, dispatched at `start_us`, are expected to arrive."""
+        return start_us + self.ways_us + self.latency.at_most(size)
 
     def largest_in_time(self, start_us: int, deadline_us: int, limit: int) -> int:
         """The largest batch, up to `limit`, that is in time if dispatched at `start_us`; 0 if none is."""
-        if self.settles_us(start_us, limit) <= deadline_us:
+        if self.arrives_us(start_us, limit) <= deadline_us:
             return limit
         low, high = 0, limit  # a batch of `low` is in time, one of `high` is not
         while high - low > 1:
             middle = (low + high) // 2
-            if self.settles_us(start_us, middle) <= deadline_us:
+            if self.arrives_us(start_us, middle) <= deadline_us:
                 low = middle
             else:
                 high = middle
@@ -87,7 +89,7 @@ def _efficient_size(curve: Curve, max_size: int) -> int:
 def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
     """When to dispatch `waiting` requests, the earliest of whose deadlines is `deadline_us`."""
     one_more = min(waiting + 1, forecast.max_size)
-    return deadline_us - forecast.round_trip_us - forecast.latency.at_most(one_more)
+    return deadline_us - forecast.ways_us - forecast.latency.at_most(one_more)
 
 
 def plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
@@ -96,7 +98,7 @@ def plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
     `deadlines_us` has those of the waiting requests in the order of dispatch, NEVER_US for no deadline.
     O(n) if all can be in time, otherwise O(n log max_size).
     """
-    soonest_us = forecast.settles_us(now_us, 1)
+    soonest_us = forecast.arrives_us(now_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
     if hopeless:
         deadlines_us = [deadline_us for deadline_us in deadlines_us if deadline_us >= soonest_us]

@@ -159,7 +159,7 @@ class Dispatcher:
         """What is known of a lane's batches, without when processes are free."""
         capacity = self._capacity
         latency = capacity.latency_of(lane.name)
-        return Forecast(latency, settings.max_batch_size, capacity.round_trip_us, ())
+        return Forecast(latency, settings.max_batch_size, capacity.ways_at_most_us, ())
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Dispatcher:
             return [self._dispatch_from(lane, reason, size, settings)]
         forecast = self._forecast(lane, settings)
         size_max = min(lane.count, settings.max_batch_size)
-        if forecast.settles_us(now_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
+        if forecast.arrives_us(now_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
         slices = list(_front(lane.in_order(settings.tenant_weights), PLANNED_BATCHES_MAX * size))
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
