@@ -128,8 +128,15 @@ def compare(point: Point, policy: str, sent: Sequence[Sent]) -> Measured:
     arrivals = recorded([request.at_us for request in sent], deadline_us)
     simulated = Simulation(Scheduler(settings, point.workers), world).run(arrivals)
     virtual = sum(at_us >= learning_us for at_us in simulated.good_arrivals_us)
-    per_s = [number / seconds for number in (len(counted), bound, virtual, causes[None])]
-    return Measured(point, policy, *per_s, {cause: causes[cause] / len(counted) for cause in CAUSES})
+    return Measured(
+        point,
+        policy,
+        len(counted) / seconds,
+        bound / seconds,
+        virtual / seconds,
+        causes[None] / seconds,
+        {cause: causes[cause] / len(counted) for cause in CAUSES},
+    )
 
 
 def row(measured: Measured) -> str:
@@ -194,7 +201,7 @@ async def until_served(client: AsyncClient) -> None:
 
 def run(model: str, workers: int, points: Sequence[Point], options: argparse.Namespace) -> list[Measured]:
     """Measure points on a stack of their own."""
-    worker = ["carpool_worker", f"{MODEL}={HERE / 'sleeper.py'}:Modelled"]
+    worker = ["carpool_worker", f"{MODEL}={HERE / 'modelled.py'}:Modelled"]
     with EmbeddedRedis() as server, tempfile.TemporaryFile() as log:
         services = [
             start(server.url, log, "carpool_batcher", CARPOOL_LOG_LEVEL="warning"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-
-from goodput import MODELS
 
 
 class Sleeper:
@@ -30,17 +27,4 @@ class Linear:
     def predict(self, batch: list[int]) -> list[int]:
         """Return the batch unchanged."""
         time.sleep(0.005 + 0.00005 * len(batch))
-        return batch
-
-
-class Modelled:
-    """Sleeps as long as the model of `goodput.MODELS` that CARPOOL_BENCH_MODEL names."""
-
-    def __init__(self) -> None:
-        self._model = MODELS[os.environ["CARPOOL_BENCH_MODEL"]]
-        self.max_batch_size = self._model.max_batch_size
-
-    def predict(self, batch: list[int]) -> list[int]:
-        """Return the batch unchanged."""
-        time.sleep(self._model.l_us(len(batch)) / 1e6)
         return batch
