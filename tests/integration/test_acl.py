@@ -128,8 +128,12 @@ def block_worker(secured: Secured, gate: Path) -> str:
     """Occupy the model's one worker until the gate opens: requests that are sent now wait."""
     for _ in range(2):
         secured.stack.send("Single", body=json.dumps({"gate": str(gate)}))
-    batches = Keys("Single").batches
-    wait_until(lambda: secured.stack.redis.xlen(batches) == 2, description="the worker is occupied")
+    keys, redis = Keys("Single"), secured.stack.redis
+    # Not the batches alone: one of an earlier test may be in flight still
+    wait_until(
+        lambda: redis.xlen(keys.batches) == 2 and not redis.xlen(keys.requests),
+        description="the worker is occupied",
+    )
     return "Single"
 
 
