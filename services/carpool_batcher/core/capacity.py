@@ -39,6 +39,7 @@ UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches ar
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
 MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 16  # kept of round trips and deliveries
+TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 
 
@@ -67,7 +68,8 @@ class RecentTimes:
         if not self._is_ordered:
             self._ordered_us = sorted(self._times_us)
             self._is_ordered = True
-        # Of two times the lower one: a cold start must not count.
+        if len(self._ordered_us) < TRUSTED_TIMES_MIN:
+            return self._ordered_us[0]
         return self._ordered_us[int(quantile * (len(self._ordered_us) - 1))]
 
 
