@@ -10,7 +10,7 @@ one order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from unittest import mock
@@ -26,7 +26,7 @@ from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
+from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
 START_US = 1_000_000
@@ -296,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusals = [decision for decision in decisions if isinstance(decision, Refusal)]
         expired_waiting = [refusal for refusal in refusals if refusal.reason == "waiting"]
         self._remove_refused(expired_waiting, expected=past - delayed)
-        self._delay(delayed, [decision for decision in decisions if isinstance(decision, Dispatch)])
+        self._delay(delayed, decisions)
         self._check_that_delayed_requests_wait()
 
         expired = [decision for decision in decisions if isinstance(decision, Expire)]
@@ -642,10 +642,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whether a request is in time as a batch of one, dispatched now."""
         return self._settles_us(request.lane, 1) <= self._strict_deadline_us(request)
 
-    def _delay(self, delayed: set[Item], dispatches: list[Dispatch]) -> None:
+    def _delay(self, delayed: set[Item], decisions: Sequence[Decision]) -> None:
         """These requests expired, and are behind all others. Their order among each other is not checked."""
         self.delayed |= delayed
-        runs = [run for dispatch in dispatches for run in dispatch.runs]
+        runs: list[Run] = []
+        for decision in decisions:
+            if isinstance(decision, Dispatch):
+                runs += decision.runs
+            elif isinstance(decision, Refusal) and decision.run is not None:
+                runs.append(decision.run)
         runs += [run for lane in self.scheduler._queue.lanes.values() for run in lane]
         for request in self._items_of(runs):
             if request in delayed:
