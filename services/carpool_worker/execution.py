@@ -80,8 +80,8 @@ class Execution:
 
     @property
     def executed_together(self) -> int:
-        """How many requests the model executed in `compute_us` as it executes any batch of so many; 0 if it
-        did not: see `BatchSettled`."""
+        """How many requests one normal execution by the model served in `compute_us`; 0 if the execution of
+        this batch was not a normal one."""
         return self.executed if self.is_normal and not self.is_suspect else 0
 
     @property

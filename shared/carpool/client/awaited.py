@@ -17,7 +17,7 @@ from carpool.wire.results import decode_columns, decode_results
 class AwaitedRequests:
     """The requests that have no result, by correlation ID, and what gives them one: a result or an error.
 
-    `entries` has the entry of each; the entry has the target that its sink needs. Whoever sends a request
+    `entries` has the entry of each; the entry has the target that its sink needs. The sender of a request
     puts it into both. An entry's timeout is stopped when none of its requests is awaited any more.
     """
 

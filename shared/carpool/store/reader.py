@@ -3,8 +3,8 @@
 That a batch settled matters to a model only while requests wait, or when the next one arrives. So an XREAD
 waits for all request streams, and for the settled streams of those models only that await them. A second
 XREAD over the other settled streams, which does not wait, follows in the same write: Redis runs it when the
-first one returns, and sends both replies together. So whoever gets a request also gets what settled before
-it, and a batch that settles does not wake the batcher just when producers and workers need the processor.
+first one returns, and sends both replies together. So a request arrives with all that settled before it, and
+a batch that settles does not wake the batcher just when producers and workers need the processor.
 
 A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy
 models, and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen
