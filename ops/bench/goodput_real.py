@@ -55,6 +55,7 @@ PAUSE_S: Final = 1.0  # between two policies: what is in flight ends, and the ba
 SEED: Final = 7
 CAUSES: Final = ("given up", "waiting", "in flight", "executed", "delivered", "client")
 _CAUSES_BY_DETAIL: Final = {
+    "refused early": "given up",
     "expired: still waiting": "waiting",
     "expired: it was dispatched": "in flight",
     "no result within": "client",
@@ -94,8 +95,7 @@ async def send(client: AsyncClient, due_us: Sequence[int], deadline_ms: int) -> 
         try:
             reply = await client.request(MODEL, 1, timeout=deadline_ms / 1000)
         except DeadlineExceededError as error:
-            texts = (cause for text, cause in _CAUSES_BY_DETAIL.items() if text in error.detail)
-            missed = next(texts, "given up")
+            missed = cause_of(error)
         else:
             if loop.time() - sent_s > deadline_ms / 1000:
                 is_executed_late = reply.queue_us + reply.compute_us > 1000 * deadline_ms
@@ -110,6 +110,14 @@ async def send(client: AsyncClient, due_us: Sequence[int], deadline_ms: int) -> 
         task.add_done_callback(unanswered.discard)
     await asyncio.gather(*unanswered)
     return sorted(sent)
+
+
+def cause_of(error: DeadlineExceededError) -> str:
+    """The cause that an answer names. Raises RuntimeError for one that is not known."""
+    for text, cause in _CAUSES_BY_DETAIL.items():
+        if text in error.detail:
+            return cause
+    raise RuntimeError(f"an answer of unknown cause: {error.detail}")
 
 
 def compare(point: Point, policy: str, sent: Sequence[Sent]) -> Measured:

@@ -58,10 +58,12 @@ class RecentTimes:
 
     @property
     def median_us(self) -> int:
+        """Half of the times do not exceed it."""
         return self._quantile_us(0.5)
 
     @property
     def at_most_us(self) -> int:
+        """Nine of ten times do not exceed it."""
         return self._quantile_us(0.9)
 
     def _quantile_us(self, quantile: float) -> int:
@@ -131,8 +133,8 @@ class Capacity:
             self._sent_to_idle.add(batch_id)
             self._start_next(batch.dispatched_us + self.round_trip_us)
 
-    def settle(self, batch_id: str, execution_us: int, now_us: int, executed: int | None = None) -> None:
-        """A batch settled, of which `executed` requests (None: all) were executed together in `execution_us`.
+    def settle(self, batch_id: str, execution_us: int, settled_us: int, executed: int | None = None) -> None:
+        """A batch settled; `executed` of its requests (None: all) took `execution_us` together.
 
         If either is 0 its execution was not a normal one: nothing is learned from it but the turnaround.
         """
@@ -140,13 +142,15 @@ class Capacity:
         if batch is None:
             return
         self.learned += 1
-        turnaround_us = now_us - batch.dispatched_us
+        turnaround_us = settled_us - batch.dispatched_us
         size = batch.size if executed is None else executed
         is_normal = size > 0 and execution_us > 0
-        self._latencies.observe(batch.lane, size, turnaround_us, execution_us if is_normal else None, now_us)
+        self._latencies.observe(
+            batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
+        )
         if is_normal and batch_id in self._sent_to_idle:
             self._round_trips.observe(turnaround_us - execution_us)
-        self.forget(batch_id, now_us)
+        self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
         """A batch is no longer in flight. Nothing is learned from it."""

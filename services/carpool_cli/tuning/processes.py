@@ -17,7 +17,7 @@ class ProcessesNeeded(NamedTuple):
     """The smallest number of model processes that keeps a latency at a rate, and the figures with it.
 
     If no number does, `is_enough` is false, and `number` is one with which a process is nearly always idle.
-    `one_less`: the figures with one less; None if one less is none, or could not execute so many requests.
+    `one_less`: the figures with one less; None if that is no process, or fewer than this rate needs.
     """
 
     number: int
