@@ -16,7 +16,7 @@ import carpool
 from carpool.keys import Keys
 from support.checker import Checker, Report
 from support.load import Load, final_report
-from support.stack import START_S, Service, Stack, fixed_keys, frozen
+from support.stack import START_S, Service, Stack, fixed_keys, frozen, frozen_with_batch
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
@@ -147,7 +147,7 @@ def test_worker_frozen_past_its_lease_is_fenced(stack: Stack) -> None:
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
         other = worker(stack)
-        with frozen(frozen_worker):
+        with frozen_with_batch(stack, BUSY, frozen_worker):
             other.wait_for("batch reclaimed")
             load.wait_for_more(50)
         frozen_worker.wait_for("commit discarded, another worker has the batch")
@@ -443,7 +443,7 @@ def test_checker_detects_a_missing_fence(stack: Stack, tmp_path: Path) -> None:
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
         other = worker(stack)
-        with frozen(frozen_worker):
+        with frozen_with_batch(stack, BUSY, frozen_worker):
             batch = other.wait_for("batch reclaimed")["batch"]
             wait_until(lambda: batch in committed_by(other), description="the other worker commits the batch")
         wait_until(

@@ -10,7 +10,7 @@ from typing import Final
 _POLL_S: Final = 0.002
 
 
-def wait_until(predicate: Callable[[], object], *, description: str, timeout_s: float = 10.0) -> None:
+def wait_until(predicate: Callable[[], object], *, description: str, timeout_s: float = 30.0) -> None:
     """Return as soon as `predicate` holds. `description` completes "timed out waiting until ..."."""
     deadline = time.monotonic() + timeout_s
     pause = Event()
