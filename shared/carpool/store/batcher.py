@@ -250,6 +250,8 @@ def _parts_to_put_back(entry: Entry, decided: Container[Run | None]) -> list[lis
     back once for each level, and a few times in the last one.
     """
     remaining = [run for run in entry.runs if run not in decided]
+    if not remaining:
+        return []
     size = max(PUT_BACK_REQUESTS_MIN, -(-sum(map(len, remaining)) // PUT_BACK_ENTRIES_MAX))
     parts: list[list[Run]] = []
     space = 0

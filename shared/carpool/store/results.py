@@ -151,10 +151,15 @@ def result_groups(
     for of_run in of_runs:
         if of_run.are_columns:
             columns.append(of_run)
-        elif of_run.tickets is None and of_run.run.reply_to is not None:
+        elif of_run.tickets is not None:
+            addresses = [Address(of_run.run.reply_to, ticket) for ticket in of_run.tickets.singles()]
+            addressed += zip(addresses, of_run.results(), strict=True)
+        elif of_run.run.reply_to is not None:
             by_stream.setdefault(of_run.run.reply_to, []).extend(of_run.results())
         else:
-            addressed += zip(_addresses_of_each(of_run), of_run.results(), strict=True)
+            for result in of_run.results():
+                key = script_keys.index(keys.result(result.correlation_id))
+                yield key, "list", "", encode_result(result)
     for (reply_to, ticket), result in addressed:
         if reply_to is None:
             key, payload = script_keys.index(keys.result(result.correlation_id)), encode_result(result)
@@ -219,13 +224,6 @@ def _ordered_payload(parts: Sequence[_Part]) -> tuple[str, bytes]:
     ranges = [f"{entry_id}:{first}+{size}={len(encoded)}" for (entry_id, first, size), _, encoded in parts]
     head = encode_array_head(sum(part.elements for part in parts))
     return " ".join(ranges), b"".join([head, *(part.encoded for part in parts)])
-
-
-def _addresses_of_each(results: RunResults) -> list[Address]:
-    reply_to, tickets = results.run.reply_to, results.tickets
-    if tickets is None:
-        return [Address(reply_to, None)] * len(results.correlation_ids)
-    return [Address(reply_to, ticket) for ticket in tickets.singles()]
 
 
 def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunResults]) -> Iterator[Group]:

@@ -70,19 +70,17 @@ def _envelope(result: Result) -> Fields:
 
 
 def _json_envelope(result: Result) -> bytes:
-    envelope = _envelope(result)
-    if result.body is not None:
-        # The body is JSON already: insert its bytes instead of parsing and serialising them again.
-        envelope["body"] = None
-        head, tail = _compact(envelope).split(b'"body":null', 1)
-        return b"".join((head, b'"body":', result.body, tail))
-    return _compact(envelope)
+    correlation_id, status, _, body, _, *served = result
+    if status != OK:
+        return _JSON_ENCODER.encode(_envelope(result)).encode()
+    # The body is JSON already, and no character that a correlation ID may have is escaped in JSON.
+    return _JSON_ENVELOPE % (correlation_id.encode(), body, *served)
 
 
-def _compact(value: Fields) -> bytes:
-    return _JSON_ENCODER.encode(value).encode()
-
-
+_JSON_ENVELOPE: Final = (
+    b'{"correlation_id":"%b","status":"OK","content_type":"application/json","body":%b,"final":true,'
+    b'"batch_size":%d,"queue_us":%d,"compute_us":%d}'
+)
 _JSON_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 

@@ -9,13 +9,14 @@
 -- memory (XDEL, XACK, HDEL, ...); after such a first write the script may run any command. Therefore every script
 -- that calls `deliver` starts with such a write, if need be one that changes nothing: so a full Redis can still be
 -- emptied.
+local started_ms  -- a script asks for the time once, not for each of its streams
 local function deliver(key, kind, payload, ttl_ms)
   local reply
   if kind == 'list' then
     reply = redis.pcall('RPUSH', key, payload)
   else
-    local now_ms = tonumber(redis.call('TIME')[1]) * 1000
-    reply = redis.pcall('XADD', key, 'MINID', '~', string.format('%.0f', now_ms - ttl_ms), '*',
+    started_ms = started_ms or tonumber(redis.call('TIME')[1]) * 1000
+    reply = redis.pcall('XADD', key, 'MINID', '~', string.format('%.0f', started_ms - ttl_ms), '*',
       kind == 'columns' and 'columns' or 'results', payload)
   end
   if type(reply) == 'table' and reply.err then
