@@ -6,7 +6,7 @@ Batchers and workers both write results: a worker by `commit` and `answer_ahead`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
@@ -144,39 +144,46 @@ def result_groups(
     Results for one reply stream share a group, and columns for it share another. `order.lua` divides the
     payload of those with tickets, if not all of them may be delivered yet.
     """
-    by_stream: dict[str, list[Result]] = {}
+    unordered: dict[str | None, list[Result]] = {}  # by `reply_to`
     in_order: dict[str, list[tuple[TicketRange, Result]]] = {}
     columns: list[RunResults] = []
     addressed = list(results)
     for of_run in of_runs:
         if of_run.are_columns:
             columns.append(of_run)
-        elif of_run.tickets is not None:
+        elif of_run.tickets is None:
+            unordered.setdefault(of_run.run.reply_to, []).extend(of_run.results())
+        else:
             addresses = [Address(of_run.run.reply_to, ticket) for ticket in of_run.tickets.singles()]
             addressed += zip(addresses, of_run.results(), strict=True)
-        elif of_run.run.reply_to is not None:
-            by_stream.setdefault(of_run.run.reply_to, []).extend(of_run.results())
-        else:
-            for result in of_run.results():
-                key = script_keys.index(keys.result(result.correlation_id))
-                yield key, "list", "", encode_result(result)
     for (reply_to, ticket), result in addressed:
-        if reply_to is None:
+        if ticket is None:
+            unordered.setdefault(reply_to, []).append(result)
+        elif reply_to is None:
             key, payload = script_keys.index(keys.result(result.correlation_id)), encode_result(result)
-            yield key, "list", "" if ticket is None else f"{ticket}={len(payload)}", payload
-        elif ticket is None:
-            by_stream.setdefault(reply_to, []).append(result)
+            yield key, "list", f"{ticket}={len(payload)}", payload
         else:
             in_order.setdefault(reply_to, []).append((ticket, result))
-    for reply_to, of_stream in by_stream.items():
-        key = script_keys.index(keys.replies(reply_to))
-        for chunk in _limited_chunks(of_stream):
-            yield key, "stream", "", encode_results(chunk)
-    for reply_to, with_tickets in in_order.items():
-        key = script_keys.index(keys.replies(reply_to))
+    yield from _unordered_groups(keys, script_keys, unordered)
+    for stream, with_tickets in in_order.items():
+        key = script_keys.index(keys.replies(stream))
         for ranges, payload in _ordered_payloads(_successive(with_tickets)):
             yield key, "stream", ranges, payload
     yield from _columns_groups(keys, script_keys, columns)
+
+
+def _unordered_groups(
+    keys: Keys, script_keys: ScriptKeys, by_reply_to: Mapping[str | None, list[Result]]
+) -> Iterator[Group]:
+    for reply_to, results in by_reply_to.items():
+        if reply_to is None:
+            for result in results:
+                key = script_keys.index(keys.result(result.correlation_id))
+                yield key, "list", "", encode_result(result)
+        else:
+            key = script_keys.index(keys.replies(reply_to))
+            for chunk in _limited_chunks(results):
+                yield key, "stream", "", encode_results(chunk)
 
 
 class _Part(NamedTuple):
