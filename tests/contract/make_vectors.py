@@ -915,6 +915,31 @@ def batches() -> list[Case]:
     ]
 
 
+def settled() -> list[Case]:
+    """Entries of the settled stream, which workers write and batchers read."""
+
+    def batch(name: str, *others: str, executed: int) -> Case:
+        flat = ("batch", "9-0", "worker", "w/0", "size", "5", "compute_us", "17", *others)
+        numbers = {"size": 5, "compute_us": 17, "settled_us": 1_700_000_000_000_123, "executed": executed}
+        return {
+            "name": name,
+            "fields": fields_of((*flat, "settled_us", "1700000000000123")),
+            "becomes": {"batch_id": "9-0", "worker": "w/0", **numbers},
+        }
+
+    def change(name: str, *flat: str, worker: str) -> Case:
+        return {"name": name, "fields": fields_of((*flat, "size", "0")), "becomes": {"worker": worker}}
+
+    return [
+        batch("all requests were executed together", "executed", "5", executed=5),
+        batch("some were not executed", "executed", "3", executed=3),
+        batch("they were executed one at a time", "executed", "0", executed=0),
+        batch("a worker that does not tell: all of them", executed=5),
+        change("a model process joined or left", "worker", "w/0", worker="w/0"),
+        change("settings were overridden", "config", "max_batch_size", worker=""),
+    ]
+
+
 # --- tensors -----------------------------------------------------------------------------------------------
 
 CODES: Final = {
@@ -1161,7 +1186,7 @@ def files() -> dict[str, dict[str, list[Case]]]:
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
         "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},
         "results.json": {"envelopes": results(), "replies": replies(), "columns": result_columns()},
-        "batches.json": {"batches": batches()},
+        "batches.json": {"batches": batches(), "settled": settled()},
         "tensors.json": {
             "tensors": tensors(),
             "nested": nested_tensors(),

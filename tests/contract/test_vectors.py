@@ -12,11 +12,22 @@ import numpy as np
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK, BatchedRequest, Refusal, Result, ResultColumns, Run, Withdrawal
+from carpool.messages import (
+    JSON,
+    MSGPACK,
+    BatchedRequest,
+    BatchSettled,
+    ModelProcessesChanged,
+    Refusal,
+    Result,
+    ResultColumns,
+    Run,
+    Withdrawal,
+)
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange
-from carpool.wire.batches import decode_batch
+from carpool.wire.batches import decode_batch, decode_settled
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.requests import decode_entry
 from carpool.wire.results import decode_columns, decode_results, encode_columns, encode_result, encode_results
@@ -171,6 +182,13 @@ def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
     )
     assert batch.requests == requests
     assert [run.reply_columns for run in batch.runs] == becomes["reply_columns"]
+
+
+@cases("settled", "batches.json")
+def test_settled_entry_is_decoded_as_in_the_vector(case: Case) -> None:
+    becomes = case["becomes"]
+    kind = BatchSettled if "batch_id" in becomes else ModelProcessesChanged
+    assert decode_settled(flat(case)) == kind(**becomes)
 
 
 # --- tensors and bodies ------------------------------------------------------------------------------------

@@ -61,20 +61,19 @@ def large_text(letter: str) -> str:
     return json.dumps(letter * LARGE)
 
 
-def block(stack: Stack, gate: Path, model: str = "Single") -> None:
+def block(stack: Stack, gate: Path, model: str) -> None:
     """Occupy the model's one worker until the gate opens: nearly all requests that are sent now wait.
 
-    Where a batch has one request, another one is dispatched ahead, and then all wait.
+    Where a batch has one request, it is full, so another one is dispatched ahead, and then all wait.
     """
-
-    def dispatched() -> int:
-        return int(stack.redis.xlen(Keys(model).batches))
-
-    stack.send(model, body=json.dumps({"gate": str(gate)}))
-    wait_until(lambda: dispatched() == 1, description="the worker is occupied")
-    if model == "Single":
+    batches_of_one = stack.redis.hget(Keys(model).registration, "max_batch_size") == b"1"
+    for number in (1, 2) if batches_of_one else (1,):
         stack.send(model, body=json.dumps({"gate": str(gate)}))
-        wait_until(lambda: dispatched() == 2, description="one batch is ahead")
+
+        def is_dispatched(number: int = number) -> bool:
+            return int(stack.redis.xlen(Keys(model).batches)) == number
+
+        wait_until(is_dispatched, description=f"the worker has {number} batches")
 
 
 def array_of(number: int, size: int = LARGE // 4) -> np.ndarray[Any, Any]:
@@ -202,7 +201,7 @@ def test_refused_on_arrival(shared: Stack, fields: dict[str, Any]) -> None:
 
 
 async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stack, gate: Path) -> None:
-    block(shared, gate)
+    block(shared, gate, "Single")
     shared.configure("Single", max_queue_bytes=str(3 * LARGE))
     images = [bytes([number]) * LARGE for number in range(3)]
     async with AsyncClient(shared.url, timeout=30) as client:

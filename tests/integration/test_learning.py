@@ -21,7 +21,7 @@ _sent: list[str] = []  # the correlation ID of each request
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
         stack.batcher()
-        stack.worker("paced.py:Paced")
+        stack.worker("faulty.py:Paced")
         stack.wait_for_model(MODEL)
         for size in SIZES * 3:
             assert statuses(stack, ["x"] * size) == {"OK": size}

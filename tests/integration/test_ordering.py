@@ -236,7 +236,7 @@ class OrderedResults(RuleBasedStateMachine):
             self.take_over()
         else:
             self.entries.update_from(outcome.entries)
-        while (batch := self.worker.fetch("w", None)) is not None:
+        while (batch := fetch(self.worker)) is not None:
             self.fetched.append(batch)
 
     @precondition(lambda self: self.fetched)
@@ -385,6 +385,12 @@ def refusal_of(run: Run, status: str) -> Refusal:
     )  # fmt: skip
 
 
+def fetch(worker: WorkerStore) -> Batch | None:
+    """The next batch; None if there is none within a millisecond."""
+    worker.start_fetch("w", 1)
+    return worker.finish_fetch()
+
+
 def commit_all(
     worker: WorkerStore,
     batch: Batch,
@@ -458,7 +464,7 @@ class Stores(NamedTuple):
     def dispatch(self, *batches: list[Run]) -> list[Batch]:
         """These batches are dispatched and fetched."""
         self.batcher.dispatch([Dispatch(runs, "full", "") for runs in batches], TTL_MS)
-        fetched = [self.worker.fetch("w", None) for _ in batches]
+        fetched = [fetch(self.worker) for _ in batches]
         return [batch for batch in fetched if batch is not None]
 
     def replied(self, stream: str = "all") -> list[str]:
@@ -518,7 +524,7 @@ def test_ranges_that_were_put_back_apart_and_dispatched_together_leave_nothing(s
         outcome = stores.batcher.dispatch([Dispatch(dispatched, "full", "")], TTL_MS)
         entries.update_from(outcome.entries)
     for _ in range(2):
-        batch = stores.worker.fetch("w", None)
+        batch = fetch(stores.worker)
         assert batch is not None
         commit_all(stores.worker, batch)
     assert stores.replied() == [f"r{number}" for number in range(20)]
@@ -606,7 +612,7 @@ def test_results_are_delivered_at_once_if_their_order_was_deleted(stores: Stores
     outcome = stores.batcher.dispatch([Dispatch([part], "full", "")], TTL_MS)
     EntryTable().update_from(outcome.entries)
     assert stores.no_ticket_is_left()
-    batches = [stores.worker.fetch("w", None), *stores.dispatch([rest])]
+    batches = [fetch(stores.worker), *stores.dispatch([rest])]
     for batch in reversed(batches):
         assert batch is not None
         commit_all(stores.worker, batch)

@@ -72,24 +72,19 @@ class WorkerStore:
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
-    def fetch(self, consumer: str, block_ms: int | None) -> Batch | None:
-        """The next batch; waits for it up to `block_ms`, not at all if None.
-
-        Raises CommandError with the code NOGROUP if Redis was emptied: register again.
-        """
-        self.start_fetch(consumer, block_ms)
-        return self.finish_fetch()
-
-    def start_fetch(self, consumer: str, block_ms: int | None) -> None:
-        """Ask for the next batch. Until `finish_fetch`, nothing else may be called."""
-        block: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", block_ms)
+    def start_fetch(self, consumer: str, block_ms: int) -> None:
+        """Ask for the next batch, which Redis waits for up to `block_ms`. Until `finish_fetch`, nothing else
+        may be called."""
         self._link.send(
-            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, *block,
+            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, "BLOCK", block_ms,
             "STREAMS", self._batches, ">",
         )  # fmt: skip
 
     def finish_fetch(self) -> Batch | None:
-        """The batch that was asked for; waits until `descriptor` is readable. Raises as `fetch` does."""
+        """The batch that was asked for, None if there was none; waits until `descriptor` is readable.
+
+        Raises CommandError with the code NOGROUP if Redis was emptied: register again.
+        """
         reply = self._link.receive()
         if not reply or not reply[0][1]:
             return None

@@ -1,4 +1,4 @@
-"""A model that fails in the way that a request's body names."""
+"""Models that fail in the way that a request's body names."""
 
 from __future__ import annotations
 
@@ -56,3 +56,14 @@ class Faulty:
             FAULTS.get(body, lambda: None)()
         results = [RESULTS.get(body, body) if isinstance(body, str) else body for body in batch]
         return results[1:] if "too few" in texts else results
+
+
+class Paced(Faulty):
+    """Takes 4 ms, and 2 ms for each request of a batch."""
+
+    max_batch_size = 16
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        results = super().predict(batch)
+        time.sleep(0.004 + 0.002 * len(batch))
+        return results
