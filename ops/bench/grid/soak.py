@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -39,6 +40,7 @@ WARM_UP_SHARE: Final = 1 / 3
 GROWTH_MIB_MIN: Final = 4.0
 GROWTH_SHARE_MIN: Final = 0.05
 SAMPLES_MIN: Final = 4
+START_S_MAX: Final = 90.0
 
 NOOP_IN_FLIGHT: Final = 32
 IMAGES_IN_FLIGHT: Final = 2
@@ -157,16 +159,20 @@ def _memory_mib(redis: RedisServer, pids: Mapping[str, int]) -> dict[str, float]
 
 
 async def _until_served(client: AsyncClient) -> None:
+    """Wait for a first answer of each model, and say how long that took, and after which errors."""
     for model in ("noop", "image"):
-        for attempt in range(400):
+        started_s, errors = time.monotonic(), Counter[str]()
+        while True:
             try:
                 await client.infer(model, MODELS[model].body(0))
-            except CarpoolError:
-                if attempt == 399:
-                    raise
-                await asyncio.sleep(0.05)
-            else:
                 break
+            except CarpoolError as error:
+                if time.monotonic() > started_s + START_S_MAX:
+                    raise
+                errors[error.status] += 1
+                await asyncio.sleep(0.05)
+        took_s = time.monotonic() - started_s
+        print(f"{model}: first answer after {took_s:.1f} s {dict(errors) or ''}", file=sys.stderr)
 
 
 @contextlib.contextmanager
