@@ -39,6 +39,14 @@ def stack_on(server: Path, tmp_path: Path) -> Iterator[Stack]:
         yield started
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """A file for which models wait, if a request names it; created when the test ends, if not before."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Stack]]:
     """Returns the stack on a server, which is started on first use and shared by the tests of a module."""

@@ -112,13 +112,6 @@ def admin(secured: Secured) -> Iterator[Any]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
-
-
-@pytest.fixture
 def unique(request: pytest.FixtureRequest) -> str:
     """A name that no other test uses."""
     return f"t{abs(hash(request.node.nodeid)):x}"

@@ -66,14 +66,6 @@ def blocking(stack: Stack) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    """A file for which Echo, Single and Few wait while it does not exist; created when the test ends."""
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
-
-
 async def wait_in_thread(predicate: Callable[[], object], description: str) -> None:
     """`wait_until` without blocking the event loop, which the client needs."""
     await asyncio.to_thread(wait_until, predicate, description=description)

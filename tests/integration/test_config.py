@@ -40,13 +40,6 @@ def stack(served: Stack) -> Iterator[Stack]:
         wait_until(lambda: len(changes(served)) > before, description="the model's own settings are in force")
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
-
-
 def run(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "carpool_cli", "config", *arguments, "--redis-url", stack.url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

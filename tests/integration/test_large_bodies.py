@@ -32,13 +32,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
-
-
 def bodies_left(stack: Stack, model: str) -> list[bytes]:
     return list(stack.redis.scan_iter(match=Keys(model).body("*"), count=1000))
 

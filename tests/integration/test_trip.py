@@ -81,12 +81,6 @@ def no_worker(stack: Stack, spec: str) -> Iterator[str]:
     stack.serve(spec)
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """The model waits until this file exists."""
-    return tmp_path / "gate"
-
-
 # --- bodies and results
 
 
