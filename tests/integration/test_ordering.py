@@ -236,8 +236,8 @@ class OrderedResults(RuleBasedStateMachine):
             self.take_over()
         else:
             self.entries.update_from(outcome.entries)
-        while (batch := fetch(self.worker)) is not None:
-            self.fetched.append(batch)
+        for _ in filter(None, outcome.batches):
+            self.fetched.append(fetch(self.worker))
 
     @precondition(lambda self: self.fetched)
     @rule(index=st.integers(0, 9), as_columns=st.booleans())
@@ -385,10 +385,12 @@ def refusal_of(run: Run, status: str) -> Refusal:
     )  # fmt: skip
 
 
-def fetch(worker: WorkerStore) -> Batch | None:
-    """The next batch; None if there is none within a millisecond."""
+def fetch(worker: WorkerStore) -> Batch:
+    """The next batch, which was dispatched."""
     worker.start_fetch("w", 1)
-    return worker.finish_fetch()
+    batch = worker.finish_fetch()
+    assert batch is not None
+    return batch
 
 
 def commit_all(
@@ -463,9 +465,8 @@ class Stores(NamedTuple):
 
     def dispatch(self, *batches: list[Run]) -> list[Batch]:
         """These batches are dispatched and fetched."""
-        self.batcher.dispatch([Dispatch(runs, "full", "") for runs in batches], TTL_MS)
-        fetched = [fetch(self.worker) for _ in batches]
-        return [batch for batch in fetched if batch is not None]
+        outcome = self.batcher.dispatch([Dispatch(runs, "full", "") for runs in batches], TTL_MS)
+        return [fetch(self.worker) for _ in filter(None, outcome.batches)]
 
     def replied(self, stream: str = "all") -> list[str]:
         return ids_on_stream(self.redis, self.keys.replies(stream))
@@ -524,9 +525,7 @@ def test_ranges_that_were_put_back_apart_and_dispatched_together_leave_nothing(s
         outcome = stores.batcher.dispatch([Dispatch(dispatched, "full", "")], TTL_MS)
         entries.update_from(outcome.entries)
     for _ in range(2):
-        batch = fetch(stores.worker)
-        assert batch is not None
-        commit_all(stores.worker, batch)
+        commit_all(stores.worker, fetch(stores.worker))
     assert stores.replied() == [f"r{number}" for number in range(20)]
     assert stores.no_ticket_is_left()
 
@@ -614,7 +613,6 @@ def test_results_are_delivered_at_once_if_their_order_was_deleted(stores: Stores
     assert stores.no_ticket_is_left()
     batches = [fetch(stores.worker), *stores.dispatch([rest])]
     for batch in reversed(batches):
-        assert batch is not None
         commit_all(stores.worker, batch)
     assert stores.replied() == ["r2", "r3", "r4", "r5", "r0", "r1"]
     assert stores.no_ticket_is_left()
