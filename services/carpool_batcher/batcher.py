@@ -192,7 +192,9 @@ class ModelBatcher:
                     self._meter.settled(batch, settled_us)
                     if is_awaited:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
-                    scheduler.settle(event.batch_id, event.compute_us, settled_us, event.executed)
+                    scheduler.settle(
+                        event.batch_id, event.compute_us, settled_us, event.executed, event.waited_us
+                    )
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
 

@@ -133,10 +133,18 @@ class Scheduler:
         self.capacity.adopt(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
-    def settle(self, batch_id: str, compute_us: int, settled_us: int, executed: int | None = None) -> None:
+    def settle(
+        self,
+        batch_id: str,
+        compute_us: int,
+        settled_us: int,
+        executed: int | None = None,
+        waited_us: int | None = None,
+    ) -> None:
         """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
-        together in `compute_us`; 0 if its execution was not a normal one (see `BatchSettled`)."""
-        self.capacity.settle(batch_id, compute_us, settled_us, executed)
+        together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
+        model process (see `BatchSettled`)."""
+        self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
