@@ -46,6 +46,7 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Decision, Expire
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.queue import Queue
 
 __all__ = ["Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
@@ -149,6 +150,14 @@ class Scheduler:
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         self.capacity.forget(batch_id, now_us)
+
+    def takes_requests_at_us(self, now_us: int) -> int:
+        """From when on a request that arrives may be dispatched: `now_us` for at once, NEVER_US if not before
+        a batch settles. Only a full batch may be dispatched sooner, ahead of its process."""
+        free_at_us = self.capacity.free_at_us(now_us)
+        if free_at_us is not None:
+            return free_at_us
+        return now_us if self.capacity.has_capacity() else NEVER_US
 
     # --- state ---------------------------------------------------------------------------------------------
 
