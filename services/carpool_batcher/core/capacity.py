@@ -257,6 +257,11 @@ class Capacity:
         return self._round_trips.at_most_us + self._deliveries.at_most_us
 
     @property
+    def usual_ways_us(self) -> int:
+        """What half of the batches take at most."""
+        return self._round_trips.median_us + self._deliveries.median_us
+
+    @property
     def latency(self) -> LatencyModel:
         """l(n) over all lanes."""
         return self._latencies.all_lanes.latency
