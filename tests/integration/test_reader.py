@@ -307,6 +307,21 @@ def test_request_in_a_quiet_time_is_read_at_its_end_or_when_a_batch_settles(
     reader.close()
 
 
+def test_quiet_time_does_not_begin_before_what_has_arrived_is_read(
+    embedded: EmbeddedRedis, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "ENTRY_BYTES_UNKNOWN", reader_module.READ_BYTES)
+    monkeypatch.setattr(reader_module, "_mean_bytes", lambda _: reader_module.READ_BYTES)
+    requests = [redis.xadd(Keys("m").requests, {"a": "b"}) for _ in range(5)]
+    reader = reader_of(embedded.url, busy_block_ms=60_000)
+    subscription = reader.subscribe(Keys("m"), b"0-0")
+    subscription.awaits_settled = True
+    assert read_until(reader, subscription) == requests[:1]
+    subscription.quiet_until_s = time.monotonic() + 60.0
+    assert [read_until(reader, subscription) for _ in range(4)] == [[name] for name in requests[1:]]
+    reader.close()
+
+
 def test_model_that_cannot_be_read_is_found_and_the_others_are_read(
     embedded: EmbeddedRedis, redis: Any
 ) -> None:

@@ -65,14 +65,18 @@ class Subscription:
 
 
 class Stream:
-    """One stream of a subscription. `after` is its cursor: the ID of the last entry that was read."""
+    """One stream of a subscription. `after` is its cursor: the ID of the last entry that was read.
 
-    __slots__ = ("after", "name", "subscription")
+    `has_more`: whether the latest XREAD returned as many entries as it may, so that there may be more.
+    """
+
+    __slots__ = ("after", "has_more", "name", "subscription")
 
     def __init__(self, subscription: Subscription, name: str, after: bytes) -> None:
         self.subscription = subscription
         self.name = name
         self.after = after
+        self.has_more = False
 
     def unread(self, entries: list[RawEntry], asked_after: bytes) -> list[RawEntry]:
         """Those of these entries that were not read yet, and moves the cursor. XREAD named `asked_after`."""
@@ -177,11 +181,15 @@ class _Xread:
         self._names = [stream.name for stream in streams]
         self._by_name = {stream.name.encode(): index for index, stream in enumerate(streams)}
         self._afters: list[bytes] = []
+        self._count = 0
 
-    def command(self, *options: Argument) -> tuple[Argument, ...]:
-        """The command, for what comes after the cursors as they are now."""
+    def command(self, count: int, *options: Argument) -> tuple[Argument, ...]:
+        """The command, for what comes after the cursors as they are now: up to `count` entries of each."""
+        self._count = count
         self._afters = [stream.after for stream in self.streams]
-        return ("XREAD", *options, "STREAMS", *self._names, *self._afters)
+        for stream in self.streams:
+            stream.has_more = False
+        return ("XREAD", "COUNT", count, *options, "STREAMS", *self._names, *self._afters)
 
     def unread(self, reply: Sequence[tuple[bytes, list[RawEntry]]]) -> list[tuple[Stream, list[RawEntry]]]:
         """What a reply to the latest command has that was not read yet."""
@@ -191,6 +199,7 @@ class _Xread:
             stream = self.streams[index]
             # Without entries, Redis woke us for some that were deleted before it read them
             if entries and stream.subscription._home is not None:
+                stream.has_more = len(entries) >= self._count
                 unread = stream.unread(entries, self._afters[index])
                 if unread:
                     found.append((stream, unread))
@@ -254,8 +263,8 @@ class _Watch:
         if self._xreads:
             count = self._count()
             first, *others = self._xreads
-            commands = [first.command("COUNT", count, "BLOCK", self._block_ms)]
-            commands += [other.command("COUNT", count) for other in others]
+            commands = [first.command(count, "BLOCK", self._block_ms)]
+            commands += [other.command(count) for other in others]
             self.link.send_many(commands)
             self.is_waiting = True
 
@@ -268,6 +277,7 @@ class _Watch:
         quiet_from_s = time.monotonic() + QUIET_S_MIN
         for member in self._members:
             is_quiet = member.awaits_settled and member.quiet_until_s > quiet_from_s
+            is_quiet = is_quiet and not member.requests.has_more
             if is_quiet:
                 self.quiet_until_s = min(self.quiet_until_s, member.quiet_until_s)
             covered.append(Covered(member, not is_quiet, member.awaits_settled))
