@@ -43,7 +43,9 @@ class CountOrTimeout:
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """Nothing to do: this policy does not track batches in flight."""
 
-    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
+    def settle(
+        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int | None
+    ) -> None:
         """Nothing to do."""
 
 
@@ -82,7 +84,9 @@ class Aimd:
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """Nothing to do: `poll` has counted the batch."""
 
-    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None:
+    def settle(
+        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int | None
+    ) -> None:
         """Adapt the size."""
         self._idle_workers += 1
         if compute_us <= self._objective_us:

@@ -180,6 +180,7 @@ class Meter:
             rejected_settings,
             tuple(policies),
             scheduler.settings.policy,
+            (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
         )
 
     def activated(self, now_us: int) -> None:

@@ -71,6 +71,7 @@ class Committer:
             execution.compute_us,
             execution.of_runs,
             execution.executed_together,
+            execution.waited_us,
         )
 
     def _answer_large_results(self, execution: Execution) -> None:

@@ -64,6 +64,8 @@ class Execution:
         default_factory=set
     )  # positions whose result is written, before the commit
     dead_letters: list[DeadLetter] = field(default_factory=list)
+    ready_us: int = 0  # when it was decoded, by Redis's clock
+    waited_us: int = 0  # time in which it waited for the model process, undecoded or decoded
     input_us: int = 0  # time spent decoding
     compute_us: int = 0  # time spent in the model, over all frames
     frames_executed: int = 0
@@ -77,6 +79,10 @@ class Execution:
         One of its requests may be the cause, so from then on they are executed one at a time.
         """
         return self.batch.epoch > 1 or bool(self.deaths)
+
+    def start_at(self, now_us: int) -> None:
+        """The model process is free for this batch now, by Redis's clock."""
+        self.waited_us += max(0, now_us - self.ready_us)
 
     @property
     def executed_together(self) -> int:

@@ -37,6 +37,7 @@ class Fetcher:
         self._reclaim_at_s = 0.0
         self.waiting = False  # for the reply to a fetch
         self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
+        self._asked_us = 0  # when the fetch was sent, by Redis's clock
         self._unloaded: Execution | None = None  # its stored bodies could not be loaded yet
         self._log = structlog.get_logger()
 
@@ -47,6 +48,7 @@ class Fetcher:
         try:
             execution = self._reclaim()
             if execution is None:
+                self._asked_us = self._store.clock.now_us()
                 self._store.start_fetch(self._consumer, BLOCK_MS)
                 self.waiting, self.descriptor = True, self._store.descriptor
             return execution
@@ -62,7 +64,9 @@ class Fetcher:
         except CommandError as error:
             self._register_again(error)
             return None
-        return None if batch is None else self._load(Execution(batch))
+        if batch is None:
+            return None
+        return self._load(Execution(batch, waited_us=max(0, self._asked_us - batch.dispatched_us)))
 
     def _load(self, execution: Execution) -> Execution:
         """Load the stored bodies of a batch. A request whose body cannot be loaded gets its result.

@@ -142,6 +142,7 @@ class Replica:
         started_ns = time.monotonic_ns()
         self._codec.prepare(execution, self._clock.now_us())
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
+        execution.ready_us = self._clock.now_us()
         if not self._executions:
             self._busy_since_s = time.monotonic()
         self._executions = (*self._executions, execution)
@@ -197,6 +198,10 @@ class Replica:
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]
         execution.frames_sent -= 1
+        if not execution.frames:
+            for waiting in self._executions:
+                if waiting.frames:
+                    waiting.start_at(self._clock.now_us())
 
     def _replace_process(self) -> None:
         """The model process died: start another, to which everything is to be sent again."""

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Final
+
+DRIFT_MAX: Final = 1e-4  # by how much one second of this host and one of Redis's may differ
 
 
 class RedisClock:
-    """Redis's time in microseconds since the epoch, extrapolated by this host's monotonic clock."""
+    """Redis's time in microseconds since the epoch, extrapolated by this host's monotonic clock.
+
+    A reply to TIME tells that Redis's clock showed this time at some moment between sending and receiving. If
+    it had been shown at receiving, the extrapolated clock is never ahead, and no request expires early; but
+    it is behind by as long as the reply took, which on a busy host may be milliseconds. So a reply that took
+    longer than an earlier one does not set the clock back, unless the clock must be ahead: then Redis's clock
+    was set back, or another server answers. (Marzullo's algorithm for one source: intervals are intersected.)
+    """
 
     def __init__(self) -> None:
-        self._offset_us = 0
+        self._offset_us = 0.0
+        self._set_us: float | None = None
 
-    def set(self, reply: Sequence[bytes], received_ns: int) -> None:
-        """Follow a reply to TIME that was received at this monotonic time.
-
-        The reply was on its way meanwhile, so this clock is behind Redis's by that much. It is never ahead:
-        no request expires early.
-        """
+    def set(self, reply: Sequence[bytes], sent_ns: int, received_ns: int) -> None:
+        """Follow a reply to TIME that was asked for and received at these monotonic times."""
         redis_us = int(reply[0]) * 1_000_000 + int(reply[1])
-        self._offset_us = redis_us - received_ns // 1000
+        received_us = received_ns / 1000
+        behind_us = redis_us - received_us
+        if self._set_us is not None:
+            kept_us = self._offset_us - DRIFT_MAX * (received_us - self._set_us)
+            if behind_us < kept_us <= redis_us - sent_ns / 1000:
+                behind_us = kept_us
+        self._offset_us, self._set_us = behind_us, received_us
 
     def now_us(self) -> int:
         """Microseconds since the epoch on Redis's clock."""
-        return time.monotonic_ns() // 1000 + self._offset_us
+        return int(time.monotonic_ns() / 1000 + self._offset_us)

@@ -30,9 +30,12 @@ class CapacityHarness:
         self.capacity.launch(str(number), InFlightBatch(int(at * MS), size, "", {}))
         return number
 
-    def settle(self, number: int, at: float, execution: float | None = 10) -> None:
+    def settle(
+        self, number: int, at: float, execution: float | None = 10, waited: float | None = None
+    ) -> None:
         execution_us = 0 if execution is None else int(execution * MS)
-        self.capacity.settle(str(number), execution_us, int(at * MS))
+        waited_us = None if waited is None else int(waited * MS)
+        self.capacity.settle(str(number), execution_us, int(at * MS), None, waited_us)
 
     def free_at(self, now: float = 0) -> float | None:
         free_at_us = self.capacity.free_at_us(int(now * MS))
@@ -189,6 +192,17 @@ def test_pause_does_not_change_the_round_trip() -> None:
     for number in range(1, 12):
         harness.settle(harness.dispatch(at=100 * number), at=100 * number + (11 if number % 4 else 80))
     assert harness.capacity.round_trip_us == ROUND_TRIP
+
+
+def test_time_in_which_a_batch_waited_for_a_process_is_not_its_round_trip() -> None:
+    """Given batches dispatched ahead that tell how long they waited, expect their ways to be learned."""
+    harness = CapacityHarness(learned=False)
+    for at in range(0, 300, 20):
+        first, ahead = harness.dispatch(at=at), harness.dispatch(at=at + 1)
+        harness.settle(first, at=at + 12, waited=0)  # the ways take 2 ms
+        harness.settle(ahead, at=at + 22, waited=8)  # and 3 ms
+    assert harness.capacity.round_trip_us == pytest.approx(2.5 * MS, abs=0.5 * MS)
+    assert harness.capacity.ways_at_most_us == 3 * MS
 
 
 def test_round_trip_is_never_negative() -> None:

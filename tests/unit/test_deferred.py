@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from carpool_batcher.core.deferred import (
     EFFICIENT_THROUGHPUT_RATIO,
     Forecast,
+    Plan,
     _earliest_in_batch,
     efficient_size,
     latest_start_us,
@@ -34,7 +35,7 @@ def forecast_of(
     intercept: int = 10, slope: int = 1, *, max_size: int = 8, round_trip: int = 2, free_times: object = (0,)
 ) -> Forecast:
     assert isinstance(free_times, tuple)
-    return Forecast(learned(intercept, slope), max_size, round_trip, free_times)
+    return Forecast(learned(intercept, slope), max_size, round_trip, round_trip, free_times)
 
 
 # --- sizes and times ---------------------------------------------------------------------------------------
@@ -98,6 +99,15 @@ def all_in_time(forecast: Forecast, waiting: list[int], now: int) -> bool:
             else:
                 return True
     return False
+
+
+def test_doubtful_request_is_served_where_no_other_is_in_time() -> None:
+    """Given ways of 10 and at times 30, and deadlines that 30 would miss, expect a batch of those for which
+    10 are enough; and expect them to be refused where another request can be in time even with 30.
+    """
+    forecast = forecast_of(10, 1, round_trip=30)._replace(usual_ways_us=10)
+    assert plan(forecast, [15, 25, 26], 0) == Plan([0], 2)
+    assert plan(forecast, [15, 25, 26, 60], 0) == Plan([0, 1, 2], 1)
 
 
 @thorough
@@ -204,6 +214,6 @@ def test_planning_takes_linear_time() -> None:
     latency = CountingModel()
     for size in (1, 1000, 1000):
         latency.observe(size, 10 + size)
-    forecast = Forecast(latency, 32, 2, (0,))
+    forecast = Forecast(latency, 32, 2, 2, (0,))
     plan(forecast, [20 + at for at in range(1000)], 0)
     assert CountingModel.calls < 1000 * 12

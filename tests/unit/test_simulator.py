@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from statistics import NormalDist
 from typing import Any
 from unittest import mock
 
@@ -223,6 +225,16 @@ def test_deferred_meets_deadlines_of_lanes_with_different_execution_times(first:
     both = [arrival._replace(at_us=begins_us + arrival.at_us) for arrival in in_lanes(400, 4000, lanes)]
     result = run(alone + both, world, policy="deferred", max_batch_size=64)
     assert result.good > 0.97 * result.requests
+
+
+def test_deferred_tries_where_ways_take_too_long_now_and_then() -> None:
+    """Given ways of 3 ms that take ten for one batch in ten, and deadlines of 15 ms, expect that requests are
+    not given up because of the one: then processes would be idle.
+    """
+    ways = [math.exp(NormalDist(0, 0.9).inv_cdf((at + 0.5) / 200)) for at in range(200)]
+    world = World(intercept_us=2000, slope_us=1000, out_us=1200, back_us=1800, round_trip_spread=ways)
+    result = run(poisson(500, 5000, 1, 15_000), world, policy="deferred", max_batch_size=64)
+    assert result.good > 0.4 * result.requests
 
 
 def test_deferred_recovers_from_a_cold_start() -> None:

@@ -142,6 +142,9 @@ def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
     for told, executed in (({}, 3), ({"executed": 0}, 0), ({"executed": 2}, 2)):
         settled = decode_settled(flat_of({**fields, **told}))
         assert settled == BatchSettled("9-0", "w/0", 3, 17, 1_700_000_000_000_123, executed)
+    assert decode_settled(flat_of({**fields, "waited_us": 5})) == BatchSettled(
+        "9-0", "w/0", 3, 17, 1_700_000_000_000_123, 3, 5
+    )
     assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == ModelProcessesChanged("w/0")
 
 

@@ -133,10 +133,19 @@ class Capacity:
             self._sent_to_idle.add(batch_id)
             self._start_next(batch.dispatched_us + self.round_trip_us)
 
-    def settle(self, batch_id: str, execution_us: int, settled_us: int, executed: int | None = None) -> None:
-        """A batch settled; `executed` of its requests (None: all) took `execution_us` together.
+    def settle(
+        self,
+        batch_id: str,
+        execution_us: int,
+        settled_us: int,
+        executed: int | None = None,
+        waited_us: int | None = None,
+    ) -> None:
+        """A batch settled; `executed` of its requests (None: all) took `execution_us` together, after it had
+        waited `waited_us` for a model process.
 
-        If either is 0 its execution was not a normal one: nothing is learned from it but the turnaround.
+        If either of the first two is 0 its execution was not a normal one: nothing is learned from it but the
+        turnaround. If the last is not known, it did not wait if it was sent to an idle process.
         """
         batch = self.in_flight.get(batch_id)
         if batch is None:
@@ -148,8 +157,10 @@ class Capacity:
         self._latencies.observe(
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
-        if is_normal and batch_id in self._sent_to_idle:
-            self._round_trips.observe(turnaround_us - execution_us)
+        if waited_us is None and batch_id in self._sent_to_idle:
+            waited_us = 0
+        if is_normal and waited_us is not None:
+            self._round_trips.observe(turnaround_us - execution_us - waited_us)
         self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
@@ -244,6 +255,11 @@ class Capacity:
     def ways_at_most_us(self) -> int:
         """What nine of ten batches take from dispatch until producers have results, less the execution."""
         return self._round_trips.at_most_us + self._deliveries.at_most_us
+
+    @property
+    def usual_ways_us(self) -> int:
+        """What half of the batches take at most."""
+        return self._round_trips.median_us + self._deliveries.median_us
 
     @property
     def latency(self) -> LatencyModel:

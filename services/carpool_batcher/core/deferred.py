@@ -38,12 +38,14 @@ class Plan(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a plan is based on. `ways_us`: from dispatch until the producer has the results, less l(n);
-    `free_times_us`: from when on each process can be sent a batch."""
+    """What a plan is based on. `ways_us`: from dispatch until the producer has the results, less l(n), as
+    nine of ten batches take; `usual_ways_us`: as half of them take; `free_times_us`: from when on each
+    process can be sent a batch."""
 
     latency: LatencyModel
     max_size: int
     ways_us: int
+    usual_ways_us: int
     free_times_us: Sequence[int]
 
     def arrives_us(self, start_us: int, size: int) -> int:
@@ -95,9 +97,17 @@ def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
 def plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
     """Plan what to dispatch now and what to refuse.
 
-    `deadlines_us` has those of the waiting requests in the order of dispatch, NEVER_US for no deadline.
-    O(n) if all can be in time, otherwise O(n log max_size).
+    If no request is in time even if the ways take long, those are served that are in time if they do not: a
+    process that is free has nothing better to do. `deadlines_us` has those of the waiting requests in the
+    order of dispatch, NEVER_US for no deadline. O(n) if all can be in time, otherwise O(n log max_size).
     """
+    planned = _plan(forecast, deadlines_us, now_us)
+    if planned.size:
+        return planned
+    return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, now_us)
+
+
+def _plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
     soonest_us = forecast.arrives_us(now_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
     if hopeless:

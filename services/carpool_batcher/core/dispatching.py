@@ -159,7 +159,8 @@ class Dispatcher:
         """What is known of a lane's batches, without when processes are free."""
         capacity = self._capacity
         latency = capacity.latency_of(lane.name)
-        return Forecast(latency, settings.max_batch_size, capacity.ways_at_most_us, ())
+        ways_us, usual_ways_us = capacity.ways_at_most_us, capacity.usual_ways_us
+        return Forecast(latency, settings.max_batch_size, ways_us, usual_ways_us, ())
 
     # --- forming a batch -----------------------------------------------------------------------------------
 

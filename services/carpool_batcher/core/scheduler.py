@@ -46,6 +46,7 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Decision, Expire
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.queue import Queue
 
 __all__ = ["Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
@@ -133,14 +134,30 @@ class Scheduler:
         self.capacity.adopt(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
-    def settle(self, batch_id: str, compute_us: int, settled_us: int, executed: int | None = None) -> None:
+    def settle(
+        self,
+        batch_id: str,
+        compute_us: int,
+        settled_us: int,
+        executed: int | None = None,
+        waited_us: int | None = None,
+    ) -> None:
         """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
-        together in `compute_us`; 0 if its execution was not a normal one (see `BatchSettled`)."""
-        self.capacity.settle(batch_id, compute_us, settled_us, executed)
+        together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
+        model process (see `BatchSettled`)."""
+        self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         self.capacity.forget(batch_id, now_us)
+
+    def takes_requests_at_us(self, now_us: int) -> int:
+        """From when on a request that arrives may be dispatched: `now_us` for at once, NEVER_US if not before
+        a batch settles. Only a full batch may be dispatched sooner, ahead of its process."""
+        free_at_us = self.capacity.free_at_us(now_us)
+        if free_at_us is not None:
+            return free_at_us
+        return now_us if self.capacity.has_capacity() else NEVER_US
 
     # --- state ---------------------------------------------------------------------------------------------
 

@@ -130,7 +130,9 @@ class SchedulerProtocol(Protocol):
 
     def offer(self, run: Run, now_us: int) -> list[Refusal]: ...
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None: ...
-    def settle(self, batch_id: str, compute_us: int, now_us: int) -> None: ...
+    def settle(
+        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int | None
+    ) -> None: ...
     def poll(self, now_us: int) -> list[Decision]: ...
     def wake_at_us(self) -> int | None: ...
 
@@ -162,11 +164,14 @@ class OrderedResults:
 
 
 class SimulatedBatch(NamedTuple):
-    """A batch in flight. `back_us`: from its end to its settling. `compute_us` is set when it executes."""
+    """A batch in flight. `back_us`: from its end to its settling. `waited_us`, for a model process, and
+    `compute_us` are set when it executes."""
 
     batch_id: str
     runs: list[Run]
     back_us: int
+    arrived_us: int = 0
+    waited_us: int = 0
     compute_us: int = 0
 
 
@@ -278,7 +283,7 @@ class Simulation:
 
     def _arrive(self, at_us: int, batch: SimulatedBatch) -> None:
         """A batch waits for a model process."""
-        self._batches_waiting.append(batch)
+        self._batches_waiting.append(batch._replace(arrived_us=at_us))
         self._execute_next(at_us)
 
     def _execute_next(self, at_us: int) -> None:
@@ -289,7 +294,8 @@ class Simulation:
             execution_us = self._world.execution_us(len(batch.runs), batch.runs[0].lane)
             execution_us *= self._random.choice(self._world.spread)
             compute_us = max(1, int(execution_us))
-            self._schedule(at_us + compute_us, self._finish, batch._replace(compute_us=compute_us))
+            executed = batch._replace(waited_us=at_us - batch.arrived_us, compute_us=compute_us)
+            self._schedule(at_us + compute_us, self._finish, executed)
 
     def _finish(self, at_us: int, batch: SimulatedBatch) -> None:
         """A model process has executed a batch."""
@@ -300,7 +306,7 @@ class Simulation:
     def _settle(self, at_us: int, batch: SimulatedBatch) -> None:
         """The batcher learns of the commit, and producers get their results."""
         answered, ordered = self._answered, self._ordered
-        self._scheduler.settle(batch.batch_id, batch.compute_us, at_us)
+        self._scheduler.settle(batch.batch_id, batch.compute_us, at_us, None, batch.waited_us)
         for run in batch.runs:
             if answered and run in answered:
                 answered.discard(run)

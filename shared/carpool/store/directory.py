@@ -108,8 +108,9 @@ class Directory:
 
 def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
     """The state of a model. Also sets the clock. Raises CommandError."""
+    sent_ns = time.monotonic_ns()
     time_reply, *replies = link.call_many(("TIME",), *snapshot_commands(keys))
-    clock.set(no_errors([time_reply])[0], time.monotonic_ns())
+    clock.set(no_errors([time_reply])[0], sent_ns, time.monotonic_ns())
     snapshot = read_snapshot(replies, clock.now_us() // 1000)
     if isinstance(snapshot, CommandError):
         raise snapshot

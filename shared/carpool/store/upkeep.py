@@ -34,8 +34,8 @@ class Upkeep:
 
     def set_clock(self) -> None:
         """Follow Redis's clock. A command by itself, because a clock is behind by the time of the reply."""
-        reply = self._link.call("TIME")
-        self._clock.set(reply, time.monotonic_ns())
+        sent_ns = time.monotonic_ns()
+        self._clock.set(self._link.call("TIME"), sent_ns, time.monotonic_ns())
 
     def hold_leases(self, models: Sequence[Keys], lease_ms: int) -> list[bool | CommandError]:
         """Become or stay the one active batcher of these models; `lease_ms` 0 gives the leases back."""

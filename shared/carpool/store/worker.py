@@ -166,7 +166,8 @@ class WorkerStore:
 
     def read_clock(self) -> None:
         """Set the clock from Redis's."""
-        self.clock.set(self._link.call("TIME"), time.monotonic_ns())
+        sent_ns = time.monotonic_ns()
+        self.clock.set(self._link.call("TIME"), sent_ns, time.monotonic_ns())
 
     def answer(
         self,
@@ -191,11 +192,12 @@ class WorkerStore:
         compute_us: int,
         of_runs: Sequence[RunResults] = (),
         executed: int = 0,
+        waited_us: int = 0,
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
         `results` of single requests by position, each with its address, and `of_runs` those of requests of
-        one run. All other positions were answered ahead. `executed`: see `BatchSettled`.
+        one run. All other positions were answered ahead. `executed`, `waited_us`: see `BatchSettled`.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
@@ -210,7 +212,8 @@ class WorkerStore:
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
         args: list[Argument] = [
             consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us, executed,
-            SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, len(left_out), *left_out, len(body_keys), *body_keys,
+            waited_us, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
+            len(left_out), *left_out, len(body_keys), *body_keys,
         ]  # fmt: skip
         args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])

@@ -42,6 +42,7 @@ class BatcherReport:
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
     policy: str = ""  # the policy in force; empty in a report of a version that does not say it
+    ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
 
     def encode(self) -> str:
         """The report as JSON."""

@@ -7,8 +7,9 @@
 -- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results and
 --       of stored bodies
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 number of requests  6 execution time (us)
---       7 number of requests executed together  8 maximum length of `settled`, 9 of `dead`
---       10.. list of positions left out
+--       7 number of requests executed together  8 time that the batch waited for a model process (us)
+--       9 maximum length of `settled`, 10 of `dead`
+--       11.. list of positions left out
 --           list of stored bodies to delete: index in KEYS
 --           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
@@ -19,7 +20,7 @@
 -- O(results), and O(bytes) for the payloads.
 if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
-local take = argument_reader(10)
+local take = argument_reader(11)
 local left_out = {}
 for _ = 1, tonumber(take()) do left_out[take()] = true end
 local answered, progress = { 'ANSWERED' }, redis.call('HKEYS', KEYS[3])
@@ -37,15 +38,16 @@ redis.call('XDEL', KEYS[1], ARGV[2])
 if #progress > 0 then redis.call('DEL', KEYS[3]) end
 for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 local now = redis.call('TIME')  -- a batcher may read the entry later
-redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[8], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
-  'compute_us', ARGV[6], 'executed', ARGV[7], 'settled_us', now[1] .. string.format('%06d', now[2]))
+local settled_us = now[1] .. string.format('%06d', now[2])
+redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[9], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
+  'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'settled_us', settled_us)
 local arrived = {}
 for _ = 1, tonumber(take()) do
   local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
   take_result(arrived, ranges, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
-  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', unpack(take_list(take)))
+  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[10], '*', unpack(take_list(take)))
 end
 if #arrived > 0 and release(KEYS[5], KEYS[6], arrived) then return { 'SETTLED_MORE' } end
 return { 'SETTLED' }
