@@ -15,7 +15,7 @@ LEARNING_S: Final = 6.0  # of a run, which count for nothing: the batcher learns
 SEED: Final = 7
 NO_FLOOD: Final = "none"
 REAL_MODELS: Final = {"line": LINE.name, "square": SMALL_SQUARE.name, "steps": STEPS.name}
-FLOODED_POINT: Final = Point(LINE.name, 1, 50, "Poisson", 0.6)
+FLOODED_POINTS: Final = tuple(Point(LINE.name, 1, 50, "Poisson", load) for load in (0.6, 0.9))
 
 
 class Plan(NamedTuple):
@@ -71,5 +71,5 @@ class Choice(NamedTuple):
         of_point = product(models, self.workers, self.deadlines, self.arrivals, self.loads)
         for point in map(Point._make, of_point):
             yield [Plan(point, policy) for policy in self.policies]
-        if self.floods:
-            yield [Plan(FLOODED_POINT, "deferred", name) for name in (NO_FLOOD, *self.floods)]
+        for point in FLOODED_POINTS if self.floods else ():
+            yield [Plan(point, "deferred", name) for name in (NO_FLOOD, *self.floods)]

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from deadlines import load
 from deadlines.flood import FLOODS
 from deadlines.load import CAUSES
-from deadlines.plans import FLOODED_POINT, NO_FLOOD, Plan
+from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
 from deadlines.points import Point
 from deadlines.runs import BUSY_MAX, STOLEN_MAX, Run
 
@@ -36,12 +36,14 @@ Shares of all requests. Each cause is found where the answer was given:
 {(load.__doc__ or "").split(":", 2)[2].strip(chr(10))}
 ```
 """
+_FLOODED: Final = FLOODED_POINTS[0]
 FLOODS_HEAD: Final = f"""\
 
 ## Beside a flood
 
-Another producer sends bodies that `validate` refuses, or on which `predict` raises, each without a deadline:
-{FLOODED_POINT.description}, `deferred`; runs with and without a flood took turns.
+Another producer sends bodies that `validate` refuses, or on which `predict` raises, each without a deadline.
+The figures are of the others' requests: {_FLOODED.model} ms, {_FLOODED.deadline_ms} ms, {_FLOODED.arrivals}, one
+worker, `deferred`. Runs with and without a flood took turns.
 """
 
 
@@ -170,19 +172,19 @@ def _columns(point: Point) -> str:
 
 def floods(by_plan: dict[Plan, Cell]) -> Iterator[str]:
     """Goodput of the other requests beside each flood, against that without one."""
-    alone = by_plan[Plan(FLOODED_POINT, "deferred", NO_FLOOD)]
-    yield f"| flood | real | difference, points | {' | '.join(CAUSES)} | busy | stolen |"
-    yield "|---|---:|---:|" + "---:|" * (len(CAUSES) + 2)
+    yield f"| load | flood | real | difference, points | {' | '.join(CAUSES)} | busy | stolen |"
+    yield "|---:|---|---:|---:|" + "---:|" * (len(CAUSES) + 2)
     for plan, cell in by_plan.items():
-        if plan.flood:
-            name = FLOODS[plan.flood].description if plan is not alone.plan else NO_FLOOD
-            difference = (
-                ""
-                if plan is alone.plan
-                else f"{100 * (cell.real - alone.real):+.1f}{alone.mark or cell.mark}"
-            )
-            missed = " | ".join(f"{cell.missed[cause]:.1%}" for cause in CAUSES)
-            yield (
-                f"| {name} | **{cell.real:.1%}**{cell.mark} | {difference} | {missed} | "
-                f"{cell.busy:.0%} | {cell.stolen:.0%} |"
-            )
+        if not plan.flood:
+            continue
+        name, difference = NO_FLOOD, ""
+        alone = by_plan.get(plan._replace(flood=NO_FLOOD))
+        if plan.flood != NO_FLOOD:
+            name = FLOODS[plan.flood].description
+            if alone is not None:
+                difference = f"{100 * (cell.real - alone.real):+.1f}{alone.mark or cell.mark}"
+        missed = " | ".join(f"{cell.missed[cause]:.1%}" for cause in CAUSES)
+        yield (
+            f"| {plan.point.load:g} | {name} | **{cell.real:.1%}**{cell.mark} | {difference} | {missed} | "
+            f"{cell.busy:.0%} | {cell.stolen:.0%} |"
+        )
