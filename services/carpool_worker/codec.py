@@ -69,10 +69,10 @@ class Codec:
             execution.frames = self.frames_of_one(execution, execution.unanswered, now_us)
             return
         groups: _Groups = {}
-        raising = self._raising
+        raising = self._raising if len(self._raising) else None
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions = range(start, start + len(run.correlation_ids))
-            is_apart = bool(raising) and raising.is_apart(run)
+            is_apart = raising is not None and raising.is_apart(run)
             if _expired(run, now_us):
                 for position in positions:
                     execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
@@ -223,7 +223,7 @@ class Codec:
         execution.frames_executed += 1
         execution.executed += outcome.executed
         execution.is_normal &= outcome.executed > 0
-        if outcome.raised or self._raising:
+        if outcome.raised or len(self._raising):
             self._raising.observe(
                 [run for run, _, _ in _by_run(execution, frame.positions)],
                 [execution.locate(frame.positions[index])[0] for index in outcome.raised],

@@ -62,7 +62,7 @@ def _send(url: str, flood: Flood, started: Event, failed: Synchronized[int]) -> 
 
 
 async def _send_until_terminated(url: str, flood: Flood, started: Event, failed: Synchronized[int]) -> None:
-    async with AsyncClient(url) as client, asyncio.TaskGroup() as unanswered:
+    async with AsyncClient(url, timeout=None) as client, asyncio.TaskGroup() as unanswered:
 
         async def burst() -> None:
             results = await client.infer_many(MODEL, [flood.body] * flood.bodies, return_exceptions=True)

@@ -42,8 +42,8 @@ FLOODS_HEAD: Final = f"""\
 ## Beside a flood
 
 Another producer sends bodies that `validate` refuses, or on which `predict` raises, each without a deadline.
-The figures are of the others' requests: {_FLOODED.model} ms, {_FLOODED.deadline_ms} ms, {_FLOODED.arrivals}, one
-worker, `deferred`. Runs with and without a flood took turns.
+The figures are of the others' requests: {_FLOODED.model} ms, {_FLOODED.deadline_ms} ms, one worker,
+{_FLOODED.arrivals}, `deferred`. Runs with and without a flood took turns.
 """
 
 
