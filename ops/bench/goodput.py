@@ -12,7 +12,7 @@ Policies and bounds count the same requests (`deadlines.bounds`, `deadlines.virt
 
 With --real, Redis, a batcher, a worker and a client: the share of the bound that is really answered in time,
 beside virtual time; the causes of what was missed; and what a flood of bodies that fail does to other
-requests (`deadlines.measure`). All of it takes about an hour a round. A run says nothing, and is marked, if
+requests (`deadlines.measure`). All of it takes an hour or two a round. A run says nothing, and is marked, if
 the host withheld more than 5% of the CPU time, or the machine was busy for more than 90% of it. With --runs,
 runs are added to a file, those that it has count too, and those that say nothing are repeated: call it again
 until all runs are valid.
@@ -83,7 +83,7 @@ def main() -> None:
     real("--loads", type=_numbers(float), help="1: the highest rate at which deadlines can be met")
     real("--policies", type=lambda text: text.split(","))
     real("--floods", type=_names(FLOODS), help="empty: none")
-    real("--seconds", type=float, help="of each run, without those of learning")
+    real("--seconds", type=float, help="of each run, at most, without those of learning")
     real("--rounds", type=int, help="runs of each policy at each point")
     real("--runs", type=Path, metavar="FILE", help="keep runs here")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}

@@ -10,8 +10,8 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Final
 
@@ -66,22 +66,32 @@ async def _do_on_stack(
     link = Link(url, name="bench-config")
     async with AsyncClient(url) as client:
         await until_served(client)
-        gc.disable()  # a collection would pause the producer for 20 ms
         for plan in plans:
-            gc.collect()
             Directory(link, DEFAULT_PREFIX).configure(MODEL, {"policy": plan.policy}, [])
             run = await _do(client, url, plan, seconds)
             progress.show(run)
             on_run(run)
-        gc.enable()
     link.close()
 
 
 async def _do(client: AsyncClient, url: str, plan: Plan, seconds: float) -> Run:
     beside = FLOODS.get(plan.flood)
     with nullcontext() if beside is None else flood(url, beside):
+        due_us = plan.due_us(seconds)
         await asyncio.sleep(PAUSE_S)
         cpu = CpuTime()
-        sent = await send(client, MODEL, plan.due_us(seconds), plan.point.deadline_ms)
+        with _no_collection():
+            sent = await send(client, MODEL, due_us, plan.point.deadline_ms)
         shares = cpu.shares()
     return evaluate(plan, sent, shares)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No collection of garbage meanwhile: it would pause the producer for 20 ms."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -12,6 +12,7 @@ from deadlines.flood import FLOODS
 from deadlines.points import ARRIVALS, DEADLINES_MS, LINE, SMALL_SQUARE, STEPS, Point, world_of
 
 LEARNING_S: Final = 6.0  # of a run, which count for nothing: the batcher learns l(b)
+COUNTED_REQUESTS_MAX: Final = 20_000  # of a run: bound and virtual time of more take minutes
 SEED: Final = 7
 NO_FLOOD: Final = "none"
 REAL_MODELS: Final = {"line": LINE.name, "square": SMALL_SQUARE.name, "steps": STEPS.name}
@@ -32,11 +33,11 @@ class Plan(NamedTuple):
         return f"{self.point.description}, {self.policy}{beside}"
 
     def due_us(self, seconds: float) -> list[int]:
-        """When to send requests: those of the learning, and then for `seconds`."""
+        """When to send requests: those of the learning, and then those that count, for at most `seconds`."""
         point = self.point
         rate = point.load * u1_per_s(world_of(point), 1000 * point.deadline_ms, point.max_batch_size)
-        arrivals = ARRIVALS[point.arrivals](rate, int(rate * (LEARNING_S + seconds)), SEED)
-        return [arrival.at_us for arrival in arrivals]
+        number = int(rate * LEARNING_S) + min(int(rate * seconds), COUNTED_REQUESTS_MAX)
+        return [arrival.at_us for arrival in ARRIVALS[point.arrivals](rate, number, SEED)]
 
 
 class Choice(NamedTuple):

@@ -49,8 +49,8 @@ def square_us(size: int) -> float:
 FLAT_LINE: Final = linear(5000, 50)
 LINE: Final = linear(2000, 1000)
 SQUARE: Final = Model("0.1 + log(b + 1)", square_us, 64)
-# 16 requests, for load tests: larger batches are so efficient that producers and services would use all CPUs.
-SMALL_SQUARE: Final = Model("0.1 + log(b + 1), b up to 16", square_us, 16)
+# For the real system: with larger batches it is so efficient that producers and services use all CPUs.
+SMALL_SQUARE: Final = Model("0.1 + log(b + 1), b up to 8", square_us, 8)
 STEPS: Final = Model("4 + 0.25 b, b padded to 8, 16, 32", lambda size: 4000 + 250 * padded(size), 32)
 MODELS: Final = {model.name: model for model in (FLAT_LINE, LINE, SQUARE, SMALL_SQUARE, STEPS)}
 
