@@ -9,7 +9,7 @@ from deadlines import machine, real_document
 from deadlines.load import CAUSES, Sent, cause_of
 from deadlines.machine import CpuShares, CpuTime
 from deadlines.plans import FLOODED_POINTS, LEARNING_S, NO_FLOOD, Choice, Plan
-from deadlines.points import LINE, Point
+from deadlines.points import LINE, SMALL_SQUARE, Point
 from deadlines.runs import Run, evaluate, read_runs
 
 from carpool.errors import DeadlineExceededError
@@ -19,9 +19,9 @@ DEFERRED, EAGER = Plan(POINT, "deferred"), Plan(POINT, "eager")
 ONE_POINT = Choice(["line"], [1], [50], ["Poisson"], [0.9], floods=[])
 
 
-def run_of(plan: Plan, good: int = 90, stolen: float = 0.0, busy: float = 0.5) -> Run:
+def run_of(plan: Plan, good: int = 90, stolen: float = 0.0, busy: float = 0.5, late_ms: float = 1.0) -> Run:
     missed = dict.fromkeys(CAUSES, 0) | {"given up": 100 - good}
-    return Run(plan, 10.0, 100, 100, 95, good, missed, stolen, busy)
+    return Run(plan, 10.0, 100, 100, 95, good, missed, late_ms, stolen, busy)
 
 
 def test_policies_take_turns_in_alternating_order() -> None:
@@ -45,6 +45,13 @@ def test_by_default_all_points_and_floods_are_measured() -> None:
     assert floods == [NO_FLOOD, "refused", "bursts", "raising"]
 
 
+def test_runs_of_efficient_models_are_shorter() -> None:
+    assert len(DEFERRED.due_us(12.0)) == pytest.approx((LEARNING_S + 12.0) * 863, rel=0.01)
+    fast = Plan(Point(SMALL_SQUARE.name, 4, 50, "Poisson", 1.5), "eager")
+    learning_us = int(LEARNING_S * 1e6)
+    assert sum(at_us >= learning_us for at_us in fast.due_us(12.0)) == pytest.approx(20_000, rel=0.1)
+
+
 def test_a_file_keeps_runs(tmp_path: Path) -> None:
     runs = [run_of(DEFERRED), run_of(Plan(POINT, "deferred", "refused"), stolen=0.2)]
     file = tmp_path / "runs"
@@ -55,12 +62,13 @@ def test_a_file_keeps_runs(tmp_path: Path) -> None:
 
 def test_only_requests_after_the_learning_count() -> None:
     learning = [Sent(number * 1000, "waiting") for number in range(int(LEARNING_S * 1000))]
-    counted = [Sent(int(LEARNING_S * 1e6) + number * 2000, None) for number in range(500)]
-    late = [Sent(sent.at_us + 1_000_000, "delivered") for sent in counted]
+    counted = [Sent(int(LEARNING_S * 1e6) + number * 2000, None, 300) for number in range(500)]
+    late = [Sent(sent.at_us + 1_000_000, "delivered", 300) for sent in counted]
     run = evaluate(DEFERRED, [*learning, *counted, *late], CpuShares(0.01, 0.5))
     assert (run.sent, run.good, run.missed["delivered"], run.missed["waiting"]) == (1000, 500, 500, 0)
     assert run.bound == 1000  # 500 requests/s of a model for 870
     assert 950 <= run.virtual <= 1000
+    assert run.late_ms == 0.3
     assert run.seconds == pytest.approx(2.0, abs=0.01)
 
 
@@ -70,12 +78,13 @@ def test_runs_on_a_machine_without_cpu_time_are_marked_and_count_only_if_there_a
     cell = real_document.cells([stolen])[DEFERRED]
     assert (cell.real, cell.is_valid) == (0.1, False)
     assert not run_of(DEFERRED, busy=0.95).is_valid
+    assert not run_of(DEFERRED, late_ms=6.0).is_valid
     lines = list(real_document.body([stolen, run_of(EAGER, good=40)]))
     assert "Of 2 cells 1 say something" in lines[0]
     (row,) = [line for line in lines if "U3" in line]
     assert "**10.0%** †" in row
     assert "**40.0%** |" in row
-    assert lines[-2].startswith("† The host withheld more than 5%")
+    assert lines[-3].startswith("† The host withheld more than 5%")
 
 
 def test_the_worst_figures_of_deferred_are_named() -> None:

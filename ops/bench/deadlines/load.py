@@ -30,10 +30,11 @@ _CAUSES_BY_DETAIL: Final = {
 
 
 class Sent(NamedTuple):
-    """A request: when it was sent, and None if it was good, else the cause."""
+    """A request: when it was sent, None if it was good, else the cause, and how late it was sent."""
 
     at_us: int
     missed: str | None
+    late_us: int = 0
 
 
 async def send(client: AsyncClient, model: str, due_us: Sequence[int], deadline_ms: int) -> list[Sent]:
@@ -44,7 +45,7 @@ async def send(client: AsyncClient, model: str, due_us: Sequence[int], deadline_
     loop, sent = asyncio.get_running_loop(), list[Sent]()
     started_s = loop.time()
 
-    async def ask() -> None:
+    async def ask(due_us: int) -> None:
         sent_s = loop.time()
         missed = None
         try:
@@ -55,13 +56,14 @@ async def send(client: AsyncClient, model: str, due_us: Sequence[int], deadline_
             if loop.time() - sent_s > deadline_ms / 1000:
                 is_executed_late = reply.queue_us + reply.compute_us > 1000 * deadline_ms
                 missed = "executed" if is_executed_late else "delivered"
-        sent.append(Sent(round((sent_s - started_s) * 1e6), missed))
+        at_us = round((sent_s - started_s) * 1e6)
+        sent.append(Sent(at_us, missed, at_us - due_us))
 
     async with asyncio.TaskGroup() as unanswered:
         for at_us in due_us:
             while (wait_s := started_s + at_us / 1e6 - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
-            unanswered.create_task(ask())
+            unanswered.create_task(ask(at_us))
     return sorted(sent, key=lambda request: request.at_us)
 
 

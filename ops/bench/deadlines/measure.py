@@ -54,7 +54,8 @@ class Progress:
         print(
             f"{self._done} of {self._runs}, {minutes:.1f} min: {run.plan.description}: "
             f"{run.good / run.bound:.1%} of {run.plan.point.bound_name}, {run.virtual / run.bound:.1%} in "
-            f"virtual time; missed: {missed}; CPU {run.busy:.0%} busy, {run.stolen:.0%} stolen{mark}",
+            f"virtual time; missed: {missed}; sent {run.late_ms:.1f} ms late; "
+            f"CPU {run.busy:.0%} busy, {run.stolen:.0%} stolen{mark}",
             file=sys.stderr,
             flush=True,
         )

@@ -10,7 +10,7 @@ from deadlines.flood import FLOODS
 from deadlines.load import CAUSES
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
 from deadlines.points import Point
-from deadlines.runs import BUSY_MAX, STOLEN_MAX, Run
+from deadlines.runs import BUSY_MAX, LATE_MS_MAX, STOLEN_MAX, Run
 
 MARK: Final = "†"
 HEAD: Final = """\
@@ -104,7 +104,8 @@ def body(runs: Sequence[Run]) -> Iterator[str]:
     if any(cell.mark for cell in by_plan.values()):
         yield ""
         yield f"{MARK} The host withheld more than {STOLEN_MAX:.0%} of the CPU time, or the machine was busy"
-        yield f"for more than {BUSY_MAX:.0%} of it: the figures say nothing about policies."
+        yield f"for more than {BUSY_MAX:.0%} of it, or the producer sent half of the requests more than"
+        yield f"{LATE_MS_MAX:g} ms late: the figures say nothing about policies."
 
 
 def summary(of_points: Sequence[Cell]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -20,15 +21,17 @@ from deadlines.machine import CpuShares
 from deadlines.plans import LEARNING_S, Plan
 from deadlines.points import Point, world_of
 
-# Of the CPU time. More, and a run says nothing about policies.
-STOLEN_MAX: Final = 0.05
+# More, and a run says nothing about policies.
+STOLEN_MAX: Final = 0.05  # of the CPU time
 BUSY_MAX: Final = 0.9
+LATE_MS_MAX: Final = 5.0  # of half of the requests, when they were sent: the producer lacked CPU time
 
 
 class Run(NamedTuple):
     """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
 
-    `missed`: the others, by cause. `busy` and `stolen` are shares of the machine's CPU time.
+    `missed`: the others, by cause. `busy` and `stolen` are shares of the machine's CPU time;
+    `late_ms` is the median of how late requests were sent.
     """
 
     plan: Plan
@@ -38,13 +41,14 @@ class Run(NamedTuple):
     virtual: int
     good: int
     missed: dict[str, int]
+    late_ms: float
     stolen: float
     busy: float
 
     @property
     def is_valid(self) -> bool:
-        """Whether the host withheld little CPU time, and some was left."""
-        return self.stolen <= STOLEN_MAX and self.busy <= BUSY_MAX
+        """Whether the host withheld little CPU time, some was left, and the producer kept up."""
+        return self.stolen <= STOLEN_MAX and self.busy <= BUSY_MAX and self.late_ms <= LATE_MS_MAX
 
     def to_json(self) -> str:
         """The run as a line of a file."""
@@ -80,6 +84,7 @@ def evaluate(plan: Plan, sent: Sequence[Sent], shares: CpuShares) -> Run:
         sum(at_us >= learning_us for at_us in simulated.good_arrivals_us),
         causes[None],
         {cause: causes[cause] for cause in CAUSES},
+        median(request.late_us for request in counted) / 1000,
         *shares,
     )
 
