@@ -30,6 +30,7 @@ from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype
 from carpool_worker.execution import DEATHS_MAX, Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
+from carpool_worker.raising_producers import RaisingProducers
 
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
@@ -37,7 +38,8 @@ EXPIRED: Final = "expired: a worker received its batch after the request's deadl
 # Tensor parts and the bytes of each; for several tensors, a list of the bytes of each. The parts are () for a
 # model that declares no tensors.
 _Decoded = tuple[tuple[Part, ...], Any]
-_Groups = dict[tuple[Part, ...], tuple[list[int], list[Any]]]  # what shares a frame: positions, their data
+# What shares a frame: positions and their data, by whether their producers are apart, and by tensor parts.
+_Groups = dict[tuple[bool, tuple[Part, ...]], tuple[list[int], list[Any]]]
 
 
 class Codec:
@@ -54,6 +56,7 @@ class Codec:
         self.wants_requests = ready.wants_requests
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
+        self._raising = RaisingProducers()
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
@@ -66,20 +69,26 @@ class Codec:
             execution.frames = self.frames_of_one(execution, execution.unanswered, now_us)
             return
         groups: _Groups = {}
+        raising = self._raising if len(self._raising) else None
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions = range(start, start + len(run.correlation_ids))
+            is_apart = raising is not None and raising.is_apart(run)
             if _expired(run, now_us):
                 for position in positions:
                     execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
             elif type(run.bodies) is Rows and (stacked := self._stacked_rows(run, run.bodies)) is not None:
                 parts, data = stacked
-                _add(groups, parts, positions, data)
+                _add(groups, (is_apart, parts), positions, data)
             else:
                 for position in positions:
                     decoded = self._decode_or_fail(execution, run, position, position - start)
                     if decoded is not None:
-                        _add(groups, decoded[0], (position,), decoded[1])
-        execution.frames = [self._frame(execution, parts, *group) for parts, group in groups.items()]
+                        _add(groups, (is_apart, decoded[0]), (position,), decoded[1])
+        # Those that are apart are executed last.
+        execution.frames = [
+            self._frame(execution, parts, *group)
+            for (_, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
+        ]
 
     def frames_of_one(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
         """A frame for each request at these positions, for suspect executions.
@@ -214,6 +223,11 @@ class Codec:
         execution.frames_executed += 1
         execution.executed += outcome.executed
         execution.is_normal &= outcome.executed > 0
+        if outcome.raised or len(self._raising):
+            self._raising.observe(
+                [run for run, _, _ in _by_run(execution, frame.positions)],
+                [execution.locate(frame.positions[index])[0] for index in outcome.raised],
+            )
         failures = outcome.failures
         succeeded = frame.positions
         if failures:
@@ -277,11 +291,11 @@ def _expired(run: BatchedRun, now_us: int) -> bool:
     return run.deadline_us is not None and run.deadline_us <= now_us
 
 
-def _add(groups: _Groups, parts: tuple[Part, ...], positions: Iterable[int], data: Any) -> None:
-    """Add the data of the requests at these positions to the frame of their shape."""
-    group = groups.get(parts)
+def _add(groups: _Groups, shared: tuple[bool, tuple[Part, ...]], positions: Iterable[int], data: Any) -> None:
+    """Add the data of the requests at these positions to the frame of what they share."""
+    group = groups.get(shared)
     if group is None:
-        group = groups[parts] = ([], [])
+        group = groups[shared] = ([], [])
     group[0].extend(positions)
     group[1].append(data)
 

@@ -1,4 +1,4 @@
-"""The benchmark grid measures: tiny rounds, whose figures mean nothing."""
+"""The benchmark grid and goodput measure: tiny rounds, whose figures mean nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import plans, runs
+from deadlines.measure import do_runs
+from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
+from deadlines.runs import Run
 from grid.catalog import SYSTEMS, System
 from grid.environments import Environments
 from grid.runner import run_grid
@@ -71,3 +75,16 @@ def test_the_floor_replays_a_burst() -> None:
     assert results.left_out == {}
     [figures] = results.cell("overhead", system("floor").name, "64")
     assert figures["per_second"] > 0
+
+
+def test_goodput_is_measured_with_and_without_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (plans, runs):
+        monkeypatch.setattr(module, "LEARNING_S", 0.2)
+    done: list[Run] = []
+    asked = [Plan(FLOODED_POINTS[0], "deferred", flood) for flood in (NO_FLOOD, "refused", "raising")]
+    do_runs(asked, 0.3, done.append)
+    assert [run.plan for run in done] == asked
+    for run in done:
+        assert run.good + sum(run.missed.values()) == run.sent > 0
+        assert 0 <= run.good <= run.bound
+        assert 0 <= run.stolen + run.busy <= 1

@@ -59,7 +59,7 @@ def test_results_are_in_the_order_of_the_items() -> None:
 
 def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:
     model = Counting(5)
-    failures, results, _ = run(model, list(range(16)))
+    failures, results, *_ = run(model, list(range(16)))
     assert failures == {5: failed("bad body 5")}
     assert results == [-number for number in range(16) if number != 5]
     assert model.calls <= 1 + 2 * 4  # 2 log2(n) after the first
@@ -68,7 +68,8 @@ def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:
 @pytest.mark.parametrize("bad_bodies", [(0,), (6,), (0, 6), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_failing_items_are_isolated_with_at_most_two_calls_for_each_item(bad_bodies: tuple[int, ...]) -> None:
     model = Counting(*bad_bodies)
-    failures, results, _ = run(model, list(range(7)))
+    failures, results, executed, raised = run(model, list(range(7)))
+    assert (executed, raised) == (0, bad_bodies)
     assert failures == {body: failed(f"bad body {body}") for body in bad_bodies}
     assert results == [-number for number in range(7) if number not in bad_bodies]
     assert model.calls <= 2 * 7 - 1
@@ -100,7 +101,7 @@ def test_memory_of_a_failed_call_is_freed_before_the_halves() -> None:
 
     gc.disable()  # it must be freed without a garbage collection
     try:
-        failures, _, _ = run(predict, [1, 2, 3, 4])
+        failures, _, *_ = run(predict, [1, 2, 3, 4])
     finally:
         gc.enable()
     assert failures.keys() == {2}
@@ -109,7 +110,7 @@ def test_memory_of_a_failed_call_is_freed_before_the_halves() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit])
 def test_base_exception_fails_its_item_and_not_the_process(error: type[BaseException]) -> None:
-    failures, results, _ = run(Counting(1, error=error), [0, 1])
+    failures, results, *_ = run(Counting(1, error=error), [0, 1])
     assert failures == {1: failed("bad body 1")}
     assert results == [0]
 
@@ -157,7 +158,7 @@ def test_exception_returned_in_place_of_a_result_fails_that_item() -> None:
         calls.append(batch)
         return [batch[0], ValueError("odd"), NotFoundError("no such number"), batch[3], SystemExit()]
 
-    failures, results, _ = run(predict, [10, 11, 12, 13, 14])
+    failures, results, *_ = run(predict, [10, 11, 12, 13, 14])
     assert failures == {
         1: failed("odd"),
         2: ("NOT_FOUND", "no such number"),
@@ -193,7 +194,7 @@ def test_wrong_number_of_results_fails_all_items(results: Any) -> None:
 
 
 def test_wrong_number_of_results_names_the_output() -> None:
-    failures, _, _ = run(lambda _: {"x": np.zeros(2), "y": np.zeros(3)}, [1, 2])
+    failures, _, *_ = run(lambda _: {"x": np.zeros(2), "y": np.zeros(3)}, [1, 2])
     assert failures[0] == ("INTERNAL", "the model returned 3 results in output 'y' for 2 requests")
     assert failures[1] == failures[0]
 
@@ -223,7 +224,7 @@ def test_wrong_number_of_results_from_one_half_fails_that_half() -> None:
             raise ValueError("bad")
         return batch[:1]
 
-    failures, results, _ = run(predict, [0, 1, 2, 3])
+    failures, results, *_ = run(predict, [0, 1, 2, 3])
     wrong = ("INTERNAL", "the model returned 1 results for 2 requests")
     assert failures == {0: wrong, 1: wrong, 3: failed("bad")}
     assert results == [2]
@@ -248,7 +249,7 @@ def test_invalid_item_fails_alone_and_is_not_passed_to_the_model() -> None:
         seen.append(batch)
         return [10 * x for x in batch]
 
-    failures, results, _ = run(predict, [1, -2, 3, 101, 42], validate=positive)
+    failures, results, *_ = run(predict, [1, -2, 3, 101, 42], validate=positive)
     assert failures == {
         1: ("INVALID_ARGUMENT", "the model rejected this body: -2 is negative"),
         3: ("INVALID_ARGUMENT", "body: too large"),
@@ -260,13 +261,13 @@ def test_invalid_item_fails_alone_and_is_not_passed_to_the_model() -> None:
 
 def test_model_is_not_called_without_a_valid_item() -> None:
     model = Counting()
-    failures, results, _ = run(model, [-1, -2], validate=positive)
+    failures, results, *_ = run(model, [-1, -2], validate=positive)
     assert failures.keys() == {0, 1} and results == []
     assert model.calls == 0
 
 
 def test_failures_have_the_items_indexes_among_invalid_and_failing_ones() -> None:
-    failures, results, _ = run(Counting(3, 5), [-1, 2, 3, -4, 5, 6], validate=positive)
+    failures, results, *_ = run(Counting(3, 5), [-1, 2, 3, -4, 5, 6], validate=positive)
     assert {at: status for at, (status, _) in failures.items()} == {
         0: "INVALID_ARGUMENT",
         2: "INTERNAL",
@@ -284,7 +285,7 @@ def test_validate_gets_one_row_and_predict_all_valid_rows() -> None:
             raise ValueError("negative")
 
     rows = np.array([[1, 2], [-3, 4], [5, 6]])
-    failures, results, _ = run(lambda batch: batch * 2, {"x": rows}, validate=validate)
+    failures, results, *_ = run(lambda batch: batch * 2, {"x": rows}, validate=validate)
     assert failures.keys() == {1}
     assert isinstance(results, dict)
     np.testing.assert_array_equal(results[""], [[2, 4], [10, 12]])
@@ -385,7 +386,7 @@ def test_parts_of_different_shape_are_joined_as_rows() -> None:
             raise ValueError("bad")
         return np.array([[1] * x + [0] * (max(batch) - x) for x in batch])
 
-    failures, results, _ = run(predict, [1, 9, 3, 2])
+    failures, results, *_ = run(predict, [1, 9, 3, 2])
     assert failures.keys() == {1} and isinstance(results, list)
     assert [row.tolist() for row in results] == [[1], [1, 1, 1], [1, 1, 0]]
 
@@ -443,7 +444,7 @@ def test_preprocess_and_postprocess_run_before_and_after_predict() -> None:
             return [f"{x:g}" for x in outputs]
 
     model = adapt(Model, "cpu")
-    failures, results, _ = execute(model, ListItems(["1", "x", "2.5"]), ())
+    failures, results, *_ = execute(model, ListItems(["1", "x", "2.5"]), ())
     assert results == ["2", "5"]
     assert failures == {1: failed("could not convert string to float: 'x'")}
 
@@ -462,7 +463,7 @@ def test_model_that_asks_gets_the_fields_of_exactly_its_requests() -> None:
 
     model = adapt(Model(), "cpu")
     infos = [RequestInfo(name, "", {}) for name in "abcd"]
-    failures, results, _ = execute(model, ListItems([-1, 2, 3, 4]), infos)
+    failures, results, *_ = execute(model, ListItems([-1, 2, 3, 4]), infos)
     assert results == ["2 b", "4 d"]
     assert failures.keys() == {0, 2}
 
@@ -470,7 +471,7 @@ def test_model_that_asks_gets_the_fields_of_exactly_its_requests() -> None:
 def test_batch_of_one() -> None:
     assert run(Counting(), [1]) == Outcome({}, [-1], executed=1)
     model = Counting(1)
-    assert run(model, [1]) == Outcome({0: failed("bad body 1")}, [])
+    assert run(model, [1]) == Outcome({0: failed("bad body 1")}, [], raised=(0,))
     assert model.calls == 1
 
 

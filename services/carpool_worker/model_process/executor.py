@@ -78,12 +78,13 @@ class Outcome(NamedTuple):
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
     `executed`: the number of items that the first call of the model executed; 0 if it
-    raised, or there was none.
+    raised, or there was none. `raised`: the items on each of which it raised alone.
     """
 
     failures: dict[int, Failure]
     results: list[Any] | Stacked
     executed: int = 0
+    raised: Sequence[int] = ()
 
 
 class WrongOutputError(Exception):
@@ -97,8 +98,9 @@ def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -
     if failures:
         valid = [index for index in valid if index not in failures]
     parts: list[list[Any] | Stacked] = []
-    if valid and not _attempt(model, items, requests, valid, failures, parts):
-        return Outcome(failures, _join(parts), 0)
+    raised: list[int] = []
+    if valid and not _attempt(model, items, requests, valid, failures, parts, raised):
+        return Outcome(failures, _join(parts), 0, tuple(raised))
     return Outcome(failures, _join(parts), len(valid))
 
 
@@ -120,10 +122,11 @@ def _attempt(
     indexes: Sequence[int],
     failures: dict[int, Failure],
     parts: list[list[Any] | Stacked],
+    raised: list[int],
 ) -> bool:
     """Run the model on these items. If it raises, run it on each half, to isolate the failing items.
 
-    Returns whether it did not raise.
+    Adds to `failures`, `parts` and `raised`. Returns whether it did not raise.
     """
     try:
         outputs = _run(model, items, requests, indexes)
@@ -137,10 +140,12 @@ def _attempt(
     # memory.
     if is_final:
         failures.update(dict.fromkeys(indexes, failure))
+        if len(indexes) == 1:  # else it is unknown which of them is the cause
+            raised.extend(indexes)
         return False
     middle = len(indexes) // 2
     for half in (indexes[:middle], indexes[middle:]):
-        _attempt(model, items, requests, half, failures, parts)
+        _attempt(model, items, requests, half, failures, parts, raised)
     return False
 
 

@@ -70,6 +70,7 @@ class OutcomeHeader(NamedTuple):
 
     Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
     `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
+    `raised`: the requests on each of which the model raised alone, by index in the frame.
     """
 
     first: int
@@ -79,6 +80,7 @@ class OutcomeHeader(NamedTuple):
     failures: Mapping[int, Failure]
     parts: Sequence[Part] = ()
     executed: int = 0
+    raised: Sequence[int] = ()
 
 
 class ProcessGoneError(ConnectionError):

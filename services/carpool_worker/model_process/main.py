@@ -82,7 +82,7 @@ def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: Load
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     failures, parts, data = _encode(model, outcome, frame.size)
     header = OutcomeHeader(
-        frame.first, frame.size, frame.number, compute_us, failures, parts, outcome.executed
+        frame.first, frame.size, frame.number, compute_us, failures, parts, outcome.executed, outcome.raised
     )
     frames.send_message(sock, header, data)
 

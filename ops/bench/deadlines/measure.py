@@ -1,0 +1,98 @@
+"""Does runs on the real system, and shows progress.
+
+The runs of a model and a number of workers share a stack. At each point the policies take turns, and so do
+runs with and without a flood, so that what else the machine does concerns all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
+from typing import Final
+
+from carpool.client.aio import AsyncClient
+from carpool.keys import DEFAULT_PREFIX
+from carpool.store.connection import Link
+from carpool.store.directory import Directory
+from deadlines.flood import FLOODS, flood
+from deadlines.load import CAUSES, send
+from deadlines.machine import CpuTime
+from deadlines.plans import LEARNING_S, Plan
+from deadlines.runs import Run, evaluate
+from deadlines.stack import MODEL, stack, until_served
+
+PAUSE_S: Final = 1.0  # before a run: what is in flight ends, and the batcher applies the policy
+
+
+def do_runs(plans: Sequence[Plan], seconds: float, on_run: Callable[[Run], None]) -> None:
+    """Do runs of `seconds`, in order. Calls `on_run` with each. Progress goes to stderr."""
+    progress = Progress(len(plans), LEARNING_S + seconds + PAUSE_S)
+    for (model, workers), of_stack in groupby(plans, lambda plan: plan.point[:2]):
+        with stack(model, workers) as url:
+            asyncio.run(_do_on_stack(url, list(of_stack), seconds, progress, on_run))
+
+
+class Progress:
+    """Prints each run."""
+
+    def __init__(self, runs: int, run_s: float) -> None:
+        self._runs, self._run_s, self._done = runs, run_s, 0
+        self._started_s = time.monotonic()
+        print(f"{runs} runs, about {runs * run_s / 60:.0f} minutes", file=sys.stderr, flush=True)
+
+    def show(self, run: Run) -> None:
+        """A run is done."""
+        self._done += 1
+        missed = ", ".join(f"{cause} {run.missed[cause] / run.sent:.1%}" for cause in CAUSES)
+        minutes = (time.monotonic() - self._started_s) / 60
+        mark = "" if run.is_valid else " (says nothing)"
+        print(
+            f"{self._done} of {self._runs}, {minutes:.1f} min: {run.plan.description}: "
+            f"{run.good / run.bound:.1%} of {run.plan.point.bound_name}, {run.virtual / run.bound:.1%} in "
+            f"virtual time; missed: {missed}; sent {run.late_ms:.1f} ms late; "
+            f"CPU {run.busy:.0%} busy, {run.stolen:.0%} stolen{mark}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+async def _do_on_stack(
+    url: str, plans: Sequence[Plan], seconds: float, progress: Progress, on_run: Callable[[Run], None]
+) -> None:
+    link = Link(url, name="bench-config")
+    async with AsyncClient(url) as client:
+        await until_served(client)
+        for plan in plans:
+            Directory(link, DEFAULT_PREFIX).configure(MODEL, {"policy": plan.policy}, [])
+            run = await _do(client, url, plan, seconds)
+            progress.show(run)
+            on_run(run)
+    link.close()
+
+
+async def _do(client: AsyncClient, url: str, plan: Plan, seconds: float) -> Run:
+    beside = FLOODS.get(plan.flood)
+    with nullcontext() if beside is None else flood(url, beside):
+        due_us = plan.due_us(seconds)
+        await asyncio.sleep(PAUSE_S)
+        cpu = CpuTime()
+        with _no_collection():
+            sent = await send(client, MODEL, due_us, plan.point.deadline_ms)
+        shares = cpu.shares()
+    return evaluate(plan, sent, shares)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No collection of garbage meanwhile: it would pause the producer for 20 ms."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

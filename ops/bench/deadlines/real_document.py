@@ -1,0 +1,191 @@
+"""GOODPUT_REAL.md: goodput on the real system, beside bound, virtual time, causes and floods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from deadlines import load
+from deadlines.flood import FLOODS
+from deadlines.load import CAUSES
+from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
+from deadlines.points import Point
+from deadlines.runs import BUSY_MAX, LATE_MS_MAX, STOLEN_MAX, Run
+
+MARK: Final = "†"
+HEAD: Final = """\
+# Goodput on the real system
+
+Written by `.venv/bin/python ops/bench/goodput.py --real --write`.
+
+Redis, a batcher, a worker with a model process for each of "workers", and one AsyncClient. The model sleeps
+l(b) for a batch of b. The client sends requests at random, without waiting for results, each with the
+deadline as its `timeout`. A load of 1 is the highest rate at which the model could execute batches that
+meet the deadline. Bound and virtual time are of the moments at which requests were really sent: U3 is the
+exact optimum of one worker that knows them all in advance, U1 what all workers together could execute in
+time; neither has any way to the worker and back. "Virtual" is the same policy, simulated with the default
+round trip. The policies took turns at each point.
+"""
+CAUSES_HEAD: Final = f"""\
+
+## Why requests were missed
+
+Shares of all requests. Each cause is found where the answer was given:
+
+```text
+{(load.__doc__ or "").split(":", 2)[2].strip(chr(10))}
+```
+"""
+_FLOODED: Final = FLOODED_POINTS[0]
+FLOODS_HEAD: Final = f"""\
+
+## Beside a flood
+
+Another producer sends bodies that `validate` refuses, or on which `predict` raises, each without a deadline.
+The figures are of the others' requests: {_FLOODED.model} ms, {_FLOODED.deadline_ms} ms, one worker,
+{_FLOODED.arrivals}, `deferred`. Runs with and without a flood took turns.
+"""
+
+
+class Cell(NamedTuple):
+    """All runs of a plan together: shares of the bound, and of the requests by cause."""
+
+    plan: Plan
+    per_s: float
+    bound_per_s: float
+    virtual: float
+    real: float
+    missed: dict[str, float]
+    stolen: float
+    busy: float
+    is_valid: bool
+
+    @property
+    def mark(self) -> str:
+        """A mark for figures that say nothing."""
+        return "" if self.is_valid else f" {MARK}"
+
+
+def cells(runs: Sequence[Run]) -> dict[Plan, Cell]:
+    """The runs of each plan together; of the valid ones, if there are any."""
+    by_plan: dict[Plan, list[Run]] = {}
+    for run in runs:
+        by_plan.setdefault(run.plan, []).append(run)
+    valid = {plan: [run for run in of_plan if run.is_valid] for plan, of_plan in by_plan.items()}
+    return {plan: _cell(plan, valid[plan] or of_plan) for plan, of_plan in by_plan.items()}
+
+
+def _cell(plan: Plan, runs: Sequence[Run]) -> Cell:
+    seconds = sum(run.seconds for run in runs)
+    sent, bound = sum(run.sent for run in runs), sum(run.bound for run in runs)
+    return Cell(
+        plan,
+        sent / seconds,
+        bound / seconds,
+        sum(run.virtual for run in runs) / bound,
+        sum(run.good for run in runs) / bound,
+        {cause: sum(run.missed[cause] for run in runs) / sent for cause in CAUSES},
+        max(run.stolen for run in runs),
+        max(run.busy for run in runs),
+        all(run.is_valid for run in runs),
+    )
+
+
+def body(runs: Sequence[Run]) -> Iterator[str]:
+    """The document below its head."""
+    by_plan = cells(runs)
+    of_points = [cell for plan, cell in by_plan.items() if not plan.flood]
+    if of_points:
+        yield from summary(of_points)
+        yield from shares(of_points)
+        yield from (CAUSES_HEAD, *causes(of_points))
+    if any(plan.flood for plan in by_plan):
+        yield from (FLOODS_HEAD, *floods(by_plan))
+    if any(cell.mark for cell in by_plan.values()):
+        yield ""
+        yield f"{MARK} The host withheld more than {STOLEN_MAX:.0%} of the CPU time, or the machine was busy"
+        yield f"for more than {BUSY_MAX:.0%} of it, or the producer sent half of the requests more than"
+        yield f"{LATE_MS_MAX:g} ms late: the figures say nothing about policies."
+
+
+def summary(of_points: Sequence[Cell]) -> Iterator[str]:
+    """The worst of the cells that say something: against virtual time, the bound, and `eager`."""
+    said = {cell.plan: cell for cell in of_points if cell.is_valid}
+    deferred = [cell for cell in said.values() if cell.plan.policy == "deferred"]
+    yield f"Of {len(of_points)} cells {len(said)} say something. Among these, the worst of `deferred`:"
+    yield ""
+    for deadline_ms in sorted({cell.plan.point.deadline_ms for cell in deferred}):
+        own = [cell for cell in deferred if cell.plan.point.deadline_ms == deadline_ms]
+        below = max(own, key=lambda cell: cell.virtual - cell.real)
+        lowest = min(own, key=lambda cell: cell.real)
+        yield f"- {deadline_ms} ms: {100 * (below.virtual - below.real):.1f} points below virtual time"
+        yield f"  ({below.plan.point.description})"
+        yield f"- {deadline_ms} ms: {lowest.real:.1%} of the bound ({lowest.plan.point.description})"
+    gains = [
+        (cell.real - said[eager].real, cell.plan.point.description)
+        for cell in deferred
+        if (eager := cell.plan._replace(policy="eager")) in said
+    ]
+    if gains:
+        gain, description = min(gains)
+        yield f"- against `eager`: {100 * gain:+.1f} points ({description})"
+    yield ""
+
+
+def shares(of_points: Sequence[Cell]) -> Iterator[str]:
+    """Shares of the bound, all policies of a point side by side."""
+    policies = list(dict.fromkeys(cell.plan.policy for cell in of_points))
+    columns = "".join(f" `{policy}`, virtual | real |" for policy in policies)
+    yield f"| l(b), ms | workers | deadline | arrivals | load | sent/s | bound/s |{columns} busy | stolen |"
+    yield "|---|---:|---:|---|---:|---:|---:|" + "---:|---:|" * len(policies) + "---:|---:|"
+    by_point: dict[Point, dict[str, Cell]] = {}
+    for cell in of_points:
+        by_point.setdefault(cell.plan.point, {})[cell.plan.policy] = cell
+    for point, by_policy in by_point.items():
+        first = next(iter(by_policy.values()))
+        figures = "".join(
+            f" {by_policy[policy].virtual:.1%} | **{by_policy[policy].real:.1%}**{by_policy[policy].mark} |"
+            if policy in by_policy
+            else " | |"
+            for policy in policies
+        )
+        busy, stolen = (
+            max(getattr(cell, name) for cell in by_policy.values()) for name in ("busy", "stolen")
+        )
+        yield (
+            f"| {_columns(point)} | {first.per_s:,.0f} | {point.bound_name} {first.bound_per_s:,.0f} |"
+            f"{figures} {busy:.0%} | {stolen:.0%} |"
+        )
+
+
+def causes(of_points: Sequence[Cell]) -> Iterator[str]:
+    """Missed requests by cause, a row for each cell."""
+    yield f"| l(b), ms | workers | deadline | arrivals | load | policy | {' | '.join(CAUSES)} |"
+    yield "|---|---:|---:|---|---:|---|" + "---:|" * len(CAUSES)
+    for cell in of_points:
+        missed = " | ".join(f"{cell.missed[cause]:.1%}" for cause in CAUSES)
+        yield f"| {_columns(cell.plan.point)} | {cell.plan.policy}{cell.mark} | {missed} |"
+
+
+def _columns(point: Point) -> str:
+    return f"{point.model} | {point.workers} | {point.deadline_ms} ms | {point.arrivals} | {point.load:g}"
+
+
+def floods(by_plan: dict[Plan, Cell]) -> Iterator[str]:
+    """Goodput of the other requests beside each flood, against that without one."""
+    yield f"| load | flood | real | difference, points | {' | '.join(CAUSES)} | busy | stolen |"
+    yield "|---:|---|---:|---:|" + "---:|" * (len(CAUSES) + 2)
+    for plan, cell in by_plan.items():
+        if not plan.flood:
+            continue
+        name, difference = NO_FLOOD, ""
+        alone = by_plan.get(plan._replace(flood=NO_FLOOD))
+        if plan.flood != NO_FLOOD:
+            name = FLOODS[plan.flood].description
+            if alone is not None:
+                difference = f"{100 * (cell.real - alone.real):+.1f}{alone.mark or cell.mark}"
+        missed = " | ".join(f"{cell.missed[cause]:.1%}" for cause in CAUSES)
+        yield (
+            f"| {plan.point.load:g} | {name} | **{cell.real:.1%}**{cell.mark} | {difference} | {missed} | "
+            f"{cell.busy:.0%} | {cell.stolen:.0%} |"
+        )

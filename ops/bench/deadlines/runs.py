@@ -1,0 +1,94 @@
+"""What a run on the real system showed, beside its bound and virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+
+from carpool.model_settings import ModelSettings
+from carpool_batcher.core.scheduler import Scheduler
+from carpool_cli.tuning.arrivals import recorded
+from carpool_cli.tuning.simulator import Simulation
+from deadlines.bounds import bound
+from deadlines.load import CAUSES, Sent
+from deadlines.machine import CpuShares
+from deadlines.plans import LEARNING_S, Plan
+from deadlines.points import Point, world_of
+
+# More, and a run says nothing about policies.
+STOLEN_MAX: Final = 0.05  # of the CPU time
+BUSY_MAX: Final = 0.9
+LATE_MS_MAX: Final = 5.0  # of half of the requests, when they were sent: the producer lacked CPU time
+
+
+class Run(NamedTuple):
+    """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
+
+    `missed`: the others, by cause. `busy` and `stolen` are shares of the machine's CPU time;
+    `late_ms` is the median of how late requests were sent.
+    """
+
+    plan: Plan
+    seconds: float
+    sent: int
+    bound: int
+    virtual: int
+    good: int
+    missed: dict[str, int]
+    late_ms: float
+    stolen: float
+    busy: float
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the host withheld little CPU time, some was left, and the producer kept up."""
+        return self.stolen <= STOLEN_MAX and self.busy <= BUSY_MAX and self.late_ms <= LATE_MS_MAX
+
+    def to_json(self) -> str:
+        """The run as a line of a file."""
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The run of a line."""
+        fields: dict[str, Any] = json.loads(line)
+        point, policy, beside = fields.pop("plan")
+        return cls(Plan(Point(*point), policy, beside), **fields)
+
+
+def evaluate(plan: Plan, sent: Sequence[Sent], shares: CpuShares) -> Run:
+    """The figures of the requests that count, all for the moments at which they were really sent.
+
+    The bound assumes no way to the worker and back; virtual time the default round trip, and no flood.
+    """
+    point, learning_us, deadline_us = plan.point, 1e6 * LEARNING_S, 1000 * plan.point.deadline_ms
+    counted = [request for request in sent if request.at_us >= learning_us]
+    times_us = np.array([request.at_us for request in counted], float)
+    world = world_of(point)
+    best = bound(times_us, world._replace(out_us=0, back_us=0), deadline_us, point.max_batch_size)
+    settings = ModelSettings.from_mapping({"max_batch_size": point.max_batch_size, "policy": plan.policy})
+    arrivals = recorded([request.at_us for request in sent], deadline_us)
+    simulated = Simulation(Scheduler(settings, point.workers), world).run(arrivals)
+    causes = Counter(request.missed for request in counted)
+    return Run(
+        plan,
+        float(times_us[-1] - times_us[0]) / 1e6,
+        len(counted),
+        best,
+        sum(at_us >= learning_us for at_us in simulated.good_arrivals_us),
+        causes[None],
+        {cause: causes[cause] for cause in CAUSES},
+        median(request.late_us for request in counted) / 1000,
+        *shares,
+    )
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs that a file keeps; none if there is no file."""
+    return [Run.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,55 @@
+"""Producers on whose requests the model often raises: these are executed apart from those of others.
+
+If the model raises, its frame is halved until the failing requests are alone, and all requests of the frame
+are late. One producer's failing requests, one in each batch, would so delay those of all others. Apart, they
+delay each other. A producer is known by its tenant and reply stream: requests with neither count as one
+producer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from carpool.messages import BatchedRun
+
+APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
+LATEST_WEIGHT: Final = 0.25  # of the latest frame in that ratio
+FORGOTTEN_RATIO: Final = 0.05
+PRODUCERS_MAX: Final = 1000
+
+Producer = tuple[bytes | None, str | None]  # tenant, reply stream
+
+
+class RaisingProducers:
+    """How often the model recently raised on requests of each producer. Not for two threads."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[Producer, float] = {}  # the producer that raised last is last
+
+    def __len__(self) -> int:
+        """Of how many producers something is remembered."""
+        return len(self._ratios)
+
+    def is_apart(self, run: BatchedRun) -> bool:
+        """Whether requests of this run's producer are to be executed apart."""
+        return self._ratios.get(_producer(run), 0.0) >= APART_RATIO_MIN
+
+    def observe(self, runs: Collection[BatchedRun], raised: Collection[BatchedRun]) -> None:
+        """A frame of requests of these runs was executed; the model raised on requests of some of them."""
+        blamed = {_producer(run) for run in raised}
+        for producer in {_producer(run) for run in runs} - blamed:
+            ratio = self._ratios.get(producer, 0.0) * (1 - LATEST_WEIGHT)
+            if ratio >= FORGOTTEN_RATIO:
+                self._ratios[producer] = ratio
+            else:
+                self._ratios.pop(producer, None)
+        for producer in blamed:
+            ratio = self._ratios.pop(producer, 0.0)
+            self._ratios[producer] = ratio + LATEST_WEIGHT * (1 - ratio)
+        while len(self._ratios) > PRODUCERS_MAX:
+            del self._ratios[next(iter(self._ratios))]
+
+
+def _producer(run: BatchedRun) -> Producer:
+    return run.extra.get("tenant") if run.extra else None, run.reply_to
