@@ -17,7 +17,7 @@ from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
 from carpool_cli.top.command import Sample, as_json, compare, follow
-from carpool_cli.top.figures import Figures, ModelSample, Refusals, figures
+from carpool_cli.top.figures import Figures, ModelSample, Requests, figures
 from carpool_cli.top.page import Page
 
 SECOND_US = 1_000_000
@@ -66,8 +66,8 @@ def test_rates_and_shares_cover_the_time_between_two_samples() -> None:
     assert list(found.reasons.items()) == [("full", 0.75), ("idle", 0.25)]
     assert found.fill == pytest.approx((30 * 1.0 + 10 * 0.25) / 40)
     assert found.refused == {
-        "RESOURCE_EXHAUSTED/queue_size": Refusals(30, 5.0),
-        "CANCELLED/withdrawn": Refusals(3, 0.0),
+        "RESOURCE_EXHAUSTED/queue_size": Requests(30, 5.0),
+        "CANCELLED/withdrawn": Requests(3, 0.0),
     }
     assert (found.batches, found.requests, found.active_s) == ({"full": 130, "idle": 110}, 10_080, 14.0)
     assert (found.p50_ms, found.p99_ms) == (12.0, 31.0)
@@ -217,7 +217,7 @@ def test_last_figures_stay_while_redis_does_not_answer() -> None:
 
 
 def test_long_details_wrap_between_their_parts() -> None:
-    refused = {f"STATUS/reason_{number}": Refusals(number, 0.0) for number in range(3)}
+    refused = {f"STATUS/reason_{number}": Requests(number, 0.0) for number in range(3)}
     model = figures("a", None, sample(report(5)))._replace(refused=refused)
     assert drawn([model], 60)[-2:] == [
         "  refused requests  0 STATUS/reason_0  1 STATUS/reason_1",

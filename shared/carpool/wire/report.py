@@ -7,7 +7,7 @@ the same batcher, divided by the time between them.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -42,6 +42,7 @@ class BatcherReport:
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
     policy: str = ""  # the policy in force; empty in a report of a version that does not say it
+    missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
 
     def encode(self) -> str:
         """The report as JSON."""
