@@ -6,11 +6,12 @@
     computed_long    its batch began in time, and the model took longer than was left
     delivered_late   its batch began in time and was executed in time; the ways took too long
 
-A batch can begin when it is dispatched, or, if its process is busy then, when that has settled the batch before
-it. The ways are those to the worker and back to the producer. A batch whose worker died, or was paused, is
-delivered late, too.
+A batch can begin when it is dispatched, or, if its process is busy then, when that has settled the batch
+before it. The ways are those to the worker and back to the producer. A batch whose worker died, or was
+paused, is delivered late, too.
 
-The first two causes are the reasons of refusals, and known at once. The others are known when the batch settles.
+The first two causes are the reasons of refusals, and known at once. The others are known when the batch
+settles.
 """
 
 from __future__ import annotations
