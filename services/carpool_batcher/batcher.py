@@ -44,8 +44,8 @@ from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
+    MissingBatches,
     bodies_waiting_since,
-    forget_missing_batches,
     forget_missing_entries,
 )
 from carpool_batcher.meter import Meter
@@ -70,6 +70,7 @@ class LeaseSession(NamedTuple):
     entries: EntryTable
     order: ResultOrder
     missed: MissedDeadlines
+    missing_batches: MissingBatches
 
 
 class ModelBatcher:
@@ -132,8 +133,15 @@ class ModelBatcher:
             entries=snapshot.waiting_entries,
         )
         subscription = reader.subscribe(self.keys, settled_after)
-        missed = MissedDeadlines(scheduler.capacity)
-        self._session = LeaseSession(scheduler, reader, subscription, EntryTable(), order, missed)
+        self._session = LeaseSession(
+            scheduler,
+            reader,
+            subscription,
+            EntryTable(),
+            order,
+            MissedDeadlines(scheduler.capacity),
+            MissingBatches(),
+        )
         self._last_event_us = self.wake_at_us = now_us
         self.needs_snapshot = True
 
@@ -326,7 +334,7 @@ class ModelBatcher:
         self.wake_at_us = now_us
         scheduler.model_processes = len(snapshot.model_processes)
         self._update_settings(scheduler, snapshot)
-        forget_missing_batches(self._store, scheduler, snapshot.batches_in_flight, now_us)
+        session.missing_batches.forget(self._store, scheduler, snapshot.batches_in_flight, now_us)
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         session.missed.forget_missing(snapshot.model_processes)
         session.order.refresh(snapshot, entries)
