@@ -195,7 +195,7 @@ class Meter:
             rejected_settings,
             tuple(policies),
             scheduler.settings.policy,
-            _increase(before.missed, totals.missed),
+            missed=_increase(before.missed, totals.missed),
         )
 
     def activated(self, now_us: int) -> None:
