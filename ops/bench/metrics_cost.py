@@ -15,9 +15,10 @@ from typing import Final
 
 from prometheus_client import generate_latest
 
-from carpool.messages import MSGPACK, Batch, BatchedRun, Entry, Run
+from carpool.messages import MSGPACK, Batch, BatchedRun, BatchSettled, Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.missed import MissedDeadlines
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution
@@ -34,13 +35,20 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     metrics = BatcherMetrics()
     meter = Meter(metrics, MODEL)
     scheduler = Scheduler(ModelSettings(max_batch_size=size), model_processes=1)
-    runs = [Run(Entry("1-1", 1000 + at), [str(at)], [b""], arrival_us=1000 + at) for at in range(size)]
+    missed = MissedDeadlines(scheduler.capacity)
+    runs = [
+        Run(Entry("1-1", 1000), [str(at)], [b""], arrival_us=1000, deadline_us=60_000_000)
+        for at in range(size)
+    ]
     batches = [Dispatch(runs, "full", "")]
-    in_flight = InFlightBatch(2_000, size, "", {}, [(run.arrival_us, 1) for run in runs])
+    in_flight = InFlightBatch(2_000, size, "", dict(enumerate(runs)), [(run.arrival_us, 1) for run in runs])
+    event = BatchSettled("1-1", "w/0", size, 900, 7_000, size)
 
     def record() -> None:
         meter.dispatched(batches, scheduler, 5_000)
         meter.settled(in_flight, 7_000)
+        scheduler.capacity.observe_delivery(300)
+        missed.settled(event, in_flight, 7_000)
 
     return record, metrics
 

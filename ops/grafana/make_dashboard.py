@@ -254,7 +254,6 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "reqps",
             "Should be mostly OK. The next panel shows the reasons of the others.",
             {"{{status}}": "sum by (status) (rate(carpool_requests_total{M}[T]))"},
-            width=12,
             stacked=True,
         ),
         Panel(
@@ -270,7 +269,17 @@ ROWS: Final[dict[str, list[Panel]]] = {
                 "{{status}} {{reason}}": "sum by (status, reason) "
                 '(rate(carpool_requests_total{M,status!="OK"}[T]))'
             },
-            width=12,
+        ),
+        Panel(
+            "Missed deadlines by cause",
+            "reqps",
+            "early, waiting: more arrives than the workers can serve; start workers. dispatched_late: its "
+            "batch could not begin in time; start workers, or try the policy deferred. computed_long: the "
+            "model took longer than was learned, or than deadlines allow; look at the device, allow more "
+            "time, or make batches smaller. delivered_late: the ways to the worker and back took too long; "
+            "look at the CPU of Redis and of all processes, and for workers that ended.",
+            {"{{cause}}": "sum by (cause) (rate(carpool_missed_deadlines_total{M}[T]))"},
+            stacked=True,
         ),
         Panel(
             "Dead letters",

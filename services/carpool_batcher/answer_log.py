@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
+from carpool_batcher.core.missed import Cause
+
 SUMMARY_INTERVAL_S: Final = 1.0
 
 
@@ -18,6 +20,7 @@ class AnswerLog:
         self._refused: Counter[str] = Counter()
         self._expired_requests = 0
         self._expired_batches = 0
+        self._missed: Counter[str] = Counter()
         self._summarized_at_s = time.monotonic()
 
     def refused(self, statuses: Mapping[str, int]) -> None:
@@ -28,6 +31,10 @@ class AnswerLog:
         """That many requests of one batch in flight were answered at their deadlines."""
         self._expired_requests += requests
         self._expired_batches += 1
+
+    def missed(self, causes: Mapping[Cause, int]) -> None:
+        """Requests missed their deadlines: how many for each cause (`core.missed`)."""
+        self._missed.update(causes)
 
     def summarize_if_due(self) -> None:
         """Log a summary, if the last was a second ago."""
@@ -45,3 +52,6 @@ class AnswerLog:
                 "requests expired in flight", requests=self._expired_requests, batches=self._expired_batches
             )
             self._expired_requests = self._expired_batches = 0
+        if self._missed:
+            self._log.info("deadlines missed", **self._missed)
+            self._missed = Counter()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -40,12 +40,13 @@ from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
+from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
+    MissingBatches,
     bodies_waiting_since,
-    forget_missing_batches,
     forget_missing_entries,
 )
 from carpool_batcher.meter import Meter
@@ -71,6 +72,8 @@ class LeaseSession(NamedTuple):
     subscription: Subscription
     entries: EntryTable
     order: ResultOrder
+    missed: MissedDeadlines
+    missing_batches: MissingBatches
 
 
 class ModelBatcher:
@@ -133,7 +136,15 @@ class ModelBatcher:
             entries=snapshot.waiting_entries,
         )
         subscription = reader.subscribe(self.keys, settled_after)
-        self._session = LeaseSession(scheduler, reader, subscription, EntryTable(), order)
+        self._session = LeaseSession(
+            scheduler,
+            reader,
+            subscription,
+            EntryTable(),
+            order,
+            MissedDeadlines(scheduler.capacity),
+            MissingBatches(),
+        )
         self._last_event_us = self.wake_at_us = now_us
         self.needs_snapshot = True
 
@@ -207,6 +218,7 @@ class ModelBatcher:
                     self._meter.settled(batch, settled_us)
                     if is_awaited:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
+                    self._count_missed(session.missed.settled(event, batch, settled_us))
                     scheduler.settle(
                         event.batch_id, event.compute_us, settled_us, event.executed, event.waited_us
                     )
@@ -262,7 +274,7 @@ class ModelBatcher:
             self._dispatch(session, dispatches, now_us)
         expired = [decision for decision in decisions if type(decision) is Expire]
         if expired:
-            self._expire(session.scheduler, expired)
+            self._expire(session, expired)
 
     def _refuse(self, session: LeaseSession, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
         scheduler = session.scheduler
@@ -277,6 +289,7 @@ class ModelBatcher:
             for refusal in answered:
                 numbers[refusal.status] += len(refusal.correlation_ids)
             self._answer_log.refused(numbers)
+            self._count_missed(causes_of_refusals(answered))
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -305,18 +318,26 @@ class ModelBatcher:
         session.scheduler.forget(missing)
         session.scheduler.watch_again(moved)
 
-    def _expire(self, scheduler: Scheduler, expired: Sequence[Expire]) -> None:
-        by_batch: dict[str, list[Answer]] = {}
-        answered = 0
+    def _expire(self, session: LeaseSession, expired: Sequence[Expire]) -> None:
+        by_batch: dict[str, list[tuple[int, Run]]] = {}
+        total = 0
         for batch_id, first, run in expired:
-            by_batch.setdefault(batch_id, []).extend(_expired_answers(first, run))
-        for batch_id, answers in by_batch.items():
+            by_batch.setdefault(batch_id, []).append((first, run))
+        for batch_id, runs in by_batch.items():
+            answers = [answer for first, run in runs for answer in _expired_answers(first, run)]
+            ttl_ms = session.scheduler.settings.result_ttl_ms
             # None if the batch settled, which is read later: see `store.reader`
-            number = self._store.expire_in_flight(batch_id, answers, scheduler.settings.result_ttl_ms)
-            if number:
-                self._answer_log.expired_in_flight(number)
-                answered += number
-        self._meter.expired_in_flight(answered)
+            answered = self._store.expire_in_flight(batch_id, answers, ttl_ms)
+            session.missed.expired(batch_id, runs, answered)
+            if answered:
+                self._answer_log.expired_in_flight(len(answered))
+                total += len(answered)
+        self._meter.expired_in_flight(total)
+
+    def _count_missed(self, causes: Mapping[Cause, int]) -> None:
+        if causes:
+            self._meter.missed(causes)
+            self._answer_log.missed(causes)
 
     # --- a few times a second ------------------------------------------------------------------------------
 
@@ -329,8 +350,9 @@ class ModelBatcher:
         self.wake_at_us = now_us
         scheduler.model_processes = len(snapshot.model_processes)
         self._update_settings(scheduler, snapshot)
-        forget_missing_batches(self._store, scheduler, snapshot.batches_in_flight, now_us)
+        session.missing_batches.forget(self._store, scheduler, snapshot.batches_in_flight, now_us)
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
+        session.missed.forget_missing(snapshot.model_processes)
         session.order.refresh(snapshot, entries)
         self._renew_bodies(entries, now_us)
         self._meter.update_gauges(scheduler, now_us)

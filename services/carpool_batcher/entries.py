@@ -12,7 +12,7 @@ from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
 
-SETTLED_UNREAD_US: Final = 1_000_000  # a younger batch may be committed, and its `settled` entry still unread
+SETTLED_UNREAD_US: Final = 1_000_000  # for so long the `settled` entry of a batch may be unread
 LOOKUP_ENTRIES: Final = 1000  # in one script
 
 
@@ -102,19 +102,30 @@ def forget_missing_entries(
             scheduler.forget(entries.pop(entry_id).runs)
 
 
-def forget_missing_batches(
-    store: BatcherStore, scheduler: Scheduler, batches_in_flight: int, now_us: int
-) -> None:
-    """Find batches that were deleted by hand, or committed without notice, and return their capacity.
+class MissingBatches:
+    """Batches in flight that are no longer in Redis: deleted by hand, or committed without notice.
 
-    `batches_in_flight` is how many there are in Redis. Only if that is too few, the batches are looked up.
+    One that was just committed is missing, too, until its `settled` entry is read.
     """
-    if batches_in_flight >= len(scheduler.in_flight()):
-        return
-    old = [
-        batch_id
-        for batch_id, batch in scheduler.in_flight().items()
-        if batch.dispatched_us < now_us - SETTLED_UNREAD_US
-    ]
-    for batch_id in store.missing(store.keys.batches, old) if old else ():
-        scheduler.forget_batch(batch_id, now_us)
+
+    def __init__(self) -> None:
+        self._since_us: dict[str, int] = {}  # when each batch was first found to be missing
+
+    def forget(self, store: BatcherStore, scheduler: Scheduler, batches_in_flight: int, now_us: int) -> None:
+        """Return the capacity of those that have been missing for SETTLED_UNREAD_US.
+
+        `batches_in_flight` is how many there are in Redis. If that is too few, the batches are looked up.
+        """
+        if batches_in_flight >= len(scheduler.in_flight()):
+            self._since_us.clear()
+            return
+        old = [
+            batch_id
+            for batch_id, batch in scheduler.in_flight().items()
+            if batch.dispatched_us < now_us - SETTLED_UNREAD_US
+        ]
+        missing = store.missing(store.keys.batches, old) if old else set()
+        self._since_us = {batch_id: self._since_us.get(batch_id, now_us) for batch_id in missing}
+        for batch_id, since_us in self._since_us.items():
+            if since_us <= now_us - SETTLED_UNREAD_US:
+                scheduler.forget_batch(batch_id, now_us)

@@ -23,6 +23,7 @@ from carpool.messages import Dispatch, DispatchReason, Refusal
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.recent_latency import RecentLatency, count_equal
 
@@ -80,6 +81,12 @@ class BatcherMetrics(CommonMetrics):
             ("model", "reason"),
             registry=registry,
         )
+        self.missed = Counter(
+            "carpool_missed_deadlines",
+            "Requests that missed their deadlines, by cause",
+            ("model", "cause"),
+            registry=registry,
+        )
         self.gauges = [Gauge(name, text, ("model",), registry=registry) for name, text in _GAUGES.items()]
         self.active = Gauge(
             "carpool_batcher_active", "1 if this batcher forms the model's batches, 0 if it is on standby",
@@ -94,6 +101,7 @@ class _Totals(NamedTuple):
     requests: int
     fill_percent: int
     refused: Mapping[str, int]
+    missed: Mapping[str, int]
 
 
 class Meter:
@@ -110,6 +118,7 @@ class Meter:
         for status, reason in _ANSWERS:
             self._counter_of(status, reason)
         self._batches = {reason: metrics.batches.labels(model, reason) for reason in _DISPATCH_REASONS}
+        self._missed = {cause: metrics.missed.labels(model, cause) for cause in CAUSES}
         self._totals_known: _Totals | None = None  # None: something was counted since
         self._exported: Gauges | None = None
         self.activated(0)
@@ -135,6 +144,12 @@ class Meter:
         """`requests` requests were answered at their deadline while their batch was in flight."""
         self._totals_known = None
         self._counter_of(DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
+
+    def missed(self, causes: Mapping[Cause, int]) -> None:
+        """Requests missed their deadlines: how many for each cause."""
+        self._totals_known = None
+        for cause, number in causes.items():
+            self._missed[cause].inc(number)
 
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
         """This batch is settled."""
@@ -181,6 +196,7 @@ class Meter:
             tuple(policies),
             scheduler.settings.policy,
             (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
+            missed=_increase(before.missed, totals.missed),
         )
 
     def activated(self, now_us: int) -> None:
@@ -213,6 +229,7 @@ class Meter:
                 self._size.sum,
                 self._fill.sum,
                 {f"{status}/{reason}": _value(counter) for (status, reason), counter in answered},
+                {cause: _value(counter) for cause, counter in self._missed.items()},
             )
         return self._totals_known
 

@@ -85,6 +85,7 @@ def test_summary_is_logged_once_a_second(lines: Lines, monkeypatch: pytest.Monke
             log.committed("w/0", batch(1, 1, "idle", 0), {"OK": 1}, 0, 0)
             answers.refused({"RESOURCE_EXHAUSTED": 2})
             answers.expired_in_flight(3)
+            answers.missed({"waiting": 2, "computed_long": 3})
         log.summarize_if_due()
         answers.summarize_if_due()
     assert [line["batches"] for line in lines if line["event"] == "batches"] == [4, 2]
@@ -92,6 +93,8 @@ def test_summary_is_logged_once_a_second(lines: Lines, monkeypatch: pytest.Monke
     assert refused == [8, 4]
     expired = [line for line in lines if line["event"] == "requests expired in flight"]
     assert [(line["requests"], line["batches"]) for line in expired] == [(12, 4), (6, 2)]
+    missed = [line for line in lines if line["event"] == "deadlines missed"]
+    assert [(line["waiting"], line["computed_long"]) for line in missed] == [(8, 12), (4, 6)]
 
 
 def test_each_batch_is_logged_only_at_debug(lines: Lines, level: str) -> None:

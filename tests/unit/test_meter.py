@@ -84,6 +84,7 @@ def test_report_counts_from_the_takeover() -> None:
     meter = Meter(BatcherMetrics(), "square")
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=2)
     dispatch(meter, scheduler, ("full", 10))
+    meter.missed({"waiting": 9})
     meter.activated(7 * SECOND_US)
 
     dispatch(meter, scheduler, ("full", 10), ("idle", 5))
@@ -91,8 +92,10 @@ def test_report_counts_from_the_takeover() -> None:
     for reason in ("queue_size", "queue_bytes", "queue_size"):
         meter.refused([Refusal(Entry("1-1", 0), ["c"], None, JSON, RESOURCE_EXHAUSTED, reason, "")])
     meter.expired_in_flight(0)
+    meter.missed({"waiting": 1})
     before = meter.report("me", scheduler, 8 * SECOND_US)
     meter.expired_in_flight(2)
+    meter.missed({"computed_long": 2, "waiting": 3})
     meter.settled(InFlightBatch(0, 2, "", {}, [(8 * SECOND_US, 2)]), 9 * SECOND_US)
     report = meter.report("me", scheduler, 9 * SECOND_US)
 
@@ -101,6 +104,7 @@ def test_report_counts_from_the_takeover() -> None:
     assert (report.requests, report.fill_percent) == (25, 250)
     assert before.refused == {"RESOURCE_EXHAUSTED/queue_size": 2, "RESOURCE_EXHAUSTED/queue_bytes": 1}
     assert report.refused == {**before.refused, f"{DEADLINE_EXCEEDED}/in_flight": 2}
+    assert (before.missed, report.missed) == ({"waiting": 1}, {"waiting": 4, "computed_long": 2})
     assert (before.quantiles_us, report.learned) == (None, ())
     assert report.quantiles_us == pytest.approx((SECOND_US, SECOND_US), rel=0.05)
 

@@ -17,7 +17,7 @@ from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
 from carpool_cli.top.command import Sample, as_json, compare, follow
-from carpool_cli.top.figures import Figures, ModelSample, Refusals, figures
+from carpool_cli.top.figures import Figures, ModelSample, Requests, figures
 from carpool_cli.top.page import Page
 
 SECOND_US = 1_000_000
@@ -26,7 +26,7 @@ IDLE = Gauges(0, 0, 0.0, 0, 0, 2)
 BUSY = Gauges(1204, 99, 0.0352, 2, 128, 1)
 
 
-def report(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> BatcherReport:
+def report(at_s: float, full: int = 0, idle: int = 0, refused: int = 0, missed: int = 0) -> BatcherReport:
     """A report `at_s` seconds after the batcher became active. Full batches have 64 requests, others 16."""
     return BatcherReport(
         "me",
@@ -39,6 +39,7 @@ def report(at_s: float, full: int = 0, idle: int = 0, refused: int = 0) -> Batch
         {"RESOURCE_EXHAUSTED/queue_size": refused, "CANCELLED/withdrawn": 3} if refused else {},
         ((1, 5180), (32, 6760)),
         (12_000, 31_000),
+        missed={"dispatched_late": missed, "waiting": 2} if missed else {},
     )
 
 
@@ -58,7 +59,8 @@ def drawn(models: Sequence[Figures], columns: int, rows: int | None = None, erro
 
 
 def test_rates_and_shares_cover_the_time_between_two_samples() -> None:
-    before, now = report(10, full=100, idle=100, refused=10), report(14, full=130, idle=110, refused=30)
+    before = report(10, full=100, idle=100, refused=10, missed=4)
+    now = report(14, full=130, idle=110, refused=30, missed=5)
     found = figures("square", sample(before), sample(now))
     assert found.over_s == 4.0
     assert found.requests_per_s == (30 * 64 + 10 * 16) / 4
@@ -66,9 +68,10 @@ def test_rates_and_shares_cover_the_time_between_two_samples() -> None:
     assert list(found.reasons.items()) == [("full", 0.75), ("idle", 0.25)]
     assert found.fill == pytest.approx((30 * 1.0 + 10 * 0.25) / 40)
     assert found.refused == {
-        "RESOURCE_EXHAUSTED/queue_size": Refusals(30, 5.0),
-        "CANCELLED/withdrawn": Refusals(3, 0.0),
+        "RESOURCE_EXHAUSTED/queue_size": Requests(30, 5.0),
+        "CANCELLED/withdrawn": Requests(3, 0.0),
     }
+    assert found.missed == {"dispatched_late": Requests(5, 0.25), "waiting": Requests(2, 0.0)}
     assert (found.batches, found.requests, found.active_s) == ({"full": 130, "idle": 110}, 10_080, 14.0)
     assert (found.p50_ms, found.p99_ms) == (12.0, 31.0)
     assert found.learned == {1: 5.18, 32: 6.76}
@@ -127,13 +130,17 @@ def test_new_model_is_compared_with_nothing() -> None:
 
 def test_json_is_one_line_with_all_figures() -> None:
     models = [
-        figures("square", None, sample(report(8, full=80, refused=2))),
+        figures("square", None, sample(report(8, full=80, refused=2, missed=4))),
         figures("other", None, sample(None)),
     ]
     line = as_json(models)
     square, other = json.loads(line)["models"]
     assert "\n" not in line
     assert square["refused"]["RESOURCE_EXHAUSTED/queue_size"] == {"total": 2, "per_s": 0.25}
+    assert square["missed"] == {
+        "dispatched_late": {"total": 4, "per_s": 0.5},
+        "waiting": {"total": 2, "per_s": 0.25},
+    }
     assert square["learned"] == {"1": 5.18, "32": 6.76}
     assert (other["learned"], other["requests_per_s"], other["waiting"]) == ({}, None, 17)
     assert json.loads(as_json(models, "no answer")) == {"error": "no answer"}
@@ -145,7 +152,7 @@ def test_json_keys_are_stable() -> None:
         *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
         *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
-        "policy",
+        *("policy", "missed"),
     ]
 
 
@@ -154,7 +161,11 @@ def test_json_keys_are_stable() -> None:
 
 def two_models() -> list[Figures]:
     return [
-        figures("square", sample(report(10, full=100)), sample(report(14, full=130, idle=10, refused=30))),
+        figures(
+            "square",
+            sample(report(10, full=100)),
+            sample(report(14, full=130, idle=10, refused=30, missed=12)),
+        ),
         figures("lonely", None, sample(None, batcher=False, processes=0)),
     ]
 
@@ -170,6 +181,7 @@ WHOLE_PAGE = [
     "  dispatch reasons  full 75%  idle 25%  of 10 batches/s",
     "  latency model     l(1) = 5.18 ms  l(32) = 6.76 ms",
     "  refused requests  30 RESOURCE_EXHAUSTED/queue_size (7.5/s)  3 CANCELLED/withdrawn (0.75/s)",
+    "  missed deadlines  12 dispatched late (3/s)  2 waiting (0.5/s)",
     "",
     "lonely",
     "  batcher  none is active: nothing is dispatched until `carpool batcher` runs",
@@ -217,7 +229,7 @@ def test_last_figures_stay_while_redis_does_not_answer() -> None:
 
 
 def test_long_details_wrap_between_their_parts() -> None:
-    refused = {f"STATUS/reason_{number}": Refusals(number, 0.0) for number in range(3)}
+    refused = {f"STATUS/reason_{number}": Requests(number, 0.0) for number in range(3)}
     model = figures("a", None, sample(report(5)))._replace(refused=refused)
     assert drawn([model], 60)[-2:] == [
         "  refused requests  0 STATUS/reason_0  1 STATUS/reason_1",

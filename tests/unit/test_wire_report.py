@@ -29,6 +29,7 @@ reports = st.builds(
     unheeded=texts,
     policies=st.lists(texts, max_size=2).map(tuple),
     policy=texts,
+    missed=st.dictionaries(texts, counts, max_size=3),
 )
 REPORT = BatcherReport(
     "b", 1, 2, Gauges(3, 4, 0.5, 1, 2, 1), {"full": 9}, 90, 900, {"INTERNAL/x": 1}, ((1, 15), (8, 25)), (7, 8)
@@ -55,7 +56,7 @@ def test_report_names_its_gauges() -> None:
 
 def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None:
     fields = json.loads(REPORT.encode()) | {"of a later version": 1}
-    for name in ("unheeded", "policies", "policy"):
+    for name in ("unheeded", "policies", "policy", "missed"):
         del fields[name]
     del fields["gauges"]["held"]
     assert BatcherReport.decode(json.dumps(fields).encode()) == REPORT
@@ -70,6 +71,7 @@ def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None
         {"requests": "many"},
         {"learned": [1]},
         {"quantiles_us": [1, 2, 3]},
+        {"missed": 7},
         {"at_us": 1.5},
     ],
 )

@@ -257,9 +257,14 @@ class Capacity:
         return self._round_trips.at_most_us + self._deliveries.at_most_us
 
     @property
+    def delivery_us(self) -> int:
+        """The median time from settled until the batcher learns of it."""
+        return self._deliveries.median_us
+
+    @property
     def usual_ways_us(self) -> int:
         """What half of the batches take at most."""
-        return self._round_trips.median_us + self._deliveries.median_us
+        return self.round_trip_us + self.delivery_us
 
     @property
     def latency(self) -> LatencyModel:

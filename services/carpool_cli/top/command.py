@@ -51,6 +51,12 @@ class TopSettings(ConnectionSettings):
     latency model: l(n), the learned execution time of a batch of n requests
     refused requests: answered with an error by this batcher since it became active, and the rate now
                 (early: could not have met the deadline; waiting, in_flight: where the request expired)
+    missed deadlines: why, as the batcher knows when the batch has settled
+                early: refused, because it was not expected to be in time
+                waiting: its deadline passed before it was dispatched
+                dispatched late: less than l(n) was left when its batch could begin
+                computed long: the model took longer than was left
+                delivered late: executed in time, but the ways to the worker and to the producer took too long
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})

@@ -23,8 +23,8 @@ class ModelSample(NamedTuple):
     report: BatcherReport | None = None
 
 
-class Refusals(NamedTuple):
-    """Requests refused, or expired in flight, for one cause: since the batcher became active, and lately."""
+class Requests(NamedTuple):
+    """Requests that ended in one way: since the batcher became active, and lately."""
 
     total: int
     per_s: float
@@ -49,17 +49,19 @@ class Figures(NamedTuple):
     p50_ms: float | None = None
     p99_ms: float | None = None
     learned: Mapping[int, float] = {}  # l(n) in ms of some batch sizes, from the smallest seen to the largest
-    refused: Mapping[str, Refusals] = {}  # by STATUS/reason
+    refused: Mapping[str, Requests] = {}  # or expired in flight, by STATUS/reason
     batches: Mapping[str, int] = {}  # by dispatch reason, since the batcher became active
     requests: int | None = None  # dispatched since then
     active_s: float | None = None  # how long ago that was
     unheeded: str = ""  # why the batcher rejects the model's settings, where it does
     policy: str | None = None  # the one in force
+    missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
-        refused = {cause: refusals._asdict() for cause, refusals in self.refused.items()}
-        return {**self._asdict(), "refused": refused}
+        refused = {reason: requests._asdict() for reason, requests in self.refused.items()}
+        missed = {cause: requests._asdict() for cause, requests in self.missed.items()}
+        return {**self._asdict(), "refused": refused, "missed": missed}
 
 
 def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures:
@@ -90,15 +92,13 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         p50_ms=_ms(quantiles_us[0]),
         p99_ms=_ms(quantiles_us[1]),
         learned={size: time_us / 1000 for size, time_us in report.learned},
-        refused={
-            cause: Refusals(total, _per_s(total - base.refused.get(cause, 0), over_s) or 0.0)
-            for cause, total in _largest_first(report.refused).items()
-        },
+        refused=_totals_and_rates(base.refused, report.refused, over_s),
         batches=report.batches,
         requests=report.requests,
         active_s=(report.at_us - report.began_us) / 1e6,
         unheeded=report.unheeded,
         policy=report.policy or None,
+        missed=_totals_and_rates(base.missed, report.missed, over_s),
     )
 
 
@@ -112,6 +112,15 @@ def _base_report(before: BatcherReport | None, now: BatcherReport) -> BatcherRep
 
 def _increases(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: more for name, total in now.items() if (more := total - before.get(name, 0))}
+
+
+def _totals_and_rates(
+    before: Mapping[str, int], now: Mapping[str, int], over_s: float
+) -> dict[str, Requests]:
+    return {
+        name: Requests(total, _per_s(total - before.get(name, 0), over_s) or 0.0)
+        for name, total in _largest_first(now).items()
+    }
 
 
 def _largest_first(numbers: Mapping[str, int]) -> dict[str, int]:

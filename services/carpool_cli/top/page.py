@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from carpool_cli.screen import build_table, clip, count, duration
-from carpool_cli.top.figures import Figures, Refusals
+from carpool_cli.top.figures import Figures, Requests
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
@@ -115,7 +115,7 @@ def _row(model: Figures, name_columns: int) -> tuple[str, ...]:
 
 
 def _details(model: Figures, options: ConsoleOptions) -> Table:
-    """What is missing, why batches were dispatched, what was learned, and which requests were refused."""
+    """What is missing, why batches were dispatched, what was learned, and which requests failed."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -144,7 +144,10 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
     if model.learned:
         yield "latency model", _latency_model(model.learned)
     if model.refused:
-        yield "refused requests", [_refusals(cause, number) for cause, number in model.refused.items()]
+        yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
+    if model.missed:
+        causes = model.missed.items()
+        yield "missed deadlines", [_requests(cause.replace("_", " "), number) for cause, number in causes]
 
 
 def _reasons(model: Figures) -> list[str]:
@@ -159,9 +162,9 @@ def _latency_model(learned_ms: Mapping[int, float]) -> list[str]:
     return times if len(times) > 1 else [f"{times[0]}; no other batch size was seen"]
 
 
-def _refusals(cause: str, refusals: Refusals) -> str:
-    rate = f" ({_rate(refusals.per_s)}/s)" if refusals.per_s else ""
-    return f"{refusals.total:,} {cause}{rate}"
+def _requests(reason: str, requests: Requests) -> str:
+    rate = f" ({_rate(requests.per_s)}/s)" if requests.per_s else ""
+    return f"{requests.total:,} {reason}{rate}"
 
 
 def _rate(per_s: float | None) -> str:

@@ -61,6 +61,7 @@ class AsyncClient:
     """A producer. Use it as `async with AsyncClient(url) as client:`; one per event loop is enough.
 
     `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
+    `timed_out`: how many requests failed because no result came within their timeout.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class AsyncClient:
     ) -> None:
         self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
         self._timeout_s = checked_timeout_s(timeout)
+        self.timed_out = 0
         self._name = f"py-{secrets.token_hex(8)}"
         self._numbers = count()
         self._channels: dict[str, Channel] = {}  # by model
@@ -86,6 +88,11 @@ class AsyncClient:
         self._closed = False
         url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
         self._transport = Transport(url, self._name, self._awaited.on_results, self._awaited.fail)
+
+    @property
+    def late_results(self) -> int:
+        """How many results of successful requests came after their timeout, or after they were cancelled."""
+        return self._awaited.late_results
 
     # --- connecting and closing ----------------------------------------------------------------------------
 
@@ -358,6 +365,7 @@ class AsyncClient:
     # --- timeouts and withdrawals --------------------------------------------------------------------------
 
     def _on_timeout(self, entry: OutgoingEntry) -> None:
+        self.timed_out += len(entry.awaited)
         error = self._transport.connection_error
         cause = f" ({error.detail})" if error else ""
         self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))

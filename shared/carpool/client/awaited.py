@@ -9,7 +9,7 @@ from carpool.client.entries import OutgoingEntry
 from carpool.client.reading import ResultReader
 from carpool.client.sinks import Sink, rows_of
 from carpool.client.timeouts import Timeouts
-from carpool.errors import CarpoolError
+from carpool.errors import OK, CarpoolError
 from carpool.messages import ResultColumns
 from carpool.wire.results import decode_columns, decode_results
 
@@ -23,13 +23,14 @@ class AwaitedRequests:
 
     def __init__(self) -> None:
         self.entries: dict[str, OutgoingEntry] = {}
+        self.late_results = 0  # that nobody awaited any more, of successful requests
         self._reader = ResultReader()
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def on_results(self, flat: Sequence[bytes]) -> None:
-        """Results from an entry of a reply stream. Those that are no longer wanted are ignored."""
+        """Results from an entry of a reply stream. Those that are no longer wanted are only counted."""
         for name, packed in zip(flat[::2], flat[1::2], strict=True):
             if name == b"columns":
                 for columns in decode_columns(packed):
@@ -58,13 +59,16 @@ class AwaitedRequests:
                 Timeouts.stop(first)
             return
         for correlation_id, entry, row in zip(ids, entries, rows_of(array), strict=True):
-            if entry is not None:
+            if entry is None:
+                self.late_results += 1
+            else:
                 entry.sink.put(correlation_id, self._take_target(entry, correlation_id), row, served)
 
     def _on_envelope(self, envelope: dict[str, Any]) -> None:
         correlation_id = envelope["correlation_id"]
         entry = self.entries.pop(correlation_id, None)
         if entry is None:
+            self.late_results += envelope["status"] == OK
             return
         target = self._take_target(entry, correlation_id)
         try:

@@ -108,6 +108,16 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def timed_out(self) -> int:
+        """As AsyncClient.timed_out."""
+        return self._client.timed_out
+
+    @property
+    def late_results(self) -> int:
+        """As AsyncClient.late_results."""
+        return self._client.late_results
+
     def connect(self) -> None:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
         self._start(self._client.connect()).result()

@@ -23,6 +23,7 @@ from carpool.store.results import (
     Address,
     Answer,
     FirstTicket,
+    SettledError,
     answer_ahead,
     release,
     result_groups,
@@ -224,12 +225,17 @@ class BatcherStore:
             keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
             self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
-    def expire_in_flight(self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int) -> int:
+    def expire_in_flight(
+        self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int
+    ) -> set[int] | None:
         """Answer requests of a batch in flight whose deadline passed.
 
-        Returns how many were answered: none if the batch has been settled meanwhile.
+        Returns the positions that were answered; None if the batch has been settled meanwhile.
         """
-        return len(answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms))
+        try:
+            return answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms)
+        except SettledError:
+            return None
 
 
 def _arrivals_arg(arrivals: Sequence[TicketRange]) -> str:

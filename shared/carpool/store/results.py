@@ -47,6 +47,10 @@ class Address(NamedTuple):
         return cls(request.reply_to, request.ticket)
 
 
+class SettledError(Exception):
+    """The batch has been settled: each of its requests has its result."""
+
+
 def addresses_of(batch: Batch) -> list[Address]:
     """Where the result of each request of a batch goes, by position."""
     addresses: list[Address] = []
@@ -100,8 +104,8 @@ def answer_ahead(
 ) -> set[int]:
     """Write results of some requests of a batch ahead of its commit, each once. A batcher has no `owner`.
 
-    Returns the positions that were written: the others had been answered, or the batch has been settled.
-    Raises FencedError if `owner` does not own the batch any more.
+    Returns the positions that were written: the others had been answered. Raises FencedError if `owner` does
+    not own the batch any more, and, without an owner, SettledError.
     """
     script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.held)
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
@@ -114,6 +118,8 @@ def answer_ahead(
     outcome, *positions = link.run(_ANSWER, script_keys.keys, args)
     if outcome == b"FENCED":
         raise FencedError(batch_id)
+    if outcome == b"SETTLED":
+        raise SettledError(batch_id)
     return set(positions)
 
 

@@ -7,7 +7,7 @@ the same batcher, divided by the time between them.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -43,6 +43,7 @@ class BatcherReport:
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
     policy: str = ""  # the policy in force; empty in a report of a version that does not say it
     ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
+    missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
 
     def encode(self) -> str:
         """The report as JSON."""
