@@ -109,7 +109,7 @@ class Capacity:
         """The number of live model processes changed."""
         self.processes = processes
         while self._ahead and len(self._executing) < processes:
-            self._start_next(self.in_flight[self._ahead[0]].dispatched_us + self.round_trip_us)
+            self._start_next()
 
     def reserve(self) -> None:
         """Take up capacity for a batch that was decided on; `launch` or `cancel` follows."""
@@ -131,7 +131,7 @@ class Capacity:
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
             self._sent_to_idle.add(batch_id)
-            self._start_next(batch.dispatched_us + self.round_trip_us)
+            self._start_next()
 
     def settle(self, batch_id: str, execution_us: int, settled_us: int, executed: int | None = None) -> None:
         """A batch settled; `executed` of its requests (None: all) took `execution_us` together.
@@ -182,9 +182,14 @@ class Capacity:
         interval_us = spaced_ratio * (1 - slope_ratio**2) * execution_us / self.processes
         self._spacing_ends_us = batch.dispatched_us + int(interval_us)
 
-    def _start_next(self, start_us: int) -> None:
+    def _start_next(self, free_us: int = 0) -> None:
+        """The next batch is executed by a process of which the last batch settled at `free_us`.
+
+        A batch that was dispatched less than a round trip before that arrives when the process is idle.
+        """
         if self._ahead:
             batch_id = self._ahead.popleft()
+            start_us = max(free_us, self.in_flight[batch_id].dispatched_us + self.round_trip_us)
             insort(self._executing, (start_us + self._execution_us(batch_id), batch_id))
 
     def observe_delivery(self, delivery_us: int) -> None:
