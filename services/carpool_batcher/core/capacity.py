@@ -25,7 +25,7 @@ it is 0.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -41,6 +41,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 16  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
+_LAST_ID: Final = "\uffff"  # after each batch ID
 
 
 class RecentTimes:
@@ -202,6 +203,11 @@ class Capacity:
         """Whether a batch that cannot grow may be dispatched: at most one ahead of each process."""
         return self._taken() < PROCESS_BATCHES_MAX * self.processes
 
+    def idle_processes(self, now_us: int) -> int:
+        """How many processes could execute a batch dispatched now without delay. O(log processes)."""
+        finished = bisect_right(self._executing, (now_us + self.round_trip_us, _LAST_ID))
+        return max(0, self.processes - self._taken() + finished)
+
     def free_at_us(self, now_us: int) -> int | None:
         """From when on a batch that can still grow may be dispatched.
 
@@ -262,6 +268,11 @@ class Capacity:
     def turnaround_us(self, lane: str) -> float:
         """How long a batch of a lane recently took from dispatch to settled."""
         return self._latencies.of(lane).turnaround_us
+
+    @property
+    def turnaround_all_us(self) -> float:
+        """How long a batch of any lane recently took from dispatch to settled."""
+        return self._latencies.all_lanes.turnaround_us
 
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""

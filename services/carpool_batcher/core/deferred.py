@@ -19,15 +19,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.latency import LatencyModel
-
-EFFICIENT_THROUGHPUT_RATIO: Final = 0.85  # of the largest batch's; waiting for more would idle processes
 
 
 class Plan(NamedTuple):
@@ -64,26 +60,19 @@ class Forecast(NamedTuple):
         return low
 
 
-def efficient_size(latency: LatencyModel, max_size: int) -> int:
-    """The smallest batch nearly as efficient as the most efficient one. O(max_size) when l(n) has changed."""
-    curve = latency.curve
-    return 1 if curve is None else _efficient_size(curve, max_size)
+def is_efficient(latency: LatencyModel, size: int, max_size: int, gap_us: float) -> bool:
+    """Whether no process serves more per time if a batch of `size` waits for more requests.
 
-
-@lru_cache(maxsize=256)
-def _efficient_size(curve: Curve, max_size: int) -> int:
-    """Between two knots of the curve throughput only rises or only falls: its peaks are at knots."""
-    peaks = sorted({int(size) for size in curve.sizes if size < max_size} | {max_size})
-    throughput_min = EFFICIENT_THROUGHPUT_RATIO * max(map(curve.throughput, peaks))
-    high = next(size for size in peaks if curve.throughput(size) >= throughput_min)
-    low = max((size for size in peaks if size < high), default=0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if curve.throughput(middle) >= throughput_min:
-            high = middle
-        else:
-            low = middle
-    return high
+    They arrive every `gap_us`, in which a process waits, or several do: then `gap_us` is the time of all. With
+    m more, a batch takes m gap_us + l(size + m). O(log max_size): m is a power of two.
+    """
+    alone_us = latency.of(size)
+    more = 1
+    while size + more <= max_size:
+        if (size + more) * alone_us > size * (more * gap_us + latency.of(size + more)):
+            return False
+        more *= 2
+    return True
 
 
 def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:

@@ -166,7 +166,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._settings)
+        return self._dispatcher.oldest_arrival_us(self._settings, self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
