@@ -15,7 +15,6 @@ from carpool_batcher.core.scheduler import Dispatch
 from support.scheduler_harness import MS, SchedulerHarness, names_of
 
 
-
 @pytest.fixture
 def _crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many requests arrive that it costs nothing to wait for one more."""
@@ -90,10 +89,10 @@ def polled_each_ms(harness: SchedulerHarness, gap: int, until: int, **fields: An
 
 
 def test_batch_waits_for_more_while_that_raises_throughput() -> None:
-    # Given l(n) = 10 + n ms and a request every 4 ms, of which the first is at the beginning
+    # Given l(n) = 10 + n ms and a request every 4 ms
     harness = SchedulerHarness(policy="deferred", max_batch_size=100).learn()
-    # Then it pays to wait for the fourth one (3 in 13 ms, or 4 in 14 + 3), but not for a fifth
-    assert polled_each_ms(harness, 4, 15) == ["efficient: r0 r4 r8 r12"]
+    # Then it pays to wait for the third one (2 in 12 ms, or 3 in 13 + 4), but not for a fourth (4 in 14 + 4)
+    assert polled_each_ms(harness, 4, 10) == ["efficient: r0 r4 r8"]
     # But if they arrive every millisecond, there are ten
     harness = SchedulerHarness(policy="deferred", max_batch_size=100).learn()
     (decided,) = polled_each_ms(harness, 1, 15)

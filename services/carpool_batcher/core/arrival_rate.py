@@ -6,26 +6,25 @@ import math
 
 
 class ArrivalRate:
-    """The arrivals of the recent past. Told of their total from time to time, O(1) each time."""
+    """The arrivals of the recent past. It is told their total from time to time, O(1) each time."""
 
     def __init__(self) -> None:
-        self._arrived = 0
-        self._observed_us: int | None = None
-        self._recent = 0.0  # arrivals, and the time in which they arrived, both weighted by their age
+        self._observed: tuple[int, int] | None = None  # arrivals so far, and when (us)
+        # Arrivals, and the time in which they arrived, weighted by their age: of a pause, at most the memory.
+        self._recent = 0.0
         self._recent_us = 0.0
 
     def observe(self, arrived: int, now_us: int, memory_us: float) -> None:
-        """Of all requests so far, `arrived` had arrived by `now_us`. What is `memory_us` older counts e times
-        less."""
-        elapsed_us = 0 if self._observed_us is None else max(0, now_us - self._observed_us)
-        if elapsed_us:
-            weight = math.exp(-elapsed_us / memory_us) if memory_us else 0.0
+        """By `now_us`, `arrived` requests had arrived. What is `memory_us` older counts e times less."""
+        if self._observed is not None:
+            arrived_before, observed_us = self._observed
+            weight = math.exp(min(0, observed_us - now_us) / memory_us) if memory_us else 0.0
             self._recent *= weight
-            self._recent_us = self._recent_us * weight + elapsed_us
-        self._recent += arrived - self._arrived
-        self._arrived, self._observed_us = arrived, now_us
+            self._recent_us = self._recent_us * weight + memory_us * (1 - weight)
+            self._recent += arrived - arrived_before
+        self._observed = arrived, now_us
 
     @property
     def gap_us(self) -> float:
-        """The mean time from one arrival to the next; 0 before time has passed."""
+        """The mean time from one arrival to the next; 0 while unknown."""
         return self._recent_us / self._recent if self._recent else 0.0

@@ -5,10 +5,16 @@ batch of n. Here l(n) includes the margin of `core.latency`; the ways are round 
 (`core.capacity`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
 would be late:
 
-    at d - ways - l(n + 1),    or at once if n is enough for the model to be efficient.
+    at d - ways - l(n + 1),    or at once if to wait for more would not raise throughput.
 
 Waiting lets batches grow, and fuller batches raise throughput: this is what latency is traded for (Symphony,
-SOSP 2023). When more requests wait than can be in time, a request at the head with an early deadline keeps
+SOSP 2023). But while a batch waits, idle processes wait too. Requests that arrive every g fill it to n + m in
+m g, so k idle processes give k m g, and one of them l(n + m), for n + m requests. By the renewal-reward
+theorem this is worth it while some m makes (n + m) / (k m g + l(n + m)) larger than n / l(n). Where
+l(n) = a + s n, it is so up to n = a / (k g): a single process that is nearly busy hardly waits, and of many
+processes at the same load, each waits for a full batch.
+
+When more requests wait than can be in time, a request at the head with an early deadline keeps
 its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
 (Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
 time. Only a request with a deadline is refused; one that has only a target, or is served late, never is.
@@ -61,10 +67,10 @@ class Forecast(NamedTuple):
 
 
 def is_efficient(latency: LatencyModel, size: int, max_size: int, gap_us: float) -> bool:
-    """Whether no process serves more per time if a batch of `size` waits for more requests.
+    """Whether to wait for more than `size` requests would not raise throughput (see the module).
 
-    They arrive every `gap_us`, in which a process waits, or several do: then `gap_us` is the time of all. With
-    m more, a batch takes m gap_us + l(size + m). O(log max_size): m is a power of two.
+    `gap_us` is how long idle processes wait, all together, until one more arrives. O(log max_size): only
+    powers of two are tried as the number of further requests.
     """
     alone_us = latency.of(size)
     more = 1

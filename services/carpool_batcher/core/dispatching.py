@@ -134,9 +134,7 @@ class Dispatcher:
         rank, arrival_us = lane.head()
         return gate, Claim(-rank, arrival_us, lane.name, reason, ready_at_us)
 
-    def _ready_at_us(
-        self, lane: Lane, settings: ModelSettings, now_us: int
-    ) -> tuple[int, DispatchReason]:
+    def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
         """When a batch of a lane is ready, and the reason. The lane must not be empty."""
         if self._queue.has_full_batch(lane, settings):
             return ANY_TIME_US, "full"

@@ -22,9 +22,10 @@ MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, 
 class Queue:
     """The waiting runs of one model.
 
-    `count` and `bytes` are totals over all requests of all lanes, and `arrived` is how many were ever admitted. `withheld` is the number of results that
-    wait for earlier tickets (`preserve_ordering`): they count against `max_queue_size`. `changed` has the
-    names of lanes that changed since the Dispatcher last looked, which empties it.
+    `count` and `bytes` are totals over all requests of all lanes; `arrived` is how many were ever admitted.
+    `withheld` is the number of results that wait for earlier tickets (`preserve_ordering`): they count
+    against `max_queue_size`. `changed` has the names of lanes that changed since the Dispatcher last looked,
+    which empties it.
     """
 
     def __init__(self) -> None:
