@@ -195,7 +195,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "ops",
             "Why batches were dispatched. full: the batch could not grow. preferred: it reached one of "
             "preferred_batch_sizes. idle: a model process was free. delay: max_queue_delay_ms had passed. "
-            "efficient: larger batches gain little. deadline: waiting longer would have missed a deadline; "
+            "efficient: waiting would gain little. deadline: waiting longer would have missed a deadline; "
             "if "
             "most are, producers set expirations that are too short, or there are too few workers.",
             {"{{reason}}": "sum by (reason) (rate(carpool_batches_total{M}[T]))"},

@@ -565,7 +565,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self._oldest_us(lane) + int(self.scheduler.settings.max_queue_delay_ms * 1000)
 
     def _ready_at_us(self, lane: str) -> int:
-        """When a batch of a lane is ready by time alone; 0 if it is ready now."""
+        """By when a batch of a lane is ready by time alone; 0 if it is ready now.
+
+        Under the policy `deferred` it may be ready before: see `is_efficient`, which depends on arrivals.
+        """
         settings = self.scheduler.settings
         if self._is_full(lane) or self._preferred_size(lane):
             return 0
@@ -573,8 +576,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if settings.max_queue_delay_ms:
                 return self._delay_ends_us(lane)
             return max(self._delay_ends_us(lane), self.scheduler.capacity.spacing_ends_us())
-        if len(self._in_lane(lane)) >= self._efficient_size(lane):
-            return 0
         ends_us = self._delay_ends_us(lane) if settings.max_queue_delay_ms else NEVER_US
         return min(ends_us, self._latest_start_us(lane))
 
@@ -596,11 +597,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _is_deferred(self, lane: str) -> bool:
         deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
         return deferred and self._earliest_due_us(lane) < NEVER_US
-
-    def _efficient_size(self, lane: str) -> int:
-        latency, most = self.scheduler.capacity.latency_of(lane), self.scheduler.settings.max_batch_size
-        rates = {size: size / max(1, latency.of(size)) for size in range(1, most + 1)}
-        return min(size for size, rate in rates.items() if rate >= 0.85 * rates[most])
 
     def _settles_us(self, lane: str, size: int) -> int:
         capacity = self.scheduler.capacity
@@ -772,7 +768,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif self._preferred_size(lane):
             assert dispatch.reason == "preferred"
         elif dispatch.reason == "efficient":
-            assert self._is_deferred(lane) and len(queue) >= self._efficient_size(lane)
+            assert self._is_deferred(lane)
         elif dispatch.reason == "deadline":
             assert is_urgent or (self._is_deferred(lane) and self.now_us >= self._latest_start_us(lane))
         else:

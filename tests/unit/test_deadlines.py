@@ -233,7 +233,7 @@ def test_delayed_request_is_not_refused_early_when_settings_change() -> None:
     harness.offer("a", at=15, expiration=100)
     harness.scheduler.settings = ModelSettings(expiration_action="reject", policy="deferred")
     harness.scheduler.model_processes = 1
-    assert harness.poll(102) == ["deadline: a late"]
+    assert harness.poll(102) == ["efficient: a late"]
 
 
 # --- memory ----------------------------------------------------------------------------------------------

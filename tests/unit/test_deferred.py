@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool_batcher.core.deferred import (
-    EFFICIENT_THROUGHPUT_RATIO,
     Forecast,
     Plan,
     _earliest_in_batch,
-    efficient_size,
+    is_efficient,
     latest_start_us,
     plan,
 )
@@ -41,21 +39,27 @@ def forecast_of(
 # --- sizes and times ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_size", [1, 2, 3, 8, 32, 100])
-@pytest.mark.parametrize(("intercept", "slope"), [(0, 10), (10, 10), (1000, 1), (5000, 50), (100, 0)])
-def test_efficient_size_is_the_smallest_with_nearly_the_best_throughput(
-    intercept: int, slope: int, max_size: int
+@given(st.integers(0, 100), st.integers(1, 20), st.integers(1, 40), st.integers(1, 64), st.integers(0, 50))
+def test_batch_is_efficient_unless_waiting_for_one_more_raises_throughput(
+    intercept: int, slope: int, size: int, max_size: int, gap: int
 ) -> None:
+    """On a line, if one more does not raise it, no number of them does."""
     latency = learned(intercept, slope)
-    rates = {size: size / latency.of(size) for size in range(1, max_size + 1)}
-    expected = min(
-        size for size, rate in rates.items() if rate >= EFFICIENT_THROUGHPUT_RATIO * rates[max_size]
-    )
-    assert efficient_size(latency, max_size) == expected
+    waited = [
+        (size + more) / (more * gap + latency.of(size + more)) for more in range(1, max_size - size + 1)
+    ]
+    best = max(waited, default=0)
+    assert is_efficient(latency, size, max_size, gap) == (best <= size / latency.of(size) * (1 + 1e-12))
 
 
-def test_any_size_is_efficient_while_nothing_is_known() -> None:
-    assert efficient_size(LatencyModel(), 32) == 1
+def test_batch_that_is_padded_waits_for_as_many_as_take_no_longer() -> None:
+    steps = LatencyModel()
+    for size in (1, 8, 9, 16, 17, 32) * 3:
+        steps.observe(size, 100 * max(8, 1 << (size - 1).bit_length()))
+    assert not is_efficient(steps, 6, 32, 10)
+    assert is_efficient(steps, 8, 32, 10)
+    assert not is_efficient(steps, 9, 32, 10)
+    assert is_efficient(steps, 9, 32, 10_000)
 
 
 def test_latest_start_leaves_time_for_one_more_request() -> None:

@@ -8,14 +8,25 @@ import pytest
 
 from carpool.messages import Refusal
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.arrival_rate import ArrivalRate
 from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher
 from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.scheduler import Dispatch
 from support.scheduler_harness import MS, SchedulerHarness, names_of
 
+
+@pytest.fixture
+def _crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many requests arrive that it costs nothing to wait for one more."""
+    monkeypatch.setattr(ArrivalRate, "gap_us", 0.0)
+
+
+crowded = pytest.mark.usefixtures("_crowded")
+
 # --- late dispatch and early refusal ---------------------------------------------------------------------
 
 
+@crowded
 def test_batch_is_dispatched_as_late_as_its_deadlines_allow() -> None:
     harness = SchedulerHarness(max_batch_size=100, policy="deferred").learn()
     harness.offer("a", expiration=50)
@@ -64,6 +75,38 @@ def test_request_with_a_target_only_or_a_delayed_one_is_not_refused_early() -> N
     assert harness.poll(30) == []
 
 
+# --- while it pays to wait -------------------------------------------------------------------------------
+
+
+def polled_each_ms(harness: SchedulerHarness, gap: int, until: int, **fields: Any) -> list[str]:
+    """What is decided while a request arrives every `gap` ms."""
+    decided: list[str] = []
+    for at in range(until):
+        if at % gap == 0:
+            harness.offer(f"r{at}", at=at, expiration=1000, **fields)
+        decided += harness.poll(at)
+    return decided
+
+
+def test_batch_waits_for_more_while_that_raises_throughput() -> None:
+    # Given l(n) = 10 + n ms and a request every 4 ms
+    harness = SchedulerHarness(policy="deferred", max_batch_size=100).learn()
+    # Then it pays to wait for the third one (2 in 12 ms, or 3 in 13 + 4), but not for a fourth (4 in 14 + 4)
+    assert polled_each_ms(harness, 4, 10) == ["efficient: r0 r4 r8"]
+    # But if they arrive every millisecond, there are ten
+    harness = SchedulerHarness(policy="deferred", max_batch_size=100).learn()
+    (decided,) = polled_each_ms(harness, 1, 15)
+    assert len(decided.split()) - 1 in (9, 10, 11)
+
+
+def test_the_more_processes_are_idle_the_sooner_a_batch_is_dispatched() -> None:
+    sizes = []
+    for processes in (1, 2, 5):
+        harness = SchedulerHarness(policy="deferred", max_batch_size=100, processes=processes).learn()
+        sizes.append(len(polled_each_ms(harness, 1, 15)[0].split()) - 1)
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
 # --- lanes -----------------------------------------------------------------------------------------------
 
 
@@ -74,6 +117,7 @@ def harness_with_fast_and_slow_lane(processes: int = 1, **settings: Any) -> Sche
     return harness.learn(intercept=100, slope=10, lane="slow")
 
 
+@crowded
 def test_each_lane_is_dispatched_as_late_as_its_own_latency_allows() -> None:
     harness = harness_with_fast_and_slow_lane(processes=2, max_batch_size=100)
     harness.offer("f", expiration=500, lane="fast")
@@ -92,7 +136,8 @@ def test_request_is_not_refused_for_the_latency_of_another_lane() -> None:
     assert harness.poll(8) == ["deadline: f", "DEADLINE_EXCEEDED: s"]
 
 
-def test_each_lane_has_its_own_efficient_size() -> None:
+@crowded
+def test_whether_a_batch_is_efficient_depends_on_its_lane() -> None:
     harness = SchedulerHarness(policy="deferred", max_batch_size=8).learn(intercept=0, slope=10, lane="alike")
     harness.learn(intercept=100, slope=0, lane="together")
     harness.offer("a", expiration=900, lane="alike")
@@ -107,10 +152,10 @@ def test_process_becomes_free_by_the_latency_of_the_lane_it_executes() -> None:
     assert harness.poll() == ["idle: f"]
     harness.offer("s", lane="slow")
     assert harness.wake_at_ms() == pytest.approx(11, abs=0.01)
-    assert harness.poll(11.1) == ["idle: s"]  # ahead: it starts when the first settles
+    assert harness.poll(11.1) == ["idle: s"]
     harness.settle(1, at=11)
     harness.offer("g", lane="fast")
-    assert harness.wake_at_ms() == pytest.approx(11 + 110, abs=0.01)
+    assert harness.wake_at_ms() == pytest.approx(11.1 + 110, abs=0.01)  # it arrived when that one had ended
 
 
 def test_each_lane_is_urgent_by_its_own_turnaround() -> None:
@@ -131,6 +176,7 @@ def test_new_lane_uses_the_latency_of_all_lanes() -> None:
 # --- trials ----------------------------------------------------------------------------------------------
 
 
+@crowded
 def test_trials_teach_the_latency_of_a_lane_that_seems_too_slow() -> None:
     harness = SchedulerHarness(policy="deferred", max_batch_size=2)
     for _ in range(2):
@@ -175,9 +221,9 @@ def test_what_was_learned_is_applied_to_few_of_many_lanes_at_a_time(monkeypatch:
     claimed: list[str] = []
     claim = Dispatcher._claim
 
-    def counted(self: Dispatcher, lane: Lane, settings: ModelSettings) -> Any:
+    def counted(self: Dispatcher, lane: Lane, settings: ModelSettings, now_us: int) -> Any:
         claimed.append(lane.name)
-        return claim(self, lane, settings)
+        return claim(self, lane, settings, now_us)
 
     monkeypatch.setattr(Dispatcher, "_claim", counted)
     for number in range(100):  # each is a batch that settles
@@ -187,6 +233,7 @@ def test_what_was_learned_is_applied_to_few_of_many_lanes_at_a_time(monkeypatch:
         assert 0 < len(claimed) <= 4 * (LANES_UPDATED_MAX + 1)  # `learn` settles four
 
 
+@crowded
 def test_every_lane_follows_what_was_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = SchedulerHarness(max_batch_size=8, policy="deferred").learn(intercept=10, slope=0)
     for number in range(100):
@@ -199,6 +246,7 @@ def test_every_lane_follows_what_was_learned(monkeypatch: pytest.MonkeyPatch) ->
     assert harness.poll(900.1) == ["deadline: a"]
 
 
+@crowded
 def test_no_batch_is_dispatched_too_early_by_a_claim_that_is_not_updated_yet() -> None:
     harness = SchedulerHarness(max_batch_size=8, policy="deferred").learn(intercept=400, slope=0)
     for number in range(1000):

@@ -25,7 +25,7 @@ it is 0.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -41,6 +41,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 16  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
+_LAST_ID: Final = "\uffff"  # after each batch ID
 
 
 class RecentTimes:
@@ -109,7 +110,7 @@ class Capacity:
         """The number of live model processes changed."""
         self.processes = processes
         while self._ahead and len(self._executing) < processes:
-            self._start_next(self.in_flight[self._ahead[0]].dispatched_us + self.round_trip_us)
+            self._start_next()
 
     def reserve(self) -> None:
         """Take up capacity for a batch that was decided on; `launch` or `cancel` follows."""
@@ -131,7 +132,7 @@ class Capacity:
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
             self._sent_to_idle.add(batch_id)
-            self._start_next(batch.dispatched_us + self.round_trip_us)
+            self._start_next()
 
     def settle(
         self,
@@ -193,9 +194,14 @@ class Capacity:
         interval_us = spaced_ratio * (1 - slope_ratio**2) * execution_us / self.processes
         self._spacing_ends_us = batch.dispatched_us + int(interval_us)
 
-    def _start_next(self, start_us: int) -> None:
+    def _start_next(self, free_us: int = 0) -> None:
+        """The next batch is executed by a process of which the last batch settled at `free_us`.
+
+        A batch that was dispatched less than a round trip before that arrives when the process is idle.
+        """
         if self._ahead:
             batch_id = self._ahead.popleft()
+            start_us = max(free_us, self.in_flight[batch_id].dispatched_us + self.round_trip_us)
             insort(self._executing, (start_us + self._execution_us(batch_id), batch_id))
 
     def observe_delivery(self, delivery_us: int) -> None:
@@ -207,6 +213,11 @@ class Capacity:
     def has_capacity(self) -> bool:
         """Whether a batch that cannot grow may be dispatched: at most one ahead of each process."""
         return self._taken() < PROCESS_BATCHES_MAX * self.processes
+
+    def idle_processes(self, now_us: int) -> int:
+        """How many processes could execute a batch dispatched now without delay. O(log processes)."""
+        finished = bisect_right(self._executing, (now_us + self.round_trip_us, _LAST_ID))
+        return max(0, self.processes - self._taken() + finished)
 
     def free_at_us(self, now_us: int) -> int | None:
         """From when on a batch that can still grow may be dispatched.
@@ -278,6 +289,11 @@ class Capacity:
     def turnaround_us(self, lane: str) -> float:
         """How long a batch of a lane recently took from dispatch to settled."""
         return self._latencies.of(lane).turnaround_us
+
+    @property
+    def turnaround_all_us(self) -> float:
+        """How long a batch of any lane recently took from dispatch to settled."""
+        return self._latencies.all_lanes.turnaround_us
 
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""

@@ -5,10 +5,16 @@ batch of n. Here l(n) includes the margin of `core.latency`; the ways are round 
 (`core.capacity`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
 would be late:
 
-    at d - ways - l(n + 1),    or at once if n is enough for the model to be efficient.
+    at d - ways - l(n + 1),    or at once if to wait for more would not raise throughput.
 
 Waiting lets batches grow, and fuller batches raise throughput: this is what latency is traded for (Symphony,
-SOSP 2023). When more requests wait than can be in time, a request at the head with an early deadline keeps
+SOSP 2023). But while a batch waits, idle processes wait too. Requests that arrive every g fill it to n + m in
+m g, so k idle processes give k m g, and one of them l(n + m), for n + m requests. By the renewal-reward
+theorem this is worth it while some m makes (n + m) / (k m g + l(n + m)) larger than n / l(n). Where
+l(n) = a + s n, it is so up to n = a / (k g): a single process that is nearly busy hardly waits, and of many
+processes at the same load, each waits for a full batch.
+
+When more requests wait than can be in time, a request at the head with an early deadline keeps
 its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
 (Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
 time. Only a request with a deadline is refused; one that has only a target, or is served late, never is.
@@ -19,15 +25,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.latency import LatencyModel
-
-EFFICIENT_THROUGHPUT_RATIO: Final = 0.85  # of the largest batch's; waiting for more would idle processes
 
 
 class Plan(NamedTuple):
@@ -66,26 +68,19 @@ class Forecast(NamedTuple):
         return low
 
 
-def efficient_size(latency: LatencyModel, max_size: int) -> int:
-    """The smallest batch nearly as efficient as the most efficient one. O(max_size) when l(n) has changed."""
-    curve = latency.curve
-    return 1 if curve is None else _efficient_size(curve, max_size)
+def is_efficient(latency: LatencyModel, size: int, max_size: int, gap_us: float) -> bool:
+    """Whether to wait for more than `size` requests would not raise throughput (see the module).
 
-
-@lru_cache(maxsize=256)
-def _efficient_size(curve: Curve, max_size: int) -> int:
-    """Between two knots of the curve throughput only rises or only falls: its peaks are at knots."""
-    peaks = sorted({int(size) for size in curve.sizes if size < max_size} | {max_size})
-    throughput_min = EFFICIENT_THROUGHPUT_RATIO * max(map(curve.throughput, peaks))
-    high = next(size for size in peaks if curve.throughput(size) >= throughput_min)
-    low = max((size for size in peaks if size < high), default=0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if curve.throughput(middle) >= throughput_min:
-            high = middle
-        else:
-            low = middle
-    return high
+    `gap_us` is how long idle processes wait, all together, until one more arrives. O(log max_size): only
+    powers of two are tried as the number of further requests.
+    """
+    alone_us = latency.of(size)
+    more = 1
+    while size + more <= max_size:
+        if (size + more) * alone_us > size * (more * gap_us + latency.of(size + more)):
+            return False
+        more *= 2
+    return True
 
 
 def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:

@@ -12,10 +12,11 @@ from typing import Final
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
 from carpool.messages import Dispatch, DispatchReason, Refusal, Run
 from carpool.model_settings import ModelSettings
+from carpool_batcher.core.arrival_rate import ArrivalRate
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
-from carpool_batcher.core.deferred import Forecast, efficient_size, latest_start_us, plan
+from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane
@@ -33,6 +34,7 @@ class Dispatcher:
         self._queue = queue
         self._capacity = capacity
         self._index = LaneIndex()
+        self._arrivals = ArrivalRate()
         self._indexed_settings: ModelSettings | None = None
         self._indexed_learned = 0
         self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
@@ -40,15 +42,15 @@ class Dispatcher:
     def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
-        self._update_index(settings)
+        self._update_index(settings, now_us)
         while self._queue.count and self._capacity.has_capacity():
             claim = self._index.first(self._open_gates(now_us), now_us)
             if claim is None:
                 break
-            if not self._is_current(claim, settings):
+            if not self._is_current(claim, settings, now_us):
                 continue
             decisions += self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
-            self._update_index(settings)
+            self._update_index(settings, now_us)
         return decisions
 
     def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
@@ -56,14 +58,14 @@ class Dispatcher:
         free_at_us = self._capacity.free_at_us(now_us) if self._queue.count else None
         if free_at_us is None:
             return None
-        self._update_index(settings)
+        self._update_index(settings, now_us)
         spaced_at_us = max(self._index.ready_at_us(Gate.SPACED, now_us), self._capacity.spacing_ends_us())
         ready_at_us = min(self._index.ready_at_us(gate, now_us) for gate in (Gate.AHEAD, Gate.FREE))
         return max(free_at_us, min(ready_at_us, spaced_at_us))
 
-    def oldest_arrival_us(self, settings: ModelSettings) -> int | None:
+    def oldest_arrival_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
-        self._update_index(settings)
+        self._update_index(settings, now_us)
         return self._index.oldest_arrival_us()
 
     # --- when, and why -------------------------------------------------------------------------------------
@@ -76,9 +78,11 @@ class Dispatcher:
             return (Gate.AHEAD, Gate.FREE)
         return (Gate.AHEAD, Gate.FREE, Gate.SPACED)
 
-    def _update_index(self, settings: ModelSettings) -> None:
+    def _update_index(self, settings: ModelSettings, now_us: int) -> None:
         """Follow the lanes that changed. What was learned since concerns all lanes, but only if deferred."""
         queue, index = self._queue, self._index
+        if settings.policy == "deferred":
+            self._arrivals.observe(queue.arrived, now_us, self._capacity.turnaround_all_us)
         learned = self._capacity.learned if settings.policy == "deferred" else 0
         changed: Iterable[str] = queue.changed
         if settings is not self._indexed_settings:
@@ -93,7 +97,7 @@ class Dispatcher:
             if lane is None or not lane.count:
                 index.remove(name)
             else:
-                index.put(*self._claim(lane, settings))
+                index.put(*self._claim(lane, settings, now_us))
         queue.changed.clear()
 
     def _next_outdated(self, count: int) -> set[str]:
@@ -112,16 +116,16 @@ class Dispatcher:
         del self._outdated[-count:]
         return next_lanes
 
-    def _is_current(self, claim: Claim, settings: ModelSettings) -> bool:
+    def _is_current(self, claim: Claim, settings: ModelSettings, now_us: int) -> bool:
         """Whether a lane's claim accounts for all that was learned; if not, it is updated."""
         if settings.policy != "deferred":
             return True
-        gate, current = self._claim(self._queue.lanes[claim.lane], settings)
+        gate, current = self._claim(self._queue.lanes[claim.lane], settings, now_us)
         self._index.put(gate, current)
         return current == claim
 
-    def _claim(self, lane: Lane, settings: ModelSettings) -> tuple[Gate, Claim]:
-        ready_at_us, reason = self._ready_at_us(lane, settings)
+    def _claim(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[Gate, Claim]:
+        ready_at_us, reason = self._ready_at_us(lane, settings, now_us)
         gate = Gate.FREE
         if reason == "full" and settings.policy != "deferred":
             gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead
@@ -130,7 +134,7 @@ class Dispatcher:
         rank, arrival_us = lane.head()
         return gate, Claim(-rank, arrival_us, lane.name, reason, ready_at_us)
 
-    def _ready_at_us(self, lane: Lane, settings: ModelSettings) -> tuple[int, DispatchReason]:
+    def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
         """When a batch of a lane is ready, and the reason. The lane must not be empty."""
         if self._queue.has_full_batch(lane, settings):
             return ANY_TIME_US, "full"
@@ -142,12 +146,17 @@ class Dispatcher:
         if not self._is_deferred(lane, settings):
             return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
         forecast = self._forecast(lane, settings)
-        if lane.count >= efficient_size(forecast.latency, settings.max_batch_size):
+        if is_efficient(forecast.latency, lane.count, settings.max_batch_size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
         start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), lane.count)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
             return delay_ends_us, "delay"
         return start_us, "deadline"
+
+    def _gap_us(self, lane: Lane, now_us: int) -> float:
+        """How long all idle processes together wait for one more request of a lane."""
+        lane_ratio = lane.count / self._queue.count  # of the arrivals, as of those that wait
+        return self._arrivals.gap_us / lane_ratio * max(1, self._capacity.idle_processes(now_us))
 
     def _is_deferred(self, lane: Lane, settings: ModelSettings) -> bool:
         """Whether the policy is `deferred`, and both l(n) and a due time are known."""

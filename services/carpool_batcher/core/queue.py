@@ -22,14 +22,16 @@ MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, 
 class Queue:
     """The waiting runs of one model.
 
-    `count` and `bytes` are totals over all requests of all lanes. `withheld` is the number of results that
-    wait for earlier tickets (`preserve_ordering`): they count against `max_queue_size`. `changed` has the
-    names of lanes that changed since the Dispatcher last looked, which empties it.
+    `count` and `bytes` are totals over all requests of all lanes; `arrived` is how many were ever admitted.
+    `withheld` is the number of results that wait for earlier tickets (`preserve_ordering`): they count
+    against `max_queue_size`. `changed` has the names of lanes that changed since the Dispatcher last looked,
+    which empties it.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.bytes = 0
+        self.arrived = 0
         self.withheld = 0
         self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
         self.changed: set[str] = set()
@@ -65,6 +67,7 @@ class Queue:
         self.changed.add(lane.name)
         count = len(run.correlation_ids)
         self.count += count
+        self.arrived += count
         self.bytes += size_bytes
         self._count_by_priority[run.priority] += count
 

@@ -8,7 +8,7 @@
      full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
-     efficient (`deferred` only) it is large enough for nearly the best throughput of the model
+     efficient (`deferred` only) to wait for more requests would not raise throughput (`core.deferred`)
      delay     its oldest request has waited `max_queue_delay_ms`, if that is not 0
      idle      `max_queue_delay_ms` is 0, so it does not wait for more requests; while batches have several
                requests, dispatches are spaced evenly (`core.capacity`)
@@ -183,7 +183,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._settings)
+        return self._dispatcher.oldest_arrival_us(self._settings, self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""

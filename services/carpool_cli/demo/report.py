@@ -18,7 +18,7 @@ REASON_MEANINGS: Final[dict[DispatchReason, str]] = {
     "full": "the batch reached max_batch_size or max_batch_cost",
     "preferred": "the batch reached one of preferred_batch_sizes",
     "deadline": "a request would have missed its deadline by waiting longer",
-    "efficient": "the batch was large enough for nearly the best throughput",
+    "efficient": "waiting for more requests would not raise throughput",
     "delay": "the oldest request had waited for max_queue_delay_ms",
     "idle": "a model process was free, or about to be",
 }

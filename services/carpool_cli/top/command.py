@@ -45,8 +45,8 @@ class TopSettings(ConnectionSettings):
 
     policy: the one in force; another than that of the settings if the batcher rejects them
     dispatch reasons: full, preferred (reached one of preferred_batch_sizes), deadline (a request would have
-                expired), efficient (larger batches gain little), delay (max_queue_delay_ms had passed),
-                idle (a model process was free)
+                expired), efficient (waiting would not raise throughput), delay (max_queue_delay_ms
+                had passed), idle (a model process was free)
     withheld results: finished, but kept back by preserve_ordering until earlier ones are delivered
     latency model: l(n), the learned execution time of a batch of n requests
     refused requests: answered with an error by this batcher since it became active, and the rate now
