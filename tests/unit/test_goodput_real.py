@@ -21,7 +21,7 @@ ONE_POINT = Choice(["line"], [1], [50], ["Poisson"], [0.9], floods=[])
 
 def run_of(plan: Plan, good: int = 90, stolen: float = 0.0, busy: float = 0.5, late_ms: float = 1.0) -> Run:
     missed = dict.fromkeys(CAUSES, 0) | {"given up": 100 - good}
-    return Run(plan, 10.0, 100, 100, 95, good, missed, late_ms, stolen, busy)
+    return Run(plan, 10.0, 100, 100, 95, good, missed, (1000, 2500), 88, late_ms, stolen, busy)
 
 
 def test_policies_take_turns_in_alternating_order() -> None:
@@ -64,10 +64,13 @@ def test_only_requests_after_the_learning_count() -> None:
     learning = [Sent(number * 1000, "waiting") for number in range(int(LEARNING_S * 1000))]
     counted = [Sent(int(LEARNING_S * 1e6) + number * 2000, None, 300) for number in range(500)]
     late = [Sent(sent.at_us + 1_000_000, "delivered", 300) for sent in counted]
-    run = evaluate(DEFERRED, [*learning, *counted, *late], CpuShares(0.01, 0.5))
+    run = evaluate(DEFERRED, [*learning, *counted, *late], (1000, 3000), CpuShares(0.01, 0.5))
     assert (run.sent, run.good, run.missed["delivered"], run.missed["waiting"]) == (1000, 500, 500, 0)
     assert run.bound == 1000  # 500 requests/s of a model for 870
     assert 950 <= run.virtual <= 1000
+    assert 900 <= run.predicted <= 1000
+    slow = evaluate(DEFERRED, [*learning, *counted, *late], (30_000, 60_000), CpuShares(0.01, 0.5))
+    assert slow.predicted < 600
     assert run.late_ms == 0.3
     assert run.seconds == pytest.approx(2.0, abs=0.01)
 
@@ -92,6 +95,7 @@ def test_the_worst_figures_of_deferred_are_named() -> None:
     lines = "\n".join(real_document.body([run_of(DEFERRED), run_of(short, 60), run_of(EAGER, 92)]))
     assert "- 15 ms: 35.0 points below virtual time" in lines
     assert "- 15 ms: 60.0% of the bound" in lines
+    assert "- 15 ms: 28.0 points from the prediction" in lines
     assert "- 50 ms: 5.0 points below virtual time" in lines
     assert "- against `eager`: -2.0 points" in lines
     assert f"| {LINE.name} | 1 | 15 ms | Poisson | 0.9 | deferred | 40.0% |" in lines

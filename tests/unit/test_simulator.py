@@ -14,7 +14,14 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival, bursty, poisson, recorded
-from carpool_cli.tuning.simulator import PROGRESS_REQUESTS, Simulation, SimulationResult, World, normal
+from carpool_cli.tuning.simulator import (
+    PROGRESS_REQUESTS,
+    Simulation,
+    SimulationResult,
+    World,
+    lognormal,
+    normal,
+)
 
 # A batch of n executes for 1000 + 100 n us, and is on the way for 200 us before and 300 us after that.
 WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)
@@ -193,6 +200,13 @@ def test_normal_spread_keeps_the_mean_and_has_a_minimum() -> None:
     assert sum((factor - 1) ** 2 for factor in factors) / len(factors) == pytest.approx(0.04, rel=0.1)
     assert min(normal(1.0)) == 0.1
     assert normal(0.0) == (1.0,)
+
+
+def test_lognormal_spread_has_the_median_and_the_share_that_were_asked_for() -> None:
+    factors = sorted(lognormal(3.0))
+    assert factors[len(factors) // 2] == pytest.approx(1.0, rel=0.05)
+    assert sum(factor <= 3.0 for factor in factors) / len(factors) == pytest.approx(0.9, abs=0.01)
+    assert lognormal(1.0) == lognormal(0.0) == (1.0,)
 
 
 def test_throughput_grows_with_processes() -> None:

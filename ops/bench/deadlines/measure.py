@@ -16,9 +16,10 @@ from itertools import groupby
 from typing import Final
 
 from carpool.client.aio import AsyncClient
-from carpool.keys import DEFAULT_PREFIX
+from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
+from carpool.wire.report import BatcherReport
 from deadlines.flood import FLOODS, flood
 from deadlines.load import CAUSES, send
 from deadlines.machine import CpuTime
@@ -51,10 +52,12 @@ class Progress:
         missed = ", ".join(f"{cause} {run.missed[cause] / run.sent:.1%}" for cause in CAUSES)
         minutes = (time.monotonic() - self._started_s) / 60
         mark = "" if run.is_valid else " (says nothing)"
+        usual_ms, at_most_ms = (way_us / 1000 for way_us in run.ways_us)
         print(
             f"{self._done} of {self._runs}, {minutes:.1f} min: {run.plan.description}: "
             f"{run.good / run.bound:.1%} of {run.plan.point.bound_name}, {run.virtual / run.bound:.1%} in "
-            f"virtual time; missed: {missed}; sent {run.late_ms:.1f} ms late; "
+            f"virtual time, {run.predicted / run.bound:.1%} predicted with ways of "
+            f"{usual_ms:.1f} to {at_most_ms:.1f} ms; missed: {missed}; sent {run.late_ms:.1f} ms late; "
             f"CPU {run.busy:.0%} busy, {run.stolen:.0%} stolen{mark}",
             file=sys.stderr,
             flush=True,
@@ -69,13 +72,13 @@ async def _do_on_stack(
         await until_served(client)
         for plan in plans:
             Directory(link, DEFAULT_PREFIX).configure(MODEL, {"policy": plan.policy}, [])
-            run = await _do(client, url, plan, seconds)
+            run = await _do(client, url, link, plan, seconds)
             progress.show(run)
             on_run(run)
     link.close()
 
 
-async def _do(client: AsyncClient, url: str, plan: Plan, seconds: float) -> Run:
+async def _do(client: AsyncClient, url: str, link: Link, plan: Plan, seconds: float) -> Run:
     beside = FLOODS.get(plan.flood)
     with nullcontext() if beside is None else flood(url, beside):
         due_us = plan.due_us(seconds)
@@ -84,7 +87,16 @@ async def _do(client: AsyncClient, url: str, plan: Plan, seconds: float) -> Run:
         with _no_collection():
             sent = await send(client, MODEL, due_us, plan.point.deadline_ms)
         shares = cpu.shares()
-    return evaluate(plan, sent, shares)
+        ways_us = _ways_us(link)
+    return evaluate(plan, sent, ways_us, shares)
+
+
+def _ways_us(link: Link) -> tuple[int, int]:
+    """What half and nine of ten of the latest batches took on their ways, as the batcher reports."""
+    report = BatcherReport.decode(link.call("GET", Keys(MODEL).report) or b"")
+    if report is None:
+        raise SystemExit("the batcher has not reported")
+    return report.ways_us
 
 
 @contextmanager

@@ -24,7 +24,8 @@ deadline as its `timeout`. A load of 1 is the highest rate at which the model co
 meet the deadline. Bound and virtual time are of the moments at which requests were really sent: U3 is the
 exact optimum of one worker that knows them all in advance, U1 what all workers together could execute in
 time; neither has any way to the worker and back. "Virtual" is the same policy, simulated with the default
-round trip. The policies took turns at each point.
+round trip; "predicted" is simulated with the ways that the batcher reported, as a lognormal distribution
+through what half and nine of ten batches took ("ways"). The policies took turns at each point.
 """
 CAUSES_HEAD: Final = f"""\
 
@@ -54,7 +55,9 @@ class Cell(NamedTuple):
     per_s: float
     bound_per_s: float
     virtual: float
+    predicted: float
     real: float
+    ways_ms: str
     missed: dict[str, float]
     stolen: float
     busy: float
@@ -83,7 +86,9 @@ def _cell(plan: Plan, runs: Sequence[Run]) -> Cell:
         sent / seconds,
         bound / seconds,
         sum(run.virtual for run in runs) / bound,
+        sum(run.predicted for run in runs) / bound,
         sum(run.good for run in runs) / bound,
+        " to ".join(f"{max(run.ways_us[at] for run in runs) / 1000:.1f}" for at in (0, 1)),
         {cause: sum(run.missed[cause] for run in runs) / sent for cause in CAUSES},
         max(run.stolen for run in runs),
         max(run.busy for run in runs),
@@ -121,6 +126,9 @@ def summary(of_points: Sequence[Cell]) -> Iterator[str]:
         yield f"- {deadline_ms} ms: {100 * (below.virtual - below.real):.1f} points below virtual time"
         yield f"  ({below.plan.point.description})"
         yield f"- {deadline_ms} ms: {lowest.real:.1%} of the bound ({lowest.plan.point.description})"
+        wrong = max(own, key=lambda cell: abs(cell.predicted - cell.real))
+        yield f"- {deadline_ms} ms: {100 * abs(wrong.predicted - wrong.real):.1f} points from the prediction"
+        yield f"  ({wrong.plan.point.description})"
     gains = [
         (cell.real - said[eager].real, cell.plan.point.description)
         for cell in deferred
@@ -135,19 +143,16 @@ def summary(of_points: Sequence[Cell]) -> Iterator[str]:
 def shares(of_points: Sequence[Cell]) -> Iterator[str]:
     """Shares of the bound, all policies of a point side by side."""
     policies = list(dict.fromkeys(cell.plan.policy for cell in of_points))
-    columns = "".join(f" `{policy}`, virtual | real |" for policy in policies)
+    columns = "".join(f" `{policy}`, virtual | predicted | ways, ms | real |" for policy in policies)
     yield f"| l(b), ms | workers | deadline | arrivals | load | sent/s | bound/s |{columns} busy | stolen |"
-    yield "|---|---:|---:|---|---:|---:|---:|" + "---:|---:|" * len(policies) + "---:|---:|"
+    yield "|---|---:|---:|---|---:|---:|---:|" + "---:|" * (4 * len(policies) + 2)
     by_point: dict[Point, dict[str, Cell]] = {}
     for cell in of_points:
         by_point.setdefault(cell.plan.point, {})[cell.plan.policy] = cell
     for point, by_policy in by_point.items():
         first = next(iter(by_policy.values()))
         figures = "".join(
-            f" {by_policy[policy].virtual:.1%} | **{by_policy[policy].real:.1%}**{by_policy[policy].mark} |"
-            if policy in by_policy
-            else " | |"
-            for policy in policies
+            _figures(by_policy[policy]) if policy in by_policy else " | | | |" for policy in policies
         )
         busy, stolen = (
             max(getattr(cell, name) for cell in by_policy.values()) for name in ("busy", "stolen")
@@ -156,6 +161,12 @@ def shares(of_points: Sequence[Cell]) -> Iterator[str]:
             f"| {_columns(point)} | {first.per_s:,.0f} | {point.bound_name} {first.bound_per_s:,.0f} |"
             f"{figures} {busy:.0%} | {stolen:.0%} |"
         )
+
+
+def _figures(cell: Cell) -> str:
+    """Of one policy, as columns."""
+    shares = f" {cell.virtual:.1%} | {cell.predicted:.1%} | {cell.ways_ms} |"
+    return f"{shares} **{cell.real:.1%}**{cell.mark} |"
 
 
 def causes(of_points: Sequence[Cell]) -> Iterator[str]:

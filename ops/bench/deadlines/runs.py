@@ -14,7 +14,7 @@ import numpy as np
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import recorded
-from carpool_cli.tuning.simulator import Simulation
+from carpool_cli.tuning.simulator import Simulation, World, lognormal
 from deadlines.bounds import bound
 from deadlines.load import CAUSES, Sent
 from deadlines.machine import CpuShares
@@ -30,8 +30,9 @@ LATE_MS_MAX: Final = 5.0  # of half of the requests, when they were sent: the pr
 class Run(NamedTuple):
     """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
 
-    `missed`: the others, by cause. `busy` and `stolen` are shares of the machine's CPU time;
-    `late_ms` is the median of how late requests were sent.
+    `missed`: the others, by cause. `ways_us`: what half and nine of ten batches took on their ways, and
+    `predicted` what is good in virtual time with such ways. `busy` and `stolen` are shares of the machine's
+    CPU time; `late_ms` is the median of how late requests were sent.
     """
 
     plan: Plan
@@ -41,6 +42,8 @@ class Run(NamedTuple):
     virtual: int
     good: int
     missed: dict[str, int]
+    ways_us: tuple[int, int]
+    predicted: int
     late_ms: float
     stolen: float
     busy: float
@@ -59,13 +62,15 @@ class Run(NamedTuple):
         """The run of a line."""
         fields: dict[str, Any] = json.loads(line)
         point, policy, beside = fields.pop("plan")
+        fields["ways_us"] = tuple(fields["ways_us"])
         return cls(Plan(Point(*point), policy, beside), **fields)
 
 
-def evaluate(plan: Plan, sent: Sequence[Sent], shares: CpuShares) -> Run:
+def evaluate(plan: Plan, sent: Sequence[Sent], ways_us: tuple[int, int], shares: CpuShares) -> Run:
     """The figures of the requests that count, all for the moments at which they were really sent.
 
-    The bound assumes no way to the worker and back; virtual time the default round trip, and no flood.
+    The bound assumes no way to the worker and back; virtual time the default round trip, and no flood; the
+    prediction ways of these times.
     """
     point, learning_us, deadline_us = plan.point, 1e6 * LEARNING_S, 1000 * plan.point.deadline_ms
     counted = [request for request in sent if request.at_us >= learning_us]
@@ -73,19 +78,34 @@ def evaluate(plan: Plan, sent: Sequence[Sent], shares: CpuShares) -> Run:
     world = world_of(point)
     best = bound(times_us, world._replace(out_us=0, back_us=0), deadline_us, point.max_batch_size)
     settings = ModelSettings.from_mapping({"max_batch_size": point.max_batch_size, "policy": plan.policy})
-    arrivals = recorded([request.at_us for request in sent], deadline_us)
-    simulated = Simulation(Scheduler(settings, point.workers), world).run(arrivals)
+    arrivals = list(recorded([request.at_us for request in sent], deadline_us))
+
+    def good_in(simulated: World) -> int:
+        result = Simulation(Scheduler(settings, point.workers), simulated).run(arrivals)
+        return sum(at_us >= learning_us for at_us in result.good_arrivals_us)
+
     causes = Counter(request.missed for request in counted)
     return Run(
         plan,
         float(times_us[-1] - times_us[0]) / 1e6,
         len(counted),
         best,
-        sum(at_us >= learning_us for at_us in simulated.good_arrivals_us),
+        good_in(world),
         causes[None],
         {cause: causes[cause] for cause in CAUSES},
+        ways_us,
+        good_in(with_ways(world, *ways_us)),
         median(request.late_us for request in counted) / 1000,
         *shares,
+    )
+
+
+def with_ways(world: World, usual_us: int, at_most_us: int) -> World:
+    """This world with ways of which half take `usual_us` at most, and nine of ten `at_most_us`."""
+    return world._replace(
+        out_us=usual_us // 2,
+        back_us=usual_us - usual_us // 2,
+        round_trip_spread=lognormal(at_most_us / max(1, usual_us)),
     )
 
 

@@ -9,6 +9,7 @@ that compete for the same CPU. Pure: no clock, no Redis.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,6 +74,14 @@ def normal(share: float) -> Sequence[float]:
         return NO_SPREAD
     factors = NormalDist(1.0, share).quantiles(SPREAD_FACTORS)
     return tuple(max(SPREAD_FACTOR_MIN, factor) for factor in factors)
+
+
+def lognormal(nine_of_ten: float) -> Sequence[float]:
+    """Factors of a lognormal distribution with median 1, of which nine of ten are at most this."""
+    if nine_of_ten <= 1:
+        return NO_SPREAD
+    sigma = math.log(nine_of_ten) / NormalDist().inv_cdf(0.9)
+    return tuple(map(math.exp, NormalDist(0.0, sigma).quantiles(SPREAD_FACTORS)))
 
 
 @dataclass(slots=True)
