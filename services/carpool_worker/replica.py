@@ -106,7 +106,12 @@ class Replica:
         writers = [of_process] if process.has_backlog else []
         has_outcome = process.has_buffered
         is_due = has_outcome or (fetcher.waiting and of_fetch is None)
-        readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
+        try:
+            readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
+        except OSError:
+            if self._closing:  # `close` closed the connection before the wait began
+                return
+            raise
         if writable:
             process.flush()
         if has_outcome or of_process in readable:
