@@ -84,7 +84,10 @@ def test_what_was_not_executed_normally_teaches_nothing(
     learned = reported(stack)
     assert sorted(learned) == list(SIZES)
     for size in SIZES:
-        assert 4000 + 2000 * size <= learned[size] < 1.3 * (4000 + 2000 * size) + 3000
+        expected_us = (
+            4000 + 2000 * size
+        )  # a busy machine adds to it; halving a batch of 16 takes thrice as long
+        assert expected_us <= learned[size] < 1.6 * expected_us + 10_000
 
 
 def test_only_the_valid_requests_of_a_batch_were_executed(stack: Stack) -> None:
