@@ -84,9 +84,8 @@ def test_what_was_not_executed_normally_teaches_nothing(
     learned = reported(stack)
     assert sorted(learned) == list(SIZES)
     for size in SIZES:
-        expected_us = (
-            4000 + 2000 * size
-        )  # a busy machine adds to it; halving a batch of 16 takes thrice as long
+        # A busy machine adds to it; a batch of 16 that is halved takes three times as long.
+        expected_us = 4000 + 2000 * size
         assert expected_us <= learned[size] < 1.6 * expected_us + 10_000
 
 
