@@ -46,7 +46,6 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Decision, Expire
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.queue import Queue
 
 __all__ = ["Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
@@ -152,12 +151,10 @@ class Scheduler:
         self.capacity.forget(batch_id, now_us)
 
     def takes_requests_at_us(self, now_us: int) -> int:
-        """From when on a request that arrives may be dispatched: `now_us` for at once, NEVER_US if not before
-        a batch settles. Only a full batch may be dispatched sooner, ahead of its process."""
+        """From when on a request that arrives may be dispatched; `now_us` for at once, or if that is unknown.
+        Only a full batch may be dispatched sooner, ahead of its process."""
         free_at_us = self.capacity.free_at_us(now_us)
-        if free_at_us is not None:
-            return free_at_us
-        return now_us if self.capacity.has_capacity() else NEVER_US
+        return now_us if free_at_us is None else free_at_us
 
     # --- state ---------------------------------------------------------------------------------------------
 
