@@ -11,7 +11,6 @@ form smaller ones. Safety does not depend on it: a request is dispatched at most
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -59,8 +58,6 @@ IDLE_AFTER_US: Final = 3_000_000  # without anything to do
 BODIES_RENEWED_US: Final = 60_000_000  # how often stored bodies are renewed
 BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the stream is read first
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
-QUIET_US_MAX: Final = 5_000  # how late a request that is refused on arrival may be refused
-QUIET_ENDS_US: Final = 1_000  # before a process is free: until then what arrived is read and decoded
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
@@ -185,15 +182,10 @@ class ModelBatcher:
     def _set_waits(self, subscription: Subscription, scheduler: Scheduler) -> None:
         """Tell the reader what may change a decision, so that nothing else wakes the batcher.
 
-        While nothing waits, no decision depends on a batch that settles. While something waits and no process
-        can take it, none depends on a request that arrives.
+        While nothing waits, no decision depends on a batch that settles. Quiet times are not used
+        (decision 0063).
         """
         subscription.awaits_settled = scheduler.waiting > 0
-        quiet_us = 0
-        if scheduler.waiting:
-            now_us = self._clock.now_us()
-            quiet_us = min(scheduler.takes_requests_at_us(now_us) - QUIET_ENDS_US - now_us, QUIET_US_MAX)
-        subscription.quiet_until_s = time.monotonic() + quiet_us / 1e6
 
     def is_due(self, now_us: int) -> bool:
         """Whether it needs a turn now although nothing arrived."""

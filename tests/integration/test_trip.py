@@ -204,9 +204,11 @@ def test_packed_entry_larger_than_a_batch_is_split_and_keeps_its_arrival(
 def test_lanes_never_share_a_batch(shared: Stack, gate: Path, prefix: str) -> None:
     with busy_worker(shared, "plain.py:Echo", gate) as model:
         lanes = ["a", "b", "a", "", "b", "a", "a", "", "b", "b", "b"]
-        for number, lane in enumerate(lanes):
-            fields = {"lane": lane} if lane else {}
-            shared.send(model, correlation_id=f"{prefix}-{number}", body="0", **fields)
+        requests: list[dict[str, Any]] = [
+            {"correlation_id": f"{prefix}-{number}", "body": b"0"} | ({"lane": lane} if lane else {})
+            for number, lane in enumerate(lanes)
+        ]
+        shared.send_packed(model, requests)  # so that all are read before one is dispatched
     sizes = [shared.result(model, f"{prefix}-{number}")["batch_size"] for number in range(len(lanes))]
     assert dict(zip(lanes, sizes, strict=True)) == {"a": 4, "b": 5, "": 2}
     assert sizes == [lanes.count(lane) for lane in lanes]
