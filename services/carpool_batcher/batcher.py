@@ -177,15 +177,8 @@ class ModelBatcher:
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
         self.wake_at_us = scheduler.wake_at_us()
-        self._set_waits(self._session.subscription, scheduler)
-
-    def _set_waits(self, subscription: Subscription, scheduler: Scheduler) -> None:
-        """Tell the reader what may change a decision, so that nothing else wakes the batcher.
-
-        While nothing waits, no decision depends on a batch that settles. Quiet times are not used
-        (decision 0063).
-        """
-        subscription.awaits_settled = scheduler.waiting > 0
+        # While nothing waits, no decision depends on a batch that settles.
+        self._session.subscription.awaits_settled = scheduler.waiting > 0
 
     def is_due(self, now_us: int) -> bool:
         """Whether it needs a turn now although nothing arrived."""

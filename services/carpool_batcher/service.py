@@ -80,7 +80,7 @@ class BatcherService:
         self._clock = RedisClock()
         self._link = Link(url, name=f"{name}:moves")
         self._upkeep = Upkeep(self._link, prefix, name, self._clock)
-        self._reader = StreamReader(url, name, self._link)
+        self._reader = StreamReader(url, name)
         self._models: dict[str, _Model] = {}
         self._subscribed: dict[Subscription, _Model] = {}  # those whose lease this batcher holds
         self._busy: dict[_Model, None] = {}
@@ -299,7 +299,7 @@ class BatcherService:
             self._end(model)
         self._link.close()
         self._reader.close()
-        self._reader = StreamReader(self._url, self._name, self._link)
+        self._reader = StreamReader(self._url, self._name)
         self._leases_at_s = 0.0
 
     def _report_error(self, error: Exception) -> None:

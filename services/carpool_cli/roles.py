@@ -73,7 +73,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
         Grant("list the model processes that are alive", "zrange", "workers"),
         Grant("read new requests and settled batches", "xread", "requests settled"),
-        Grant("end its own wait for settled batches, to read requests too", "client|id client|unblock"),
         Grant("find the position to continue reading from", "xrevrange", "settled"),
         Grant("read what exists when it takes over, or misses an entry", "xlen xrange", "requests batches"),
         Grant("admit.lua: tickets", "rpush llen", "order"),

@@ -457,7 +457,7 @@ FORBIDDEN: Final = {
         f"XREADGROUP GROUP {W} me STREAMS {B} >", f"XACK {B} {W} 1-1", f"XREAD STREAMS {D} 0",
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZADD {Z} 1 me", f"ZREM {Z} x",
         f"XRANGE {D} - +", f"BLPOP {A} 1", f"LRANGE {A} 0 -1", f"XTRIM {R} MAXLEN 0", "INFO",
-        "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", f"DEL {D}",
+        "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"DEL {D}",
         f"GETRANGE {G} 0 1", "MULTI", "SCAN 0",
     ],
     "worker": [

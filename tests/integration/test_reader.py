@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -12,8 +11,8 @@ from redis import Redis
 
 from carpool.keys import Keys
 from carpool.store import reader as reader_module
-from carpool.store.connection import CommandError, Link
-from carpool.store.reader import Covered, ReadResult, Stream, StreamReader, Subscription, _Watch, _Xread
+from carpool.store.connection import CommandError
+from carpool.store.reader import ReadResult, Stream, StreamReader, Subscription, _Watch, _Xread
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
 
@@ -34,10 +33,6 @@ def redis(embedded: EmbeddedRedis) -> Iterator[Any]:
     client.flushall()
     yield client
     client.close()
-
-
-def reader_of(url: str, **block_ms: int) -> StreamReader:
-    return StreamReader(url, "test", Link(url, name="test:other"), **block_ms)
 
 
 class Watched:
@@ -99,7 +94,7 @@ class RandomRun:
         # But a new subscription is read from the next XREAD on, so none is made then.
         busy_block_ms, idle_block_ms = ((1, 2), (20, 40), (60_000, 60_000))[seed % 3]
         self.starts_over = busy_block_ms < 1000
-        self.reader = reader_of(url, busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
+        self.reader = StreamReader(url, "test", busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
         self.watched = [Watched(self.reader, model, redis) for model in MODELS]
 
     def step(self) -> None:
@@ -120,9 +115,6 @@ class RandomRun:
             self.read_what_is_settled_of(one)
         elif number < 0.80:
             one.subscription.awaits_settled = False
-        elif number < 0.85:
-            one.subscription.awaits_settled = True
-            one.subscription.quiet_until_s = time.monotonic() + self.choice.choice((0.003, 0.01, 0.03))
         else:
             self.read(self.choice.choice((0.0, 0.0, 0.001, 0.03)))
 
@@ -184,12 +176,12 @@ def deliver_to_the_latest(self: Any, reply: Any) -> list[tuple[Stream, list[Any]
     return found
 
 
-def await_nothing_settled(self: Any, covered: list[Covered]) -> None:
-    original_cover(self, [of_one._replace(awaits_settled=False) for of_one in covered])
+def await_nothing_settled(self: Any, covered: list[tuple[Subscription, bool]]) -> None:
+    original_cover(self, [(subscription, False) for subscription, _ in covered])
     self._covered = covered
 
 
-def do_not_follow_up(self: Any, covered: list[Covered]) -> None:
+def do_not_follow_up(self: Any, covered: list[tuple[Subscription, bool]]) -> None:
     original_cover(self, covered)
     del self._xreads[1:]
 
@@ -201,7 +193,6 @@ FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
     "a reply counts for a later subscription": (_Xread, "unread", deliver_to_the_latest),
     "an awaited batch that settles does not end a wait": (_Watch, "_cover", await_nothing_settled),
     "what settled is read only while it is awaited": (_Watch, "_cover", do_not_follow_up),
-    "a quiet time has no end": (_Watch, "end_quiet_time", lambda *_: False),
     "a model that was moved is read by its new connection only": (_Watch, "adopt", move_at_once),
 }
 
@@ -238,7 +229,7 @@ def read_until(reader: StreamReader, subscription: Subscription) -> list[bytes]:
 
 def test_idle_models_cost_nothing_while_a_busy_one_is_read(embedded: EmbeddedRedis, redis: Any) -> None:
     """Given 100 idle models and a busy one, expect XREADs over its two streams alone for each read."""
-    reader = reader_of(embedded.url)
+    reader = StreamReader(embedded.url, "test")
     busy = reader.subscribe(Keys("busy"), b"0-0")
     for number in range(100):
         reader.set_busy(reader.subscribe(Keys(f"idle{number}"), b"0-0"), False)
@@ -258,7 +249,7 @@ def test_idle_models_cost_nothing_while_a_busy_one_is_read(embedded: EmbeddedRed
 def test_settled_is_read_with_the_next_request_unless_it_is_awaited(
     embedded: EmbeddedRedis, redis: Any
 ) -> None:
-    reader = reader_of(embedded.url, busy_block_ms=60_000)
+    reader = StreamReader(embedded.url, "test", busy_block_ms=60_000)
     keys = Keys("m")
     subscription = reader.subscribe(keys, b"0-0")
     assert reader.read(0.0) == ReadResult({}, {})
@@ -276,56 +267,10 @@ def test_settled_is_read_with_the_next_request_unless_it_is_awaited(
     reader.close()
 
 
-def test_request_in_a_quiet_time_is_read_at_its_end_or_when_a_batch_settles(
-    embedded: EmbeddedRedis, redis: Any
-) -> None:
-    reader = reader_of(embedded.url, busy_block_ms=60_000)
-    keys = Keys("m")
-    subscription = reader.subscribe(keys, b"0-0")
-    subscription.awaits_settled = True
-
-    def quiet_time(quiet_s: float) -> None:
-        subscription.quiet_until_s = time.monotonic() + quiet_s
-        assert reader.read(0.0) == ReadResult({}, {})
-
-    quiet_time(60.0)
-    requests = [redis.xadd(keys.requests, {"a": "b"}) for _ in range(3)]
-    assert reader.read(0.05) == ReadResult({}, {})
-    settled = [redis.xadd(keys.settled, {"a": "b"})]
-    arrived = reader.read(5.0).arrived[subscription]
-    assert [entry_id for entry_id, _ in arrived.requests] == requests
-    assert [entry_id for entry_id, _ in arrived.settled] == settled
-
-    quiet_time(0.05)
-    requests = [redis.xadd(keys.requests, {"a": "b"}) for _ in range(3)]
-    read: list[bytes] = []
-    while not read:
-        result = reader.read(5.0)
-        read += [entry_id for entry_id, _ in result.arrived[subscription].requests] if result.arrived else []
-    assert time.monotonic() >= subscription.quiet_until_s
-    assert read == requests
-    reader.close()
-
-
-def test_quiet_time_does_not_begin_before_what_has_arrived_is_read(
-    embedded: EmbeddedRedis, redis: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader_module, "ENTRY_BYTES_UNKNOWN", reader_module.READ_BYTES)
-    monkeypatch.setattr(reader_module, "_mean_bytes", lambda _: reader_module.READ_BYTES)
-    requests = [redis.xadd(Keys("m").requests, {"a": "b"}) for _ in range(5)]
-    reader = reader_of(embedded.url, busy_block_ms=60_000)
-    subscription = reader.subscribe(Keys("m"), b"0-0")
-    subscription.awaits_settled = True
-    assert read_until(reader, subscription) == requests[:1]
-    subscription.quiet_until_s = time.monotonic() + 60.0
-    assert [read_until(reader, subscription) for _ in range(4)] == [[name] for name in requests[1:]]
-    reader.close()
-
-
 def test_model_that_cannot_be_read_is_found_and_the_others_are_read(
     embedded: EmbeddedRedis, redis: Any
 ) -> None:
-    reader = reader_of(embedded.url, busy_block_ms=10, idle_block_ms=20)
+    reader = StreamReader(embedded.url, "test", busy_block_ms=10, idle_block_ms=20)
     good, bad, idle = (reader.subscribe(Keys(model), b"0-0") for model in ("good", "bad", "idle"))
     reader.set_busy(idle, False)
     redis.set(Keys("bad").requests, "not a stream")
@@ -353,7 +298,7 @@ def read_until_added(redis: Any, reader: StreamReader, keys: Keys, subscription:
 
 def test_wait_that_someone_ended_is_repeated(embedded: EmbeddedRedis, redis: Any) -> None:
     """Given CLIENT UNBLOCK with an error, expect that the next read goes on, and that many are an error."""
-    reader = reader_of(embedded.url)
+    reader = StreamReader(embedded.url, "test")
     subscription = reader.subscribe(Keys("m"), b"0-0")
 
     def unblock() -> bool:
@@ -382,7 +327,7 @@ def test_reply_has_a_limited_number_of_bytes(
     monkeypatch.setattr(reader_module, "ENTRY_BYTES_UNKNOWN", 5_000)
     for _ in range(40):
         redis.xadd(Keys("m").requests, {"body": bytes(1000)})
-    reader = reader_of(embedded.url)
+    reader = StreamReader(embedded.url, "test")
     subscription = reader.subscribe(Keys("m"), b"0-0")
     assert [len(read_until(reader, subscription)) for _ in range(4)] == [2, 9, 9, 9]
     reader.close()

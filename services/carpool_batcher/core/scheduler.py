@@ -150,12 +150,6 @@ class Scheduler:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         self.capacity.forget(batch_id, now_us)
 
-    def takes_requests_at_us(self, now_us: int) -> int:
-        """From when on a request that arrives may be dispatched; `now_us` for at once, or if that is unknown.
-        Only a full batch may be dispatched sooner, ahead of its process."""
-        free_at_us = self.capacity.free_at_us(now_us)
-        return now_us if free_at_us is None else free_at_us
-
     # --- state ---------------------------------------------------------------------------------------------
 
     @property

@@ -6,11 +6,6 @@ XREAD over the other settled streams, which does not wait, follows in the same w
 first one returns, and sends both replies together. So a request arrives with all that settled before it, and
 a batch that settles does not wake the batcher just when producers and workers need the processor.
 
-Likewise a request that arrives while no process can take it matters only when one can, so a model may have a
-quiet time: then the XREAD that waits leaves out its request stream, and the one that follows reads what has
-arrived by the time that a batch settles. When the quiet time is over, CLIENT UNBLOCK ends the wait. (The time
-limit of an XREAD would not: Redis may notice a tenth of a second late that it has passed.)
-
 A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy
 models, and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen
 while the XREADs of both wait in Redis with the models as they were. Two rules keep every entry from being
@@ -27,8 +22,6 @@ its XREAD was sent.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -42,41 +35,34 @@ READ_BYTES: Final = 32 * 1024 * 1024  # in one reply, about
 ENTRY_BYTES_UNKNOWN: Final = READ_BYTES // 8  # until the first entry was read
 BUSY_BLOCK_MS: Final = 100  # how long a model that became busy is also waited for with the idle ones, at most
 IDLE_BLOCK_MS: Final = 1000
-QUIET_S_MIN: Final = 0.002  # a shorter quiet time does not pay for the command that ends it
 
 
 class Subscription:
     """The streams of one model, and how far they have been read.
 
     `awaits_settled`: whether a batch that settles ends a wait, from the next XREAD over busy models on.
-    Otherwise it is read together with the next request, or after BUSY_BLOCK_MS. `quiet_until_s`: until this
-    time (monotonic) a request that arrives does not end a wait, if a batch that settles does.
+    Otherwise it is read together with the next request, or after BUSY_BLOCK_MS.
     """
 
-    __slots__ = ("_home", "awaits_settled", "entry_bytes", "quiet_until_s", "requests", "settled")
+    __slots__ = ("_home", "awaits_settled", "entry_bytes", "requests", "settled")
 
     def __init__(self, keys: Keys, settled_after: bytes) -> None:
         self.requests = Stream(self, keys.requests, b"0-0")
         self.settled = Stream(self, keys.settled, settled_after)
         self.awaits_settled = False
-        self.quiet_until_s = 0.0
         self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest reply
         self._home: _Watch | None = None  # None: ended
 
 
 class Stream:
-    """One stream of a subscription. `after` is its cursor: the ID of the last entry that was read.
+    """One stream of a subscription. `after` is its cursor: the ID of the last entry that was read."""
 
-    `has_more`: whether the latest XREAD returned as many entries as it may, so that there may be more.
-    """
-
-    __slots__ = ("after", "has_more", "name", "subscription")
+    __slots__ = ("after", "name", "subscription")
 
     def __init__(self, subscription: Subscription, name: str, after: bytes) -> None:
         self.subscription = subscription
         self.name = name
         self.after = after
-        self.has_more = False
 
     def unread(self, entries: list[RawEntry], asked_after: bytes) -> list[RawEntry]:
         """Those of these entries that were not read yet, and moves the cursor. XREAD named `asked_after`."""
@@ -103,21 +89,11 @@ class ReadResult(NamedTuple):
 
 
 class StreamReader:
-    """Reads the streams of many models. Not for two threads. After a LinkError, close it and make another.
-
-    `other_link` is a connection to the same Redis on which no command blocks. It stays open.
-    """
+    """Reads the streams of many models. Not for two threads. After a LinkError, close it and make another."""
 
     def __init__(
-        self,
-        url: str,
-        name: str,
-        other_link: Link,
-        *,
-        busy_block_ms: int = BUSY_BLOCK_MS,
-        idle_block_ms: int = IDLE_BLOCK_MS,
+        self, url: str, name: str, *, busy_block_ms: int = BUSY_BLOCK_MS, idle_block_ms: int = IDLE_BLOCK_MS
     ) -> None:
-        self._other_link = other_link
         self._busy = _Watch(Link(url, name=f"{name}:reads"), busy_block_ms, ENTRIES_MAX)
         # One entry is enough to learn that a model is busy, and a reply with many would be large.
         self._idle = _Watch(Link(url, name=f"{name}:idle"), idle_block_ms, 1, awaits_all_settled=True)
@@ -150,10 +126,9 @@ class StreamReader:
         self._idle.start()
         result = ReadResult({}, {})
         watches = [watch for watch in (self._busy, self._idle) if watch.is_waiting]
-        quiet_s = max(0.0, self._busy.quiet_until_s - time.monotonic())
-        ready = readable_links([watch.link for watch in watches], min(timeout_s, quiet_s))
+        ready = readable_links([watch.link for watch in watches], timeout_s)
         for watch in watches:
-            if watch.link in ready or (watch is self._busy and watch.end_quiet_time(self._other_link)):
+            if watch.link in ready:
                 watch.finish(result)
         for subscription in result.failed:
             self.end(subscription)
@@ -165,14 +140,6 @@ class StreamReader:
         self._idle.link.close()
 
 
-class Covered(NamedTuple):
-    """A subscription in an XREAD, and which of its streams end the wait."""
-
-    subscription: Subscription
-    awaits_requests: bool
-    awaits_settled: bool
-
-
 class _Xread:
     """An XREAD over some streams."""
 
@@ -181,15 +148,11 @@ class _Xread:
         self._names = [stream.name for stream in streams]
         self._by_name = {stream.name.encode(): index for index, stream in enumerate(streams)}
         self._afters: list[bytes] = []
-        self._count = 0
 
-    def command(self, count: int, *options: Argument) -> tuple[Argument, ...]:
-        """The command, for what comes after the cursors as they are now: up to `count` entries of each."""
-        self._count = count
+    def command(self, *options: Argument) -> tuple[Argument, ...]:
+        """The command, for what comes after the cursors as they are now."""
         self._afters = [stream.after for stream in self.streams]
-        for stream in self.streams:
-            stream.has_more = False
-        return ("XREAD", "COUNT", count, *options, "STREAMS", *self._names, *self._afters)
+        return ("XREAD", *options, "STREAMS", *self._names, *self._afters)
 
     def unread(self, reply: Sequence[tuple[bytes, list[RawEntry]]]) -> list[tuple[Stream, list[RawEntry]]]:
         """What a reply to the latest command has that was not read yet."""
@@ -199,7 +162,6 @@ class _Xread:
             stream = self.streams[index]
             # Without entries, Redis woke us for some that were deleted before it read them
             if entries and stream.subscription._home is not None:
-                stream.has_more = len(entries) >= self._count
                 unread = stream.unread(entries, self._afters[index])
                 if unread:
                     found.append((stream, unread))
@@ -217,18 +179,16 @@ class _Watch:
     ) -> None:
         self.link = link
         self.is_waiting = False  # XREADs were sent, and their replies are due
-        self.quiet_until_s = math.inf  # when the wait is to be ended
         self._block_ms = block_ms
         self._count_max = count_max
         self._awaits_all_settled = awaits_all_settled
         self._members: dict[Subscription, None] = {}  # to be in the next XREADs
         self._leaving: dict[Subscription, None] = {}  # members whose home is the other watch
         # Of the latest XREADs:
-        self._covered: list[Covered] = []
+        self._covered: list[tuple[Subscription, bool]] = []  # subscriptions, and whether they await `settled`
         self._subscriptions: frozenset[Subscription] = frozenset()
         self._xreads: list[_Xread] = []  # the first one waits
         self._unexplained_errors = 0  # in a row
-        self._client_id: int | None = None  # of the connection
 
     # --- members -------------------------------------------------------------------------------------------
 
@@ -257,41 +217,25 @@ class _Watch:
             return
         for subscription in [leaving for leaving in self._leaving if self.other._covers(leaving)]:
             self.remove(subscription)
-        covered = self._next_covered()
+        awaits_all = self._awaits_all_settled
+        covered = [(member, awaits_all or member.awaits_settled) for member in self._members]
         if covered != self._covered:
             self._cover(covered)
         if self._xreads:
             count = self._count()
             first, *others = self._xreads
-            commands = [first.command(count, "BLOCK", self._block_ms)]
-            commands += [other.command(count) for other in others]
+            commands = [first.command("COUNT", count, "BLOCK", self._block_ms)]
+            commands += [other.command("COUNT", count) for other in others]
             self.link.send_many(commands)
             self.is_waiting = True
 
-    def _next_covered(self) -> list[Covered]:
-        """What the next XREADs wait for. Also sets `quiet_until_s`."""
-        self.quiet_until_s = math.inf
-        if self._awaits_all_settled:
-            return [Covered(member, True, True) for member in self._members]
-        covered: list[Covered] = []
-        quiet_from_s = time.monotonic() + QUIET_S_MIN
-        for member in self._members:
-            is_quiet = member.awaits_settled and member.quiet_until_s > quiet_from_s
-            is_quiet = is_quiet and not member.requests.has_more
-            if is_quiet:
-                self.quiet_until_s = min(self.quiet_until_s, member.quiet_until_s)
-            covered.append(Covered(member, not is_quiet, member.awaits_settled))
-        if self.quiet_until_s < math.inf and self._client_id is None:
-            self._client_id = self.link.call("CLIENT", "ID")
-        return covered
-
-    def _cover(self, covered: list[Covered]) -> None:
+    def _cover(self, covered: list[tuple[Subscription, bool]]) -> None:
         self._covered = covered
         self._subscriptions = frozenset(self._members)
         awaited: list[Stream] = []
         others: list[Stream] = []
-        for member, awaits_requests, awaits_settled in covered:
-            (awaited if awaits_requests else others).append(member.requests)
+        for member, awaits_settled in covered:
+            awaited.append(member.requests)
             (awaited if awaits_settled else others).append(member.settled)
         self._xreads = [_Xread(streams) for streams in (awaited, others) if streams]
 
@@ -299,15 +243,6 @@ class _Watch:
         """How many entries of each stream to read, so that a reply has about READ_BYTES at most."""
         bytes_of_one_each = sum([member.entry_bytes for member in self._members])
         return max(1, min(self._count_max, READ_BYTES // bytes_of_one_each))
-
-    def end_quiet_time(self, other_link: Link) -> bool:
-        """End the wait if a quiet time is over. Whether it ended, and the replies are on the way.
-
-        If not, they have arrived meanwhile, or Redis has not seen the XREADs yet: try again.
-        """
-        if time.monotonic() < self.quiet_until_s:
-            return False
-        return bool(other_link.call("CLIENT", "UNBLOCK", self._client_id or 0))
 
     def finish(self, result: ReadResult) -> None:
         """Receive the replies, and add them to the result."""
