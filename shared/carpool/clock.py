@@ -30,7 +30,8 @@ class RedisClock:
         behind_us = redis_us - received_us
         if self._set_us is not None:
             kept_us = self._offset_us - DRIFT_MAX * (received_us - self._set_us)
-            if behind_us < kept_us <= redis_us - sent_ns / 1000:
+            # TIME is cut to whole microseconds: its clock showed less than one more.
+            if behind_us < kept_us <= redis_us + 1 - sent_ns / 1000:
                 behind_us = kept_us
         self._offset_us, self._set_us = behind_us, received_us
 
