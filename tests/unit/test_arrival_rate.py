@@ -1,4 +1,4 @@
-"""The mean gap between arrivals of late."""
+"""The mean gap between recent arrivals."""
 
 from __future__ import annotations
 

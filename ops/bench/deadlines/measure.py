@@ -7,13 +7,14 @@ runs with and without a flood, so that what else the machine does concerns all o
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Final
+
+from grid.load import no_garbage_collection
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import DEFAULT_PREFIX, Keys
@@ -84,7 +85,7 @@ async def _do(client: AsyncClient, url: str, link: Link, plan: Plan, seconds: fl
         due_us = plan.due_us(seconds)
         await asyncio.sleep(PAUSE_S)
         cpu = CpuTime()
-        with _no_collection():
+        with no_garbage_collection():
             sent = await send(client, MODEL, due_us, plan.point.deadline_ms)
         shares = cpu.shares()
         ways_us = _ways_us(link)
@@ -97,14 +98,3 @@ def _ways_us(link: Link) -> tuple[int, int]:
     if report is None:
         raise SystemExit("the batcher has not reported")
     return report.ways_us
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No collection of garbage meanwhile: it would pause the producer for 20 ms."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

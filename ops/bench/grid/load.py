@@ -170,7 +170,7 @@ async def poisson(client: Client, body: Array, per_second: float, seconds: float
         finally:
             latencies_ms.append((time.perf_counter() - due_s) * 1e3)
 
-    with _no_garbage_collection():
+    with no_garbage_collection():
         while (due_s := due_s + arrivals.expovariate(per_second)) < started_s + seconds:
             while (wait_s := due_s - time.perf_counter()) > 0:
                 await asyncio.sleep(wait_s)
@@ -238,7 +238,7 @@ def awaitable_call(client: Client, threads_max: int) -> Callable[[Array], Awaita
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """A collection would pause the load generator for 20 ms."""
     gc.collect()
     gc.disable()

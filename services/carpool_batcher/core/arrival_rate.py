@@ -1,4 +1,4 @@
-"""How often requests arrive, of late: the mean gap between arrivals, weighted exponentially."""
+"""How often requests arrive: the mean gap between recent arrivals, weighted exponentially."""
 
 from __future__ import annotations
 
