@@ -11,6 +11,7 @@ from deadlines import plans, runs
 from deadlines.measure import do_runs
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
 from deadlines.runs import Run
+from grid import runner
 from grid.catalog import SYSTEMS, System
 from grid.environments import Environments
 from grid.runner import run_grid
@@ -45,6 +46,12 @@ def system(key: str) -> System:
     return next(system for system in SYSTEMS if system.key == key)
 
 
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else the host of this machine does plays no part."""
+    monkeypatch.setattr(runner, "STOLEN_MAX", 1.0)
+
+
 def test_a_round_of_carpool_is_measured() -> None:
     progress: list[str] = []
     results = run_grid([system("carpool")], [TINY], ThisEnvironment(), 1, progress.append)
@@ -57,6 +64,15 @@ def test_a_round_of_carpool_is_measured() -> None:
     assert 0 <= poisson["within"] <= 1
     assert burst["answered"] == 50
     assert all(mib > 1 for mib in burst["peak_mib"].values())
+
+
+def test_what_the_host_disturbed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STOLEN_MAX", -1.0)
+    lone = Workload("lone", "", "", "noop", 8, {"1": {"load": "closed", "in_flight": 1, "seconds": 0.1}})
+    progress: list[str] = []
+    results = run_grid([system("carpool")], [lone], ThisEnvironment(), 1, progress.append)
+    assert ["disturbed" in line for line in progress] == [True, True]
+    assert len(results.cell("lone", "Carpool", "1")) == 2
 
 
 def test_a_system_that_fails_is_left_out_with_the_reason() -> None:

@@ -33,7 +33,11 @@ MACHINE: dict[str, Any] = {
 
 
 def closed(per_second: float, **cpu_us: float) -> dict[str, Any]:
-    return {"per_second": per_second, "cpu_us": cpu_us}
+    return {"per_second": per_second, "cpu_us": cpu_us, "stolen": 0.0}
+
+
+def poisson(p50_ms: float, p99_ms: float, within: float) -> dict[str, Any]:
+    return {"p50_ms": p50_ms, "p99_ms": p99_ms, "within": within, "cpu_us": {}, "stolen": 0.0}
 
 
 @pytest.fixture
@@ -68,6 +72,14 @@ def test_a_figure_is_the_median_of_the_rounds_with_their_range(overhead: report.
     assert "900" in line
 
 
+def test_rounds_that_the_host_disturbed_count_only_without_others(results: Results) -> None:
+    results.add("overhead", "Carpool", "64", closed(1, worker=10.0) | {"stolen": 0.06})
+    results.add("overhead", "mosec, wrk", "64", closed(2, server=10.0) | {"stolen": 0.06})
+    text = report.Report(MACHINE, [CARPOOL, WRK], [WORKLOADS["overhead"]], results, 3).text()
+    assert "20,000 [10,000 .. 30,000]" in line_with(text, "Carpool ", "20,000")
+    assert f"{report.MARK} 2" in line_with(text, "mosec, wrk", "2")
+
+
 def test_a_cell_without_figures_is_a_dash(overhead: report.Report) -> None:
     assert report.NONE in line_with(overhead.text(), "mosec, aiohttp", "26,000 [25,000 .. 27,000]")
 
@@ -85,9 +97,17 @@ def test_only_cells_in_which_a_peer_is_ahead_are_named(overhead: report.Report) 
 
 
 def test_less_latency_is_better(results: Results) -> None:
-    results.add("accelerator", "Carpool", "500", {"p50_ms": 9.0, "p99_ms": 20.0, "within": 1.0, "cpu_us": {}})
     results.add(
-        "accelerator", "mosec, aiohttp", "500", {"p50_ms": 10.0, "p99_ms": 19.0, "within": 0.9, "cpu_us": {}}
+        "accelerator",
+        "Carpool",
+        "500",
+        poisson(9.0, 20.0, 1.0),
+    )
+    results.add(
+        "accelerator",
+        "mosec, aiohttp",
+        "500",
+        poisson(10.0, 19.0, 0.9),
     )
     text = report.Report(MACHINE, [CARPOOL, MOSEC], [WORKLOADS["accelerator"]], results, 1).text()
     assert "9.0 / 20.0 ms, 100.0%" in text
@@ -114,7 +134,12 @@ def test_documents_and_plots_are_written(
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "benchmarks")
     monkeypatch.setattr(report, "QUOTING", ())
-    results.add("accelerator", "Carpool", "500", {"p50_ms": 9.0, "p99_ms": 20.0, "within": 1.0, "cpu_us": {}})
+    results.add(
+        "accelerator",
+        "Carpool",
+        "500",
+        poisson(9.0, 20.0, 1.0),
+    )
     workloads = [WORKLOADS["overhead"], WORKLOADS["accelerator"]]
     written = report.Report(MACHINE, [CARPOOL, MOSEC], workloads, results, 3).write()
     assert {path.name for path in written} == {"benchmarks.md", "overhead.svg", "cpu.svg", "accelerator.svg"}
@@ -136,7 +161,12 @@ def test_documents_that_quote_figures_get_those_of_this_run(
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "benchmarks")
     monkeypatch.setattr(report, "QUOTING", (readme,))
-    results.add("accelerator", "Carpool", "500", {"p50_ms": 9.0, "p99_ms": 20.0, "within": 1.0, "cpu_us": {}})
+    results.add(
+        "accelerator",
+        "Carpool",
+        "500",
+        poisson(9.0, 20.0, 1.0),
+    )
     workloads = [WORKLOADS["overhead"], WORKLOADS["accelerator"]]
     written = report.Report(MACHINE, [CARPOOL], workloads, results, 3)
     written.write()

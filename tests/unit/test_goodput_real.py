@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import host
 import pytest
-from deadlines import machine, real_document
+from deadlines import real_document
 from deadlines.load import CAUSES, Sent, cause_of
-from deadlines.machine import CpuShares, CpuTime
 from deadlines.plans import FLOODED_POINTS, LEARNING_S, NO_FLOOD, Choice, Plan
 from deadlines.points import LINE, SMALL_SQUARE, Point
 from deadlines.runs import Run, evaluate, read_runs
+from host import CpuShares, CpuTime
 
 from carpool.errors import DeadlineExceededError
 
@@ -119,5 +120,5 @@ def test_a_cause_that_is_not_known_is_an_error() -> None:
 def test_shares_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     #       user nice system idle iowait irq softirq steal
     times = [[100, 0, 0, 100, 0, 0, 0, 50], [130, 5, 5, 140, 10, 5, 5, 60]]
-    monkeypatch.setattr(machine, "_ticks", lambda: times.pop(0))
+    monkeypatch.setattr(host, "_ticks", lambda: times.pop(0))
     assert CpuTime().shares() == pytest.approx((10 / 110, 50 / 110))

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Final
 
 from grid.load import no_garbage_collection
+from host import CpuTime
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import DEFAULT_PREFIX, Keys
@@ -23,7 +24,6 @@ from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
 from deadlines.flood import FLOODS, flood
 from deadlines.load import CAUSES, send
-from deadlines.machine import CpuTime
 from deadlines.plans import LEARNING_S, Plan
 from deadlines.runs import Run, evaluate
 from deadlines.stack import MODEL, stack, until_served

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from host import STOLEN_MAX
+
 from deadlines import load
 from deadlines.flood import FLOODS
 from deadlines.load import CAUSES
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
 from deadlines.points import Point
-from deadlines.runs import BUSY_MAX, LATE_MS_MAX, STOLEN_MAX, Run
+from deadlines.runs import BUSY_MAX, LATE_MS_MAX, Run
 
 MARK: Final = "†"
 HEAD: Final = """\

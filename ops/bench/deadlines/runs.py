@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
+from host import STOLEN_MAX, CpuShares
 
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
@@ -17,12 +18,10 @@ from carpool_cli.tuning.arrivals import recorded
 from carpool_cli.tuning.simulator import Simulation, World, lognormal
 from deadlines.bounds import bound
 from deadlines.load import CAUSES, Sent
-from deadlines.machine import CpuShares
 from deadlines.plans import LEARNING_S, Plan
 from deadlines.points import Point, world_of
 
 # More, and a run says nothing about policies.
-STOLEN_MAX: Final = 0.05  # of the CPU time
 BUSY_MAX: Final = 0.9
 LATE_MS_MAX: Final = 5.0  # of half of the requests, when they were sent: the producer lacked CPU time
 

@@ -15,16 +15,19 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+from host import STOLEN_MAX
+
 from grid import machine, plots
 from grid.catalog import WAIT_MS, System
 from grid.environments import ROOT
-from grid.runner import Figures, Results
+from grid.runner import Figures, Results, is_disturbed
 from grid.workloads import Workload
 
 DOCUMENT: Final = ROOT / "docs/benchmarks.md"
 QUOTING: Final = (ROOT / "README.md", ROOT / "docs/costs.md")  # documents that quote some of the figures
 PLOTS: Final = ROOT / "docs/benchmarks"
 NONE: Final = "–"
+MARK: Final = "~"  # before a figure that says little
 LINE_MAX: Final = 115
 
 _EXPLANATION: Final = (
@@ -34,6 +37,8 @@ _EXPLANATION: Final = (
     "How each system is used, and what its documents say about it, is at the top of its file in "
     "[ops/bench/grid/systems](../ops/bench/grid/systems). The Redis floor is a program in C that replays "
     "the commands of Carpool over one connection, and does nothing else.",
+    f"Rounds are left out in which the host withheld more than {STOLEN_MAX:.0%} of the CPU time from this "
+    f"virtual machine, and repeated. {MARK} marks a figure that has no other round.",
 )
 
 Row = list[str]
@@ -80,8 +85,12 @@ def spread(rounds: Sequence[Figures], value: Value, form: str) -> str:
     values = [value(figures) for figures in rounds]
     if not values:
         return NONE
-    text = f"{statistics.median(values):{form}}"
+    text = f"{_mark(rounds)}{statistics.median(values):{form}}"
     return text if len(values) == 1 else f"{text} [{min(values):{form}} .. {max(values):{form}}]"
+
+
+def _mark(rounds: Sequence[Figures]) -> str:
+    return f"{MARK} " if all(map(is_disturbed, rounds)) else ""
 
 
 def median(rounds: Sequence[Figures], value: Value) -> float:
@@ -250,7 +259,8 @@ class Report:
             if not rounds:
                 return NONE
             p50, p99 = (median(rounds, itemgetter(key)) for key in ("p50_ms", "p99_ms"))
-            return f"{p50:.1f} / {p99:.1f} ms, {median(rounds, lambda figures: figures['within']):.1%}"
+            within = median(rounds, itemgetter("within"))
+            return f"{_mark(rounds)}{p50:.1f} / {p99:.1f} ms, {within:.1%}"
 
         head = ["p50 / p99, within 50 ms", *(f"{thousands(rate)}/s" for rate in workload.orders)]
         rows = [

@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
+
+from host import STOLEN_MAX, CpuTime
 
 from carpool.lifecycle import command_that_dies_with_parent
 from grid.catalog import System
@@ -36,10 +39,15 @@ class FailedError(Exception):
 @dataclass
 class Results:
     """What was measured: for each (workload, system, cell) the figures of each round; and what was left
-    out."""
+    out.
+
+    Figures during which the host withheld CPU time from this machine say nothing (`is_disturbed`). They count
+    only in cells that have no others.
+    """
 
     rounds: dict[tuple[str, str, str], list[Figures]] = field(default_factory=dict)
     left_out: dict[tuple[str, str], str] = field(default_factory=dict)
+    undisturbed: Counter[tuple[str, str]] = field(default_factory=Counter)  # rounds of (workload, system)
 
     def add(self, workload: str, system: str, cell: str, figures: Figures) -> None:
         """Add the figures of one round."""
@@ -47,7 +55,13 @@ class Results:
 
     def cell(self, workload: str, system: str, cell: str) -> list[Figures]:
         """The figures of a cell by round; none if it was not measured."""
-        return self.rounds.get((workload, system, cell), [])
+        rounds = self.rounds.get((workload, system, cell), [])
+        return [figures for figures in rounds if not is_disturbed(figures)] or rounds
+
+
+def is_disturbed(figures: Figures) -> bool:
+    """Whether the host withheld too much CPU time while these were measured."""
+    return bool(figures["stolen"] > STOLEN_MAX)
 
 
 def run_grid(
@@ -57,19 +71,23 @@ def run_grid(
     rounds: int,
     on_progress: Callable[[str], None],
 ) -> Results:
-    """Measure everything: in each round every system, in an order that is reversed from round to round."""
+    """Measure everything: in each round every system, in an order that is reversed from round to round.
+
+    Further rounds, up to as many again, repeat what the host disturbed.
+    """
     results = Results()
     started_s = time.monotonic()
-    for number in range(rounds):
+    for number in range(2 * rounds):
         for workload in workloads:
-            if workload.once and number > 0:
-                continue
+            wanted = 1 if workload.once else rounds
             for system in systems if number % 2 == 0 else reversed(systems):
+                key = (workload.name, system.name)
                 is_part = system.runs(workload) or workload.name in system.left_out
-                if not is_part or (workload.name, system.name) in results.left_out:
+                if not is_part or key in results.left_out or results.undisturbed[key] >= wanted:
                     continue
                 _measure(system, workload, environments, number, results)
-                where = f"{time.monotonic() - started_s:4.0f} s  round {number + 1} of {rounds}  "
+                of = f"of {rounds}" if number < rounds else "repeats"
+                where = f"{time.monotonic() - started_s:4.0f} s  round {number + 1} {of}  "
                 outcome = _progress(results, workload, system)
                 on_progress(f"{where}{workload.name:12} {system.name:32} {outcome}")
     return results
@@ -84,6 +102,7 @@ def _measure(
         results.left_out[key] = system.left_out[workload.name]
     if not system.runs(workload) or key in results.left_out:
         return
+    disturbed = False
     try:
         with started(system, workload, environments) as running:
             for cell, order in workload.orders.items():
@@ -91,8 +110,10 @@ def _measure(
                     continue
                 figures = running.order({**order, "seed": number})
                 results.add(workload.name, system.name, cell, figures)
+                disturbed = disturbed or is_disturbed(figures)
                 if figures.get("within", 1.0) < OVERLOADED:
                     break  # a higher rate would only find the backlog of this one
+        results.undisturbed[key] += not disturbed
     except (FailedError, UnavailableError) as error:
         results.left_out[key] = str(error)
 
@@ -103,7 +124,7 @@ def _progress(results: Results, workload: Workload, system: System) -> str:
         return f"left out: {reason}"
     parts = []
     for cell in workload.orders:
-        if of_rounds := results.cell(workload.name, system.name, cell):
+        if of_rounds := results.rounds.get((workload.name, system.name, cell)):
             latest = of_rounds[-1]
             if workload.orders[cell]["load"] == "poisson":
                 parts.append(f"{cell}: {latest['p50_ms']:.1f} ms")
@@ -111,6 +132,8 @@ def _progress(results: Results, workload: Workload, system: System) -> str:
                 parts.append(f"{cell}: {latest['seconds']:.3f} s")
             else:
                 parts.append(f"{cell}: {latest['per_second']:,.0f}/s")
+            if is_disturbed(latest):
+                parts[-1] += " (disturbed)"
     return ", ".join(parts)
 
 
@@ -132,13 +155,14 @@ class Running:
         return self._producer.pid
 
     def order(self, order: Mapping[str, Any]) -> Figures:
-        """Have an order carried out. Raises FailedError."""
+        """Have an order carried out. Raises FailedError. `stolen`: see `host`."""
         assert self._producer.stdin is not None
         message = {**order, "pids": self.pids, "child_roles": self._system.child_roles}
+        cpu = CpuTime()
         with contextlib.suppress(BrokenPipeError):
             self._producer.stdin.write(json.dumps(message) + "\n")
             self._producer.stdin.flush()
-        return self.answer()
+        return {**self.answer(), "stolen": cpu.shares().stolen}
 
     def answer(self) -> Figures:
         """The producer's next answer. Raises FailedError."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 # Columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal.
 _COLUMNS = 8
 _IDLE, _IO_WAIT, _STEAL = 3, 4, 7
+
+STOLEN_MAX: Final = 0.05  # the largest share at which a measurement says something
 
 
 class CpuShares(NamedTuple):
