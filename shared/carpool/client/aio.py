@@ -300,9 +300,11 @@ class AsyncClient:
         else:  # the name is this request's own, also if it has the correlation ID of another
             name = f"{self._name}-{next(self._numbers)}" if "correlation_id" in options else correlation_id
             has_room = entry.add_stored(correlation_id, target, fields, head + rest, name)
+        self._awaited.entries[correlation_id] = entry
         if not has_room:
             del self._open[key]
-        self._awaited.entries[correlation_id] = entry
+            self._collected.remove(entry)
+            self._send([entry])
         return correlation_id
 
     def _add_or_fail(
@@ -340,10 +342,13 @@ class AsyncClient:
                 gathering.reserve(len(ids)),
             )
             self._awaited.entries.update(dict.fromkeys(ids, entry))
-            self._collect(entry)
+            self._send([entry])
 
     def _collect(self, entry: OutgoingEntry) -> None:
-        """Send an entry after everything that is ready in this iteration of the event loop has run."""
+        """Send an entry after everything that is ready in this iteration of the event loop has run.
+
+        One that is full is sent at once, so that its batch is under way while others are encoded.
+        """
         if not self._collected:
             self._loop.call_soon(self._send_collected)
         self._collected.append(entry)
@@ -352,9 +357,12 @@ class AsyncClient:
         entries, self._collected = self._collected, []
         self._open.clear()
         if not self._closed:
-            for entry in entries:
-                self._timeouts.start(entry, self._loop)
-            self._transport.send(entries)
+            self._send(entries)
+
+    def _send(self, entries: Iterable[OutgoingEntry]) -> None:
+        for entry in entries:
+            self._timeouts.start(entry, self._loop)
+        self._transport.send(entries)
 
     def _read_options(self, options: RequestOptions) -> tuple[float | None, Mapping[str, Any]]:
         """The timeout, and the options that are sent as fields of the request."""
