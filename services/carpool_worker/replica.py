@@ -35,8 +35,7 @@ EXECUTIONS_MAX: Final = 2
 # A busy replica fetches its next batch this long before it expects to be idle: early enough to hide the round
 # trip to Redis, too late to take a batch that an idle replica would have started sooner.
 PREFETCH_LEAD_S: Final = 0.002
-EARLY_FINISH_RATIO: Final = 0.8  # of the usual execution time: a batch may finish that early
-SMOOTHING: Final = 0.2  # the weight of the latest batch in the usual execution time
+EARLY_FINISH_RATIO: Final = 0.8  # of the expected execution time: a batch may finish that early
 WAIT_S: Final = 0.5  # a drain is noticed after this time
 
 
@@ -55,8 +54,7 @@ class Replica:
         self._metrics = metrics
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
-        self._busy_since_s = 0.0
-        self._usual_s: float | None = None  # usual execution time of a batch; unknown before the first
+        self._busy_since_s = 0.0  # since when the first unfinished execution is executed
         self._draining = False
         self._drained = threading.Event()
         self._closing = False
@@ -82,14 +80,13 @@ class Replica:
             self.process.spawn()  # the last one could not load the model
         try:
             self._send_due()
+            if self._fetch_if_due():  # before a commit, whose reply is waited for: it comes meanwhile
+                return
             self._commit_finished()
         except FencedError as fenced:
             self._discard(str(fenced))
-        if self._wants_batch():
-            execution = self._fetcher.start()
-            if execution is not None:
-                self.take(execution)
-                return
+        if self._fetch_if_due():
+            return
         if self._draining and not self._executions and not self._fetcher.waiting:
             self._drained.set()
             return
@@ -128,19 +125,26 @@ class Replica:
 
     # --- fetching ------------------------------------------------------------------------------------------
 
-    def _wants_batch(self) -> bool:
-        if self._fetcher.waiting or self._draining:
+    def _fetch_if_due(self) -> bool:
+        """Ask for the next batch if that is due. Whether one was taken at once, from a dead worker."""
+        if self._fetcher.waiting or self._draining or self._fetch_at_s() > time.monotonic():
             return False
-        return self._fetch_at_s() <= time.monotonic()
+        execution = self._fetcher.start()
+        if execution is None:
+            return False
+        self.take(execution)
+        return True
 
     def _fetch_at_s(self) -> float:
-        if not self.process.ready:
+        if not self.process.ready or len(self._executions) >= EXECUTIONS_MAX:
             return float("inf")
-        if not self._executions:
+        first = self._first_unfinished()
+        if first is None:
             return 0.0
-        if len(self._executions) >= EXECUTIONS_MAX or self._usual_s is None:
+        expected_s = first.batch.expected_us / 1e6
+        if not expected_s:
             return float("inf")
-        return self._busy_since_s + EARLY_FINISH_RATIO * self._usual_s - PREFETCH_LEAD_S
+        return self._busy_since_s + EARLY_FINISH_RATIO * expected_s - PREFETCH_LEAD_S
 
     def take(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
@@ -148,7 +152,7 @@ class Replica:
         self._codec.prepare(execution, self._clock.now_us())
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
         execution.ready_us = self._clock.now_us()
-        if not self._executions:
+        if self._first_unfinished() is None:
             self._busy_since_s = time.monotonic()
         self._executions = (*self._executions, execution)
 
@@ -179,6 +183,13 @@ class Replica:
                 return execution
         return None
 
+    def _first_unfinished(self) -> Execution | None:
+        """The execution that the model process executes, or is to execute next; None if there is none."""
+        for execution in self._executions:
+            if execution.frames:
+                return execution
+        return None
+
     def _receive(self) -> None:
         """Receive an outcome, or that a new model process is ready, or that the process died."""
         try:
@@ -203,10 +214,10 @@ class Replica:
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]
         execution.frames_sent -= 1
-        if not execution.frames:
-            for waiting in self._executions:
-                if waiting.frames:
-                    waiting.start_at(self._clock.now_us())
+        following = self._first_unfinished()
+        if not execution.frames and following is not None:
+            following.start_at(self._clock.now_us())
+            self._busy_since_s = time.monotonic()
 
     def _replace_process(self) -> None:
         """The model process died: start another, to which everything is to be sent again."""
@@ -241,12 +252,6 @@ class Replica:
     def _remove(self, execution: Execution) -> None:
         """The execution is committed, or lost to another worker."""
         self._executions = tuple([held for held in self._executions if held is not execution])
-        self._busy_since_s = time.monotonic()
-        latest_s = execution.compute_us / 1e6
-        if self._usual_s is None:
-            self._usual_s = latest_s
-        else:
-            self._usual_s += SMOOTHING * (latest_s - self._usual_s)
 
     # --- for other threads ---------------------------------------------------------------------------------
 

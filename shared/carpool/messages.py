@@ -190,12 +190,14 @@ class Dispatch(NamedTuple):
 
     `undated`: those that have no deadline in flight, because they are to be executed even if they are late
     (`expiration_action` is delay, or they were late already).
+    `expected_us`: how long their execution is expected to take; 0 if that is unknown.
     """
 
     runs: list[Run]
     reason: DispatchReason
     lane: str
     undated: frozenset[Run] = frozenset()
+    expected_us: int = 0
 
     @property
     def size(self) -> int:
@@ -251,6 +253,7 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 @dataclass(eq=False)
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
+    `expected_us`: how long their execution is expected to take; 0 if that is unknown.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
     """
@@ -262,6 +265,7 @@ class Batch:
     dispatched_us: int
     lane: str
     result_ttl_ms: int = 60_000
+    expected_us: int = 0
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests

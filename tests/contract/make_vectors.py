@@ -902,6 +902,7 @@ def batches() -> list[Case]:
                 "reason": "full",
                 "dispatched_us": 5000,
                 "lane": "small" if "lane" in others else "",
+                "expected_us": 4200 if "expected_us" in others else 0,
                 "requests": [request for run in expected for request in batched(run)],
                 "reply_columns": [run[9] for run in expected],
             },
@@ -910,6 +911,7 @@ def batches() -> list[Case]:
     return [
         case("all requests of two entries", [first, second, third]),
         case("a batch of a lane", [first, second, third], "lane", "small"),
+        case("a batch whose execution time is expected", [first, second, third], "expected_us", "4200"),
         case("an entry that was no longer in Redis is left out", [first], "gone", "2-0"),
         case("several such entries are left out", [], "gone", "2-0 1-0"),
     ]

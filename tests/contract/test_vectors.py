@@ -180,6 +180,7 @@ def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
         becomes["dispatched_us"],
         becomes["lane"],
     )
+    assert batch.expected_us == becomes["expected_us"]
     assert batch.requests == requests
     assert [run.reply_columns for run in batch.runs] == becomes["reply_columns"]
 

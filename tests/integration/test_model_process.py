@@ -404,16 +404,20 @@ class Bench:
     def started(self) -> list[tuple[str, int]]:
         return self.committer.started
 
-    def execution_of(self, *bodies: Any, content_type: str = JSON, epoch: int = 1) -> Execution:
+    def execution_of(
+        self, *bodies: Any, content_type: str = JSON, epoch: int = 1, expected_us: int = 0
+    ) -> Execution:
         batch_id = f"{next(self.ids)}-0"
         encoded: list[Body] = [encode_body(content_type, body) for body in bodies]
         ids = [f"{batch_id}:{at}" for at in range(len(bodies))]
         run = BatchedRun("0-0", ids, encoded, content_type, None, 0, None, None)
-        return Execution(Batch(batch_id, epoch, [run], "full", 0, ""))
+        return Execution(Batch(batch_id, epoch, [run], "full", 0, "", expected_us=expected_us))
 
-    def take(self, *bodies: Any, content_type: str = JSON, epoch: int = 1) -> Execution:
+    def take(self, *bodies: Any, content_type: str = JSON, epoch: int = 1, expected_us: int = 0) -> Execution:
         """Give the replica an execution with these bodies, whether it asked for it or not."""
-        execution = self.execution_of(*bodies, content_type=content_type, epoch=epoch)
+        execution = self.execution_of(
+            *bodies, content_type=content_type, epoch=epoch, expected_us=expected_us
+        )
         self.replica.take(execution)
         return execution
 
@@ -517,11 +521,9 @@ def test_nothing_is_fetched_beside_two_batches_or_before_an_execution_time_is_kn
 
 
 def test_busy_replica_fetches_shortly_before_it_expects_to_be_idle(bench: Bench, tmp_path: Path) -> None:
-    # Given that a batch usually takes 100 ms
-    bench.replica._usual_s = 0.1
     go = tmp_path / "go"
     began_s, stopwatch = time.monotonic(), Stopwatch()
-    first = bench.take(f"wait {go}")
+    first = bench.take(f"wait {go}", expected_us=100_000)
     bench.step_until(lambda: bench.fetcher.starts)
     assert time.monotonic() - began_s >= 0.078
     assert stopwatch.passed_s < 1.0
@@ -533,6 +535,14 @@ def test_busy_replica_fetches_shortly_before_it_expects_to_be_idle(bench: Bench,
     go.touch()
     assert bench.finish(first) == ["WAIT"]
     assert bench.finish(second) == ["B"]
+
+
+def test_next_fetch_is_sent_before_the_commit(bench: Bench) -> None:
+    starts_at_commit: list[int] = []
+    bench.committer.fails_on = lambda execution, position: starts_at_commit.append(bench.fetcher.starts)
+    first = bench.take("a")
+    bench.finish(first)
+    assert starts_at_commit == [1]
 
 
 def test_drain_waits_for_the_last_fetch_and_for_what_it_brings(bench: Bench) -> None:

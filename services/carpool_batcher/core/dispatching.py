@@ -245,7 +245,8 @@ class Dispatcher:
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
         self._capacity.reserve()
-        return Dispatch(runs, reason, lane.name, undated)
+        expected_us = self._capacity.latency_of(lane.name).of(sum(map(len, runs)))
+        return Dispatch(runs, reason, lane.name, undated, expected_us)
 
 
 def _front(slices: Iterable[Slice], size: int) -> Iterator[Slice]:

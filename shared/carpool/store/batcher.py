@@ -176,6 +176,8 @@ class BatcherStore:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        if dispatch.expected_us:
+            fields += ["expected_us", dispatch.expected_us]
         if (tickets := encode_tickets(dispatch)) is not None:
             fields += ["tickets", tickets]
         if dispatch.lane:
