@@ -14,6 +14,7 @@ from deadlines.runs import Run, evaluate, read_runs
 from host import CpuShares, CpuTime
 
 from carpool.errors import DeadlineExceededError
+from carpool.wire.report import BatcherReport, Gauges
 
 POINT = Point(LINE.name, 1, 50, "Poisson", 0.9)
 DEFERRED, EAGER = Plan(POINT, "deferred"), Plan(POINT, "eager")
@@ -61,17 +62,29 @@ def test_a_file_keeps_runs(tmp_path: Path) -> None:
     assert read_runs(file) == runs
 
 
+def told(*ways_us: int, learned: tuple[tuple[int, int], ...] = ()) -> BatcherReport:
+    nothing = Gauges(0, 0, 0.0, 0, 0, 1)
+    return BatcherReport("b", 0, 0, nothing, {}, 0, 0, {}, learned, None, ways_us=(ways_us[0], ways_us[1]))
+
+
 def test_only_requests_after_the_learning_count() -> None:
     learning = [Sent(number * 1000, "waiting") for number in range(int(LEARNING_S * 1000))]
     counted = [Sent(int(LEARNING_S * 1e6) + number * 2000, None, 300) for number in range(500)]
     late = [Sent(sent.at_us + 1_000_000, "delivered", 300) for sent in counted]
-    run = evaluate(DEFERRED, [*learning, *counted, *late], (1000, 3000), CpuShares(0.01, 0.5))
+    run = evaluate(DEFERRED, [*learning, *counted, *late], told(1000, 3000), CpuShares(0.01, 0.5))
     assert (run.sent, run.good, run.missed["delivered"], run.missed["waiting"]) == (1000, 500, 500, 0)
     assert run.bound == 1000  # 500 requests/s of a model for 870
     assert 950 <= run.virtual <= 1000
     assert 900 <= run.predicted <= 1000
-    slow = evaluate(DEFERRED, [*learning, *counted, *late], (30_000, 60_000), CpuShares(0.01, 0.5))
+    slow = evaluate(DEFERRED, [*learning, *counted, *late], told(30_000, 60_000), CpuShares(0.01, 0.5))
     assert slow.predicted < 600
+    heavy = evaluate(
+        DEFERRED,
+        [*learning, *counted, *late],
+        told(1000, 3000, learned=((1, 20_000), (64, 640_000))),
+        CpuShares(0.01, 0.5),
+    )
+    assert heavy.predicted < 300
     assert run.late_ms == 0.3
     assert run.seconds == pytest.approx(2.0, abs=0.01)
 

@@ -88,13 +88,13 @@ async def _do(client: AsyncClient, url: str, link: Link, plan: Plan, seconds: fl
         with no_garbage_collection():
             sent = await send(client, MODEL, due_us, plan.point.deadline_ms)
         shares = cpu.shares()
-        ways_us = _ways_us(link)
-    return evaluate(plan, sent, ways_us, shares)
+        told = _report(link)
+    return evaluate(plan, sent, told, shares)
 
 
-def _ways_us(link: Link) -> tuple[int, int]:
-    """What half and nine of ten of the latest batches took on their ways, as the batcher reports."""
+def _report(link: Link) -> BatcherReport:
+    """What the batcher has learned."""
     report = BatcherReport.decode(link.call("GET", Keys(MODEL).report) or b"")
     if report is None:
         raise SystemExit("the batcher has not reported")
-    return report.ways_us
+    return report

@@ -13,6 +13,8 @@ import numpy as np
 from host import STOLEN_MAX, CpuShares
 
 from carpool.model_settings import ModelSettings
+from carpool.wire.report import BatcherReport
+from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import recorded
 from carpool_cli.tuning.simulator import Simulation, World, lognormal
@@ -30,8 +32,8 @@ class Run(NamedTuple):
     """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
 
     `missed`: the others, by cause. `ways_us`: what half and nine of ten batches took on their ways, and
-    `predicted` what is good in virtual time with such ways. `busy` and `stolen` are shares of the machine's
-    CPU time; `late_ms` is the median of how late requests were sent.
+    `predicted` what is good in virtual time with such ways and the l(n) that was learned. `busy` and `stolen`
+    are shares of the machine's CPU time; `late_ms` is the median of how late requests were sent.
     """
 
     plan: Plan
@@ -65,11 +67,11 @@ class Run(NamedTuple):
         return cls(Plan(Point(*point), policy, beside), **fields)
 
 
-def evaluate(plan: Plan, sent: Sequence[Sent], ways_us: tuple[int, int], shares: CpuShares) -> Run:
+def evaluate(plan: Plan, sent: Sequence[Sent], told: BatcherReport, shares: CpuShares) -> Run:
     """The figures of the requests that count, all for the moments at which they were really sent.
 
     The bound assumes no way to the worker and back; virtual time the default round trip, and no flood; the
-    prediction ways of these times.
+    prediction the ways and the l(n) that the batcher told.
     """
     point, learning_us, deadline_us = plan.point, 1e6 * LEARNING_S, 1000 * plan.point.deadline_ms
     counted = [request for request in sent if request.at_us >= learning_us]
@@ -92,16 +94,18 @@ def evaluate(plan: Plan, sent: Sequence[Sent], ways_us: tuple[int, int], shares:
         good_in(world),
         causes[None],
         {cause: causes[cause] for cause in CAUSES},
-        ways_us,
-        good_in(with_ways(world, *ways_us)),
+        told.ways_us,
+        good_in(as_told(world, told)),
         median(request.late_us for request in counted) / 1000,
         *shares,
     )
 
 
-def with_ways(world: World, usual_us: int, at_most_us: int) -> World:
-    """This world with ways of which half take `usual_us` at most, and nine of ten `at_most_us`."""
+def as_told(world: World, told: BatcherReport) -> World:
+    """This world with the ways and the l(n) that a batcher has learned."""
+    usual_us, at_most_us = told.ways_us
     return world._replace(
+        curve=Curve(*zip(*told.learned, strict=True)) if told.learned else world.curve,
         out_us=usual_us // 2,
         back_us=usual_us - usual_us // 2,
         round_trip_spread=lognormal(at_most_us / max(1, usual_us)),

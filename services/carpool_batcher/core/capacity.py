@@ -10,9 +10,9 @@ worker commits it. Expected:
 
 Here l(n) is that of the batch's lane, and the round trip is the way to the worker and back. A batch should
 reach a process at the moment at which it becomes free: so it is dispatched one round trip before the settling
-of the batch that is being executed there. Round trips vary, and a process without a batch is the greater loss:
-a batch that comes early waits there, and lacks only the requests that arrive meanwhile. So this lead is what
-three of four round trips do not exceed.
+of the batch that is being executed there. Round trips vary, and a process without a batch is the greater
+loss: a batch that comes early waits there, and lacks only the requests that arrive meanwhile. So this lead is
+what three of four round trips do not exceed.
 
 A deadline is met when the producer has the result. What that takes after the settling is not known, but the
 batcher learns of batches that settle over the same way: the delivery is how long that takes. For deadlines,
