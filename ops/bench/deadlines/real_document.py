@@ -26,8 +26,9 @@ deadline as its `timeout`. A load of 1 is the highest rate at which the model co
 meet the deadline. Bound and virtual time are of the moments at which requests were really sent: U3 is the
 exact optimum of one worker that knows them all in advance, U1 what all workers together could execute in
 time; neither has any way to the worker and back. "Virtual" is the same policy, simulated with the default
-round trip; "predicted" is simulated with the l(n) and the ways that the batcher reported, as a lognormal distribution
-through what half and nine of ten batches took ("ways"). The policies took turns at each point.
+round trip; "predicted" is simulated with the l(b) and the ways that the batcher reported. The ways have a
+lognormal distribution through what half and nine of ten batches took ("ways"). The policies took turns at
+each point.
 """
 CAUSES_HEAD: Final = f"""\
 
