@@ -50,7 +50,8 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def busy_worker(stack: Stack, spec: str, gate: Path) -> Iterator[str]:
-    """Inside the block the model's only worker is busy, so that requests wait."""
+    """Inside the block the model's only worker is busy, so that requests wait. After it, they are dispatched
+    when the batcher has read all of them."""
     model = stack.serve(spec)
     stack.wait_until_idle(model)
     batches = Keys(model).batches
@@ -67,6 +68,8 @@ def busy_worker(stack: Stack, spec: str, gate: Path) -> Iterator[str]:
     wait_until(lambda: stack.redis.xlen(batches) == 2, description="a second batch is in flight")
     try:
         yield model
+        last = stack.send(model, body="0", expiration=1)
+        stack.result(model, last)  # then the batcher has read the requests before it
     finally:
         gate.touch()
 
@@ -204,11 +207,9 @@ def test_packed_entry_larger_than_a_batch_is_split_and_keeps_its_arrival(
 def test_lanes_never_share_a_batch(shared: Stack, gate: Path, prefix: str) -> None:
     with busy_worker(shared, "plain.py:Echo", gate) as model:
         lanes = ["a", "b", "a", "", "b", "a", "a", "", "b", "b", "b"]
-        requests: list[dict[str, Any]] = [
-            {"correlation_id": f"{prefix}-{number}", "body": b"0"} | ({"lane": lane} if lane else {})
-            for number, lane in enumerate(lanes)
-        ]
-        shared.send_packed(model, requests)  # so that all are read before one is dispatched
+        for number, lane in enumerate(lanes):
+            fields = {"lane": lane} if lane else {}
+            shared.send(model, correlation_id=f"{prefix}-{number}", body="0", **fields)
     sizes = [shared.result(model, f"{prefix}-{number}")["batch_size"] for number in range(len(lanes))]
     assert dict(zip(lanes, sizes, strict=True)) == {"a": 4, "b": 5, "": 2}
     assert sizes == [lanes.count(lane) for lane in lanes]
