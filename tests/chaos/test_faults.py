@@ -221,15 +221,19 @@ def test_concurrently_active_batchers_dispatch_nothing_twice(stack: Stack) -> No
     stack.wait_for_model(BUSY)
     checker = Checker()
     with Load(stack, BUSY, checker) as load:
-        for _ in range(12):
+
+        def were_several_active() -> bool:
             stack.redis.delete(Keys(BUSY).batcher)
             load.wait_for_more(40)
+            return sum(1 for batcher in batchers if batcher.events("batcher active")) > 1
+
+        wait_until(were_several_active, description="a second batcher was active")
+        for _ in range(12):
+            were_several_active()
 
     report = final_report(stack, BUSY, checker)
     assert_delivered(stack, report)
     assert_executed_once(stack, report)
-    active = [len(batcher.events("batcher active")) for batcher in batchers]
-    assert sum(1 for times in active if times) > 1, f"only one batcher was active: {active}"
 
 
 # --- requests that make a model fail
