@@ -598,14 +598,14 @@ def test_producer_can_fill_memory_with_requests_for_an_unserved_model(producer: 
 def test_producer_can_unblock_other_clients_which_do_not_lose_anything(
     secured: Secured, producer: Any
 ) -> None:
-    names = {client["id"]: client["name"] for client in secured.stack.redis.client_list()}
-    may_block = [number for number, name in names.items() if name.endswith((":reads", ":fetch"))]
-
     def unblock() -> int:
-        return sum(producer.execute_command("CLIENT", "UNBLOCK", number, "ERROR") for number in may_block)
+        """How many connections of services it was that waited."""
+        names = {client["id"]: client["name"] for client in secured.stack.redis.client_list()}
+        may_wait = [number for number, name in names.items() if name.endswith((":reads", ":fetch"))]
+        return sum(producer.execute_command("CLIENT", "UNBLOCK", number, "ERROR") for number in may_wait)
 
     with Client(secured.url("producer"), timeout=15) as client:
-        wait_until(unblock, description="a batcher or worker was blocked")
+        wait_until(unblock, description="a batcher or worker was unblocked")
         assert client.infer("square", 8) == 64
 
 
