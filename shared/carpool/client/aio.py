@@ -54,6 +54,7 @@ from carpool.wire.tensors import Array, to_bytes
 
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
+WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
 DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 
 
@@ -79,6 +80,7 @@ class AsyncClient:
         self._channels: dict[str, Channel] = {}  # by model
         self._awaited = AwaitedRequests()
         # Entries to be sent after this iteration of the event loop, and those that take more requests.
+        self._in_full = 0  # requests in those of `_collected` that are full
         self._collected: list[OutgoingEntry] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
@@ -303,8 +305,7 @@ class AsyncClient:
         self._awaited.entries[correlation_id] = entry
         if not has_room:
             del self._open[key]
-            self._collected.remove(entry)
-            self._send([entry])
+            self._on_full(len(entry.awaited))
         return correlation_id
 
     def _add_or_fail(
@@ -342,27 +343,30 @@ class AsyncClient:
                 gathering.reserve(len(ids)),
             )
             self._awaited.entries.update(dict.fromkeys(ids, entry))
-            self._send([entry])
+            self._collect(entry)
+            self._on_full(len(ids))
 
     def _collect(self, entry: OutgoingEntry) -> None:
-        """Send an entry after everything that is ready in this iteration of the event loop has run.
-
-        One that is full is sent at once, so that its batch is under way while others are encoded.
-        """
+        """Send an entry after everything that is ready in this iteration of the event loop has run."""
         if not self._collected:
             self._loop.call_soon(self._send_collected)
         self._collected.append(entry)
 
+    def _on_full(self, requests: int) -> None:
+        """An entry of this many requests is full. Send what is collected if that is worth a write of its own:
+        then batches are under way while other requests are encoded."""
+        self._in_full += requests
+        if self._in_full >= WRITTEN_TOGETHER_MIN:
+            self._send_collected()
+
     def _send_collected(self) -> None:
         entries, self._collected = self._collected, []
+        self._in_full = 0
         self._open.clear()
         if not self._closed:
-            self._send(entries)
-
-    def _send(self, entries: Iterable[OutgoingEntry]) -> None:
-        for entry in entries:
-            self._timeouts.start(entry, self._loop)
-        self._transport.send(entries)
+            for entry in entries:
+                self._timeouts.start(entry, self._loop)
+            self._transport.send(entries)
 
     def _read_options(self, options: RequestOptions) -> tuple[float | None, Mapping[str, Any]]:
         """The timeout, and the options that are sent as fields of the request."""
