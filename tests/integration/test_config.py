@@ -32,9 +32,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def stack(served: Stack) -> Iterator[Stack]:
-    """The stack without overrides, before and after the test."""
+    """The stack without overrides and results, before and after the test."""
     yield served
     served.wait_until_idle(MODEL)
+    for key in served.redis.scan_iter(KEYS.result("*")):  # of a failed test: others use the same correlation IDs
+        served.redis.delete(key)
     before = len(changes(served))
     if served.redis.delete(KEYS.config):
         wait_until(lambda: len(changes(served)) > before, description="the model's own settings are in force")
@@ -78,6 +80,16 @@ def block_worker(stack: Stack, gate: Path) -> None:
     """Give the only worker a batch that lasts until the gate file exists. Requests sent from now on wait."""
     stack.send(MODEL, body=json.dumps({"gate": str(gate)}), correlation_id=f"gate-{gate.parent.name}")
     wait_until(lambda: stack.redis.xlen(KEYS.batches) == 1, description="the worker is blocked")
+
+
+def block_worker_and_next(stack: Stack, gate: Path) -> None:
+    """As `block_worker`, and dispatch a batch ahead of it. No request sent from now on is dispatched.
+
+    For `max_batch_size` 1: only a full batch is sure to be dispatched ahead of a busy process.
+    """
+    block_worker(stack, gate)
+    send(stack, "ahead")
+    wait_until(lambda: stack.redis.xlen(KEYS.batches) == 2, description="one batch is ahead")
 
 
 def waiting(stack: Stack) -> int:
@@ -140,15 +152,14 @@ def test_table_shows_what_changed_and_how_to_see_the_rest(stack: Stack) -> None:
 
 
 def test_several_changes_are_applied_together(stack: Stack, gate: Path) -> None:
-    change(stack, "max_queue_size=2", "result_ttl_ms=7000")
-    block_worker(stack, gate)
-    send(stack, "a b c d")  # one may be dispatched ahead
-    assert stack.result(MODEL, "d")["status"] == "RESOURCE_EXHAUSTED"
+    change(stack, "max_batch_size=1", "max_queue_size=2", "result_ttl_ms=7000")
+    block_worker_and_next(stack, gate)
+    send(stack, "a b c")
+    assert stack.result(MODEL, "c")["status"] == "RESOURCE_EXHAUSTED"
     gate.touch()
     wait_until(lambda: stack.redis.exists(KEYS.result("a")), description="a has its result")
     assert 0 < stack.redis.pttl(KEYS.result("a")) <= 7000
     assert {one["status"] for one in results(stack, "a b").values()} == {"OK"}
-    stack.result(MODEL, "c")
 
 
 def test_new_queue_delay_applies_to_the_next_request(stack: Stack) -> None:
@@ -248,9 +259,7 @@ def test_preferred_size_is_dispatched_as_soon_as_it_is_reached(stack: Stack) -> 
 
 def test_expired_request_is_delayed_and_served(stack: Stack, gate: Path) -> None:
     change(stack, "expiration_action=delay", "max_batch_size=1")
-    block_worker(stack, gate)
-    send(stack, "ahead")  # a full batch is dispatched ahead of a busy process
-    wait_until(lambda: stack.redis.xlen(KEYS.batches) == 2, description="one batch is ahead")
+    block_worker_and_next(stack, gate)
     send(stack, "late", expiration=20, priority=9, reply_to="delayed")
     late_ms = int(stack.redis.time()[0]) * 1000
     send(stack, "low", priority=0, reply_to="delayed")
@@ -271,9 +280,8 @@ def test_expiration_of_a_request_can_be_overridden(stack: Stack, gate: Path) -> 
 
 def test_priority_has_its_own_limits(stack: Stack, gate: Path) -> None:
     policies = '{"0": {"max_queue_size": 1, "default_expiration_ms": 300}}'
-    config(stack, MODEL, f"priority_policies={policies}")
-    wait_until_applied(stack, "priority_policies", policies)
-    block_worker(stack, gate)
+    change(stack, "max_batch_size=1", f"priority_policies={policies}")
+    block_worker_and_next(stack, gate)
     send(stack, "high1 high2", priority=9)
     send(stack, "low1 low2", priority=0)
     assert stack.result(MODEL, "low2")["status"] == "RESOURCE_EXHAUSTED"
