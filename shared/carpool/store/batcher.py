@@ -178,6 +178,10 @@ class BatcherStore:
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
+        if dispatch.size == 1:
+            (run,) = dispatch.runs
+            fields += ["stream", 1] if run.stream else []
+            fields += ["cost", run.cost] if run.cost != 1 else []
         if (tickets := encode_tickets(dispatch)) is not None:
             fields += ["tickets", tickets]
         if dispatch.lane:
