@@ -267,7 +267,7 @@ class OrderedResults(RuleBasedStateMachine):
         position %= batch.size
         request = batch.requests[position]
         answer = Answer(position, Address.of(request), Result(request.correlation_id, DEADLINE_EXCEEDED))
-        if self.batcher.expire_in_flight(batch.id, [answer], TTL_MS):
+        if self.batcher.answer_in_flight(batch.id, [answer], TTL_MS):
             assert batch.id not in self.deleted
             self.answered.setdefault(batch.id, set()).add(position)
             self.done([position], batch)
@@ -536,7 +536,7 @@ def test_one_script_delivers_a_few_megabytes_at_most(stores: Stores) -> None:
     commit_all(stores.worker, late, body=b"x" * (1 << 20))
     slow = early.requests[0]
     expired = Answer(0, Address("all", slow.ticket), Result(slow.correlation_id, DEADLINE_EXCEEDED))
-    stores.batcher.expire_in_flight(early.id, [expired], TTL_MS)
+    stores.batcher.answer_in_flight(early.id, [expired], TTL_MS)
     assert 0 < len(stores.replied()) < 24
     stores.batcher.release()
     assert stores.replied() == [f"r{number}" for number in range(25)]

@@ -231,10 +231,10 @@ class BatcherStore:
             keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
             self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
-    def expire_in_flight(
+    def answer_in_flight(
         self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int
     ) -> set[int] | None:
-        """Answer requests of a batch in flight whose deadline passed.
+        """Answer requests of a batch in flight whose deadline passed, or that were withdrawn.
 
         Returns the positions that were answered; None if the batch has been settled meanwhile.
         """
