@@ -1,4 +1,4 @@
-"""The model process: receive a frame, execute it, send the outcome.
+"""The model process: receive a frame, execute it, send the outcome. `step_loop` does it for stepping models.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
@@ -64,14 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ready(model: LoadedModel | SteppingModel) -> Ready:
-    is_stepping = isinstance(model, SteppingModel)
     return Ready(
         model.settings.as_text(),
         model.inputs,
         model.outputs,
-        is_stepping or model.wants_requests,
+        isinstance(model, SteppingModel) or model.wants_requests,
         dict(model.misspelt),
-        is_stepping,
+        isinstance(model, SteppingModel),
     )
 
 

@@ -87,7 +87,7 @@ def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:
 
 
 def adapt(model: Any, device: str) -> LoadedModel:
-    """Load a user's model with `predict`, and find its hooks. Raises UnusableError for a wrong declaration."""
+    """Load a user's model with `predict`, and find its hooks. Raises UnusableError, as `load_model` does."""
     if inspect.isclass(model):
         model = model()
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
@@ -113,11 +113,13 @@ def _is_stepping(model: Any) -> bool:
 
 def _is_generator(model: Any) -> bool:
     """Whether it is a generator function, or an object that is called like one."""
-    return any(inspect.isgeneratorfunction(call) for call in (model, getattr(type(model), "__call__", None)))
+    return inspect.isgeneratorfunction(model) or (
+        callable(model) and inspect.isgeneratorfunction(model.__call__)
+    )
 
 
 def _adapt_stepping(model: Any, device: str) -> SteppingModel:
-    stepping = model if hasattr(model, "step") else GeneratorModel(model)
+    stepping = model if callable(getattr(model, "step", None)) else GeneratorModel(model)
     for name in ("predict", "preprocess", "postprocess"):
         if getattr(model, name, None) is not None:
             raise UnusableError(
@@ -126,9 +128,7 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
             )
     begin = getattr(stepping, "begin", None)
     if begin is None:
-        raise UnusableError(
-            "the model has 'step' and no 'begin', which is called with requests before they step"
-        )
+        raise UnusableError("the model has 'step' but no 'begin', which each request needs first")
     end = getattr(stepping, "end", None)
     for name, hook in (("begin", begin), ("step", stepping.step), ("end", end)):
         _check_plain(name, hook)

@@ -92,7 +92,7 @@ class Slots(Generic[T]):
         self._cost -= self._running.pop(key).cost
 
     def drop(self, key: int) -> T | None:
-        """The request of this key is no longer wanted. Returns it if it had a slot. Unknown keys are ignored."""
+        """Forget the request of this key, if it is known. Returns it if it had a slot."""
         request = self._running.get(key)
         if request is not None:
             self.end(key)

@@ -1,8 +1,8 @@
 """Steps a model: begins requests, steps those that have a slot, and isolates the failures. Without I/O.
 
-If `begin` raises on several requests, each is begun anew, singly. If `step` does, each is begun anew from what
-it has emitted so far, and takes the step singly. The one on which the model raises alone fails, and the others
-have taken the step. If the model raises on none of them alone, all go on together.
+If `begin` raises on several requests, each is begun anew, singly. If `step` does, each is begun anew from
+what it has emitted so far, and takes the step singly. The one on which the model raises alone fails, and the
+others have taken the step. If the model raises on none of them alone, all go on together.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What a stepping model gets: requests that it generates step by step. And generator functions as models.
 
     class Writer:
-        max_batch_size = 32                     # slots: requests that are generated together
-        def begin(self, requests): ...          # those that have just got a slot; `r.state` is the model's own
-        def step(self, requests): ...           # all that have a slot: r.emit(value), r.finish(), r.fail(error)
-        def end(self, request): ...             # optional: once for each begun request, however it ended
-        continues = True                        # False: it cannot go on from `r.chunks`
+        max_batch_size = 32                   # slots: requests that are generated together
+        def begin(self, requests): ...        # those that have just got a slot; `r.state` is the model's own
+        def step(self, requests): ...         # all that have a slot: r.emit(value), r.finish()
+        def end(self, request): ...           # optional: once for each begun request, however it ended
+        continues = True                      # False: it cannot go on from `r.chunks`
 
-`begin` and `step` may emit, finish and fail. `end` is called for every request that `begin` was called with, so
+`begin` and `step` may emit, finish and fail. `end` is called for every request that `begin` was called with,
 also if `begin` raised: `state` is then what `begin` had set, or None.
 """
 
