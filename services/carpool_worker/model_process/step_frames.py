@@ -31,7 +31,8 @@ class Admit(NamedTuple):
     `is_streamed`: whether chunks are wanted; if not, only the output is sent.
 
     `is_alone`: it may have killed a process. It is begun at once and takes one step, while all others pause;
-    the Step that says so is always sent. Then everything pauses until the next message.
+    the Step that says so is always sent, with an Advance of this key. Then everything pauses until the next
+    request that is to be alone, or Resume; other requests that arrive meanwhile wait.
     """
 
     key: int
