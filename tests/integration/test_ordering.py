@@ -280,7 +280,7 @@ class OrderedResults(RuleBasedStateMachine):
         if reclaimed is None:
             assert self.deleted
             return
-        batch, answered, _ = reclaimed
+        batch, answered, *_ = reclaimed
         (place,) = [place for place, fetched in enumerate(self.fetched) if fetched.id == batch.id]
         self.fetched[place] = batch
         assert answered == self.answered.get(batch.id, set())
@@ -388,8 +388,7 @@ def refusal_of(run: Run, status: str) -> Refusal:
 def fetch(worker: WorkerStore) -> Batch:
     """The next batch, which was dispatched."""
     worker.start_fetch("w", 1)
-    batch = worker.finish_fetch()
-    assert batch is not None
+    (batch,) = worker.finish_fetch()
     return batch
 
 
