@@ -49,8 +49,14 @@ def keep_dropped_requests_waiting(patch: Patch) -> None:
     patch.setattr(Slots, "drop", drop)
 
 
-def count_the_cost_of_a_dropped_request_on(patch: Patch) -> None:
-    patch.setattr(Slots, "drop", lambda held, key: held._running.pop(key, None) or held._waiting.pop(key, None))
+def keep_the_cost_of_a_dropped_request(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        request = original(held, key)
+        held._cost += request.cost if request else 0
+        return request
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
 
 
 def free_cost_twice(patch: Patch) -> None:
@@ -173,7 +179,7 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     free_a_slot_twice,
     keep_the_slot_of_a_dropped_request,
     keep_dropped_requests_waiting,
-    count_the_cost_of_a_dropped_request_on,
+    keep_the_cost_of_a_dropped_request,
     free_cost_twice,
     admit_the_last_first,
     ignore_costs,

@@ -14,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from carpool.errors import ABORTED, INTERNAL, INVALID_ARGUMENT
@@ -50,18 +52,18 @@ class Traits:
 traits = st.builds(
     Traits,
     cost=st.integers(0, MAX_COST),
-    length=st.integers(0, 6),
+    length=st.sampled_from((0, 1, 2, 3, 6, 20)),
     emits=st.sampled_from((0, 1, 1, 1, 3)),
     sent=st.sampled_from((0, 0, 0, 1, 2)),
-    raises_at=st.sampled_from((None, None, None, 0, 1, 3)),
-    begin_raises=st.sampled_from((False, False, False, True)),
-    is_invalid=st.sampled_from((False, False, False, False, True)),
+    raises_at=st.sampled_from((*[None] * 7, 0, 1, 3)),
+    begin_raises=st.sampled_from((*[False] * 9, True)),
+    is_invalid=st.sampled_from((*[False] * 9, True)),
     is_streamed=st.sampled_from((True, True, False)),
 )
 model_settings = st.builds(
     ModelSettings,
     max_batch_size=st.sampled_from((1, 2, 3, 5)),
-    max_batch_cost=st.sampled_from((None, None, 2, 6)),
+    max_batch_cost=st.sampled_from((None, 2, 6)),
     max_prefill_cost=st.sampled_from((None, None, 1, 3)),
 )
 
@@ -82,6 +84,7 @@ class Oracle:
         self.step_calls: list[list[int]] = []
         self.is_tired = False  # it raises on any two requests
         self.raised = False
+        self.violations: list[str] = []
 
     def traits(self, request: StepRequest) -> Traits:
         return self.machine.traits[request.body]
@@ -93,19 +96,20 @@ class Oracle:
     def begin(self, requests: Sequence[StepRequest]) -> None:
         self.begin_calls.append([request.body for request in requests])
         for request in requests:
-            assert self.begins[request.body] == self.ends[request.body], "begun twice"
+            self.check(self.begins[request.body] == self.ends[request.body], "begun twice")
             self.begins[request.body] += 1
-            assert request.state is None
+            self.check(request.state is None, "has a state")
         for request in requests:
             if self.traits(request).begin_raises:
                 self.fail("in begin")
             request.state = len(request.chunks)
-            assert request.chunks == [value(request.body, index) for index in range(request.state)]
+            chunks = [value(request.body, index) for index in range(request.state)]
+            self.check(request.chunks == chunks, "other chunks")
 
     def step(self, requests: Sequence[StepRequest]) -> None:
         self.step_calls.append([request.body for request in requests])
         for request in requests:
-            assert self.begins[request.body] == self.ends[request.body] + 1, "steps without a begin"
+            self.check(self.begins[request.body] == self.ends[request.body] + 1, "steps without a begin")
         for request in requests:
             traits = self.traits(request)
             if request.state >= traits.length:
@@ -123,9 +127,14 @@ class Oracle:
 
     def end(self, request: StepRequest) -> None:
         self.ends[request.body] += 1
-        assert self.begins[request.body] == self.ends[request.body], "ended twice"
+        self.check(self.begins[request.body] == self.ends[request.body], "ended twice")
         if request.body % 5 == 0:
             raise RuntimeError("in end")
+
+    def check(self, is_right: bool, violation: str) -> None:
+        """An assertion here would be taken for an error of the model."""
+        if not is_right:
+            self.violations.append(violation)
 
     def fail(self, where: str) -> None:
         self.raised = True
@@ -133,7 +142,7 @@ class Oracle:
 
 
 class StepperMachine(RuleBasedStateMachine):
-    """The reference is `waiting`, `waiting_alone`, `running` (keys, in order) and `received` (values by key)."""
+    """The reference is `waiting`, `waiting_alone`, `running` (keys in order), `received` (values by key)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,10 +192,12 @@ class StepperMachine(RuleBasedStateMachine):
         for each in traits:
             self.add(each)
 
-    @rule(traits=traits)
-    def add_alone(self, traits: Traits) -> None:
+    @rule(traits=traits, is_followed=st.sampled_from((False, False, True)))
+    def add_alone(self, traits: Traits, is_followed: bool) -> None:
         self.waiting_alone.append(self._admit(traits, is_alone=True))
         self.is_paused = True
+        if not is_followed:
+            self.resume()
 
     @rule()
     def resume(self) -> None:
@@ -197,7 +208,14 @@ class StepperMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         """Also one that has ended, and one that never was."""
-        keys = data.draw(st.lists(st.integers(0, len(self.traits)), min_size=1, max_size=3))
+        self._drop(data.draw(st.lists(st.integers(0, len(self.traits)), min_size=1, max_size=3)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def drop_one_that_runs(self, data: st.DataObject) -> None:
+        self._drop([data.draw(st.sampled_from(self.running))])
+
+    def _drop(self, keys: Sequence[int]) -> None:
         self.stepper.drop(keys)
         for key in keys:
             for place in (self.waiting, self.waiting_alone, self.running):
@@ -323,6 +341,8 @@ class StepperMachine(RuleBasedStateMachine):
         for key in self.traits:
             is_open = self.model.begins[key] - self.model.ends[key]
             assert is_open == (key in self.running and not self.is_closed), key
+        if self.traits:
+            assert not self.model.violations
 
     def teardown(self) -> None:
         if not hasattr(self, "stepper"):
@@ -333,3 +353,9 @@ class StepperMachine(RuleBasedStateMachine):
 
 
 TestStepper = StepperMachine.TestCase
+TestStepper.settings = hypothesis_settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # that depends on the machine
+)
