@@ -300,7 +300,11 @@ class Batch:
 
 
 class Result(NamedTuple):
-    """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK."""
+    """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK.
+
+    Of a streamed request: `index` is the number of its chunks; `first_us` the time from its arrival to the
+    first of them, None if there is none.
+    """
 
     correlation_id: str
     status: str = OK
@@ -310,6 +314,21 @@ class Result(NamedTuple):
     batch_size: int = 0
     queue_us: int = 0
     compute_us: int = 0
+    index: int | None = None  # type: ignore[assignment]  # hides tuple.index
+    first_us: int | None = None
+
+
+class Chunk(NamedTuple):
+    """A partial result: one emitted value of a streamed request, or `merged` of them, joined.
+
+    `index` counts the chunks of a request from 0. `body` is bytes of `content_type`.
+    """
+
+    correlation_id: str
+    content_type: str
+    body: bytes
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    merged: int = 1
 
 
 class ResultColumns(NamedTuple):
