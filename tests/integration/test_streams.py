@@ -434,6 +434,16 @@ async def test_chunks_of_an_earlier_stream_do_not_reach_other_requests(
     assert await whole == "ab"
 
 
+async def test_withdrawal_is_sent_before_the_client_is_closed(
+    server: EmbeddedRedis, service: StreamingService
+) -> None:
+    async with AsyncClient(server.url) as client, client.stream(MODEL, "x") as stream:
+        (request,) = await take(service)
+        service.write(request, chunk(request, 0, pack("a")))
+        assert await anext(stream) == "a"
+    service.wait_for_withdrawal(request.correlation_id)
+
+
 # --- lost connections --------------------------------------------------------------------------------------
 
 
@@ -586,6 +596,17 @@ def test_closing_a_stream_ends_it_for_a_thread_that_waits(
         reader = pool.submit(list, stream)
         service.write(request, chunk(request, 0, pack("a")))
     assert reader.result(15) in (["a"], [])
+    service.wait_for_withdrawal(request.correlation_id)
+
+
+def test_withdrawal_by_a_thread_is_sent_before_the_client_is_closed(
+    server: EmbeddedRedis, service: StreamingService
+) -> None:
+    """Also by uvloop, which sends later than asyncio."""
+    with Client(server.url) as client, client.stream(MODEL, "x") as stream:
+        (request,) = service.take()
+        service.write(request, chunk(request, 0, pack("a")))
+        assert next(stream) == "a"
     service.wait_for_withdrawal(request.correlation_id)
 
 
