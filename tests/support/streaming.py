@@ -94,6 +94,11 @@ class StreamingService:
         body: bytes = self._redis.get(self.keys.body(name))
         return body
 
+    def stored_bodies(self) -> list[bytes]:
+        """The keys of the large bodies in Redis."""
+        keys: list[bytes] = self._redis.keys(self.keys.body("*"))
+        return keys
+
     def write(self, request: Echo, *envelopes: Envelope) -> None:
         """One entry on the reply stream of the request."""
         self._redis.xadd(self.keys.replies(request.reply_to), {"results": msgpack.packb(envelopes)})
@@ -111,7 +116,7 @@ class StreamingService:
                 self._redis.client_kill_filter(_id=connection["id"])
 
     def close(self) -> None:
-        self._redis.delete(self.keys.requests, self.keys.registration)
+        self._redis.delete(self.keys.requests, self.keys.registration, *self.stored_bodies())
         self._redis.close()
 
 

@@ -97,8 +97,7 @@ class Transport:
     async def close(self) -> None:
         """Disconnect, and fail the calls that have no reply. What was withdrawn before this is sent."""
         if self._flush_scheduled:
-            await asyncio.sleep(0)  # the flush
-            await asyncio.sleep(0)  # uvloop sends at the end of an iteration what was written in it
+            await asyncio.sleep(0)  # the flush is earlier in the next iteration
         self._closed = True
         for scheduled in (self._silence_timer, self._reconnecting):
             if scheduled is not None:
