@@ -5,7 +5,7 @@
     service.write(chunk(request, 0, b'"Once"'), final(request, b'"Once"', index=1))
 
     with Storyteller(url, "writer", ["Once", " upon"]):
-        ...                                             # every request is answered with these chunks
+        ...                                             # requests for lists are answered with these chunks
 
 They read and write what PROTOCOL.md describes, with none of the library's code for the wire.
 """
@@ -121,8 +121,9 @@ class StreamingService:
 
 
 class Storyteller(threading.Thread):
-    """Answers every request of a model with the same texts, as a stream if it wants one; then with an error,
-    if `error` is its status and detail. JSON only.
+    """Answers every request for a list with the same texts: as chunks if it wants them, then as a whole.
+
+    JSON only. With `error`, its status and detail come instead of the whole.
     """
 
     def __init__(
@@ -133,9 +134,8 @@ class Storyteller(threading.Thread):
         self._keys = Keys(model)
         self._texts = texts
         self._error = error
+        self.answered = 0
         self._ending = threading.Event()
-        self._redis.hset(self._keys.registration, "max_batch_size", 64)
-        self._redis.sadd("carpool:models", model)
 
     def __enter__(self) -> Self:
         self.start()
@@ -146,7 +146,7 @@ class Storyteller(threading.Thread):
     ) -> None:
         self._ending.set()
         self.join()
-        self._redis.delete(self._keys.requests, self._keys.registration)
+        self._redis.delete(self._keys.requests)
         self._redis.close()
 
     def run(self) -> None:
@@ -155,27 +155,21 @@ class Storyteller(threading.Thread):
             found = self._redis.xread({self._keys.requests: last_id}, block=_BLOCK_MS)
             for entry_id, fields in found[0][1] if found else ():
                 last_id = entry_id
-                if b"withdraw" not in fields:
-                    self._answer(entry_id.decode(), {name.decode(): value for name, value in fields.items()})
+                self._answer(entry_id.decode(), fields)
 
-    def _answer(self, entry_id: str, fields: dict[str, Any]) -> None:
-        name, reply_to = fields.get("correlation_id", entry_id.encode()).decode(), fields.get("reply_to", b"")
-        request = Echo(name, fields["body"], JSON, reply_to.decode())
-        streamed = fields.get("stream") == b"1"
-        texts = [json.dumps(text).encode() for text in self._texts if streamed]
-        envelopes = [chunk(request, index, text) for index, text in enumerate(texts)]
+    def _answer(self, correlation_id: str, fields: dict[bytes, bytes]) -> None:
+        self.answered += 1
+        request = Echo(correlation_id, fields[b"body"], JSON, "")
+        texts = self._texts if fields.get(b"stream") == b"1" else ()
+        envelopes = [chunk(request, index, _json(text)) for index, text in enumerate(texts)]
         if self._error is None:
-            whole = json.dumps("".join(self._texts)).encode()
-            envelopes.append(final(request, whole, index=len(texts) if streamed else None, first_us=400))
+            envelopes.append(final(request, _json("".join(self._texts)), index=len(texts), first_us=400))
         else:
             envelopes.append(failure(request, *self._error))
         for envelope in envelopes:
-            if reply_to:
-                self._redis.xadd(self._keys.replies(request.reply_to), {"results": msgpack.packb([envelope])})
-            else:
-                self._redis.rpush(self._keys.result(name), _as_json(envelope))
+            body = {"body": json.loads(envelope["body"])} if "body" in envelope else {}
+            self._redis.rpush(self._keys.result(correlation_id), _json(envelope | body))
 
 
-def _as_json(envelope: Envelope) -> str:
-    body = {"body": json.loads(envelope["body"])} if "body" in envelope else {}
-    return json.dumps(envelope | body, separators=(",", ":"))
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
