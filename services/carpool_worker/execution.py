@@ -71,6 +71,7 @@ class Execution:
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames
+    first_us: int | None = None  # of a streamed request: the time from its arrival to its first chunk
 
     @property
     def is_suspect(self) -> bool:

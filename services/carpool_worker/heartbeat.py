@@ -13,15 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica import Replica
 
 BEATS_PER_LEASE: Final = 3
+
+
+class Owner(Protocol):
+    """A replica, as far as its leases are concerned."""
+
+    consumer: str
+
+    def batches(self) -> list[tuple[str, int]]:
+        """ID and epoch of each batch in hand."""
 
 
 class Heartbeat:
@@ -29,13 +37,15 @@ class Heartbeat:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[Owner],
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
+        configure: Callable[[WorkerStore], None] | None,
         metrics: WorkerMetrics,
     ) -> None:
         self._replicas = replicas
+        self._configure = configure  # called with each beat, where overrides concern the worker
         self._metrics = metrics
         self._last_beat_us: int | None = None  # by this host's monotonic clock
         self._store = store
@@ -54,6 +64,8 @@ class Heartbeat:
     def beat(self) -> None:
         """Renew everything now."""
         self._store.read_clock()
+        if self._configure is not None:
+            self._configure(self._store)
         not_owned: set[str] = set()
         for replica in self._replicas:
             batches = replica.batches()

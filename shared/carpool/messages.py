@@ -67,6 +67,7 @@ class Run:
     tenant: str = ""
     reply_columns: bool = False  # the producer reads results as columns
     tickets: Tickets | None = None  # the places in the order of results, if that is preserved
+    stream: bool = False  # the producer wants partial results
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
@@ -139,6 +140,7 @@ class Run:
             self.tenant,
             self.reply_columns,
             tickets,
+            self.stream,
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
@@ -253,7 +255,8 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 @dataclass(eq=False)
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
-    `expected_us`: how long their execution is expected to take; 0 if that is unknown.
+    `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
+    those of the request, if it is alone in the batch, as requests of stepping models are.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
     """
@@ -266,6 +269,8 @@ class Batch:
     lane: str
     result_ttl_ms: int = 60_000
     expected_us: int = 0
+    stream: bool = False
+    cost: int = 1
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests

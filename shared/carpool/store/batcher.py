@@ -178,6 +178,10 @@ class BatcherStore:
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
+        if dispatch.size == 1:
+            (run,) = dispatch.runs
+            fields += ["stream", 1] if run.stream else []
+            fields += ["cost", run.cost] if run.cost != 1 else []
         if (tickets := encode_tickets(dispatch)) is not None:
             fields += ["tickets", tickets]
         if dispatch.lane:
@@ -227,10 +231,10 @@ class BatcherStore:
             keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
             self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
-    def expire_in_flight(
+    def answer_in_flight(
         self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int
     ) -> set[int] | None:
-        """Answer requests of a batch in flight whose deadline passed.
+        """Answer requests of a batch in flight whose deadline passed, or that were withdrawn.
 
         Returns the positions that were answered; None if the batch has been settled meanwhile.
         """

@@ -35,11 +35,15 @@ _LEAVE: Final = Script("leave")
 
 
 class Reclaimed(NamedTuple):
-    """A batch taken over: positions that were answered already, and how often each was started alone."""
+    """A batch taken over: positions that were answered already, and how often each was started alone.
+
+    `first_us`: of a request of a stepping model the time from its arrival to its first chunk, if it has one.
+    """
 
     batch: Batch
     answered: frozenset[int]
     started: Mapping[int, int]
+    first_us: int | None = None
 
 
 class WorkerStore:
@@ -62,6 +66,11 @@ class WorkerStore:
         )
         no_errors([reply for reply in replies if getattr(reply, "code", "") != "BUSYGROUP"])
 
+    def overrides(self) -> dict[str, str]:
+        """The operator's overrides of the registered settings."""
+        reply = self._link.call("HGETALL", self.keys.config)
+        return {name.decode(): value.decode() for name, value in zip(reply[::2], reply[1::2], strict=True)}
+
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
@@ -72,24 +81,22 @@ class WorkerStore:
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
-    def start_fetch(self, consumer: str, block_ms: int) -> None:
-        """Ask for the next batch, which Redis waits for up to `block_ms`. Until `finish_fetch`, nothing else
-        may be called."""
+    def start_fetch(self, consumer: str, block_ms: int, count: int = 1) -> None:
+        """Ask for the next batches, at most `count`, for which Redis waits up to `block_ms`. Until
+        `finish_fetch`, nothing else may be called."""
         self._link.send(
-            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, "BLOCK", block_ms,
+            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", count, "BLOCK", block_ms,
             "STREAMS", self._batches, ">",
         )  # fmt: skip
 
-    def finish_fetch(self) -> Batch | None:
-        """The batch that was asked for, None if there was none; waits until `descriptor` is readable.
+    def finish_fetch(self) -> list[Batch]:
+        """The batches that were asked for, empty if there was none; waits until `descriptor` is readable.
 
         Raises CommandError with the code NOGROUP if Redis was emptied: register again.
         """
         reply = self._link.receive()
-        if not reply or not reply[0][1]:
-            return None
-        entry_id, flat = reply[0][1][0]
-        return decode_batch(entry_id, flat, epoch=1)
+        entries = reply[0][1] if reply else ()
+        return [decode_batch(entry_id, flat, epoch=1) for entry_id, flat in entries]
 
     @property
     def descriptor(self) -> int | None:
@@ -104,13 +111,16 @@ class WorkerStore:
         entry_id, flat, epoch, progress = reply
         answered: set[int] = set()
         started: dict[int, int] = {}
+        first_us: int | None = None
         for field, value in zip(progress[::2], progress[1::2], strict=True):
             kind, _, position = field.decode().partition(":")
             if kind == "answered":
                 answered.add(int(position))
-            else:
+            elif kind == "started":
                 started[int(position)] = int(value)
-        return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
+            elif kind == "first_us":
+                first_us = int(value)
+        return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started, first_us)
 
     def load_bodies(self, batch: Batch, answered: Container[int] = ()) -> dict[int, str]:
         """Load the stored bodies of a batch, in one round trip, into its runs; not those of `answered`.

@@ -94,6 +94,8 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"lane", b"").decode(),
         int(raw.get(b"result_ttl_ms", 60_000)),
         int(raw.get(b"expected_us", b"0")),
+        raw.get(b"stream") == b"1",
+        int(raw.get(b"cost", b"1")),
     )
 
 
