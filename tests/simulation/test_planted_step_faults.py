@@ -104,12 +104,31 @@ def step_all_with_one_that_is_alone(patch: Patch) -> None:
 
 
 def go_on_after_one_that_is_alone(patch: Patch) -> None:
-    def add_alone(held: Slots[Any], request: Any) -> None:
-        original(held, request)
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, steps)
         held._is_paused = False
 
     original = Slots.add_alone
     patch.setattr(Slots, "add_alone", add_alone)
+
+
+def take_only_one_step_alone(patch: Patch) -> None:
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, 1)
+
+    original = Slots.add_alone
+    patch.setattr(Slots, "add_alone", add_alone)
+
+
+def stay_alone_after_a_drop(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        left = dict(held._steps_alone)
+        request = original(held, key)
+        held._steps_alone = left
+        return request
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
 
 
 def drop_without_end(patch: Patch) -> None:
@@ -186,6 +205,8 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     stop_at_a_request_that_costs_too_much,
     step_all_with_one_that_is_alone,
     go_on_after_one_that_is_alone,
+    take_only_one_step_alone,
+    stay_alone_after_a_drop,
     drop_without_end,
     end_twice,
     begin_anew_without_end,
