@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from carpool.errors import CANCELLED, OK, InternalError
-from carpool.messages import BatchedRun, Chunk, Result
+from carpool.messages import BatchedRun, Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body
 from carpool_worker.codec import RESULT_BYTES_MAX
@@ -72,6 +72,7 @@ class StepExecution:
         self.reader = Reader(now_s)
         self.chunk_us: int | None = None  # when its last chunk was written
         self._emitted: list[bytes] = []  # chunks that are not written, oldest first
+        self._emitted_total = 0  # by all processes that had it
         self._writing = 0  # how many of these are in the script under way
         self._sent_us = 0
         if 0 in execution.results:  # it could not be decoded, expired, or is a dead letter
@@ -110,6 +111,7 @@ class StepExecution:
         """What a step did for it and `size - 1` others."""
         if advance.chunk and self.is_streamed:
             self._emitted.append(advance.chunk)
+            self._emitted_total = advance.emitted
         self.execution.compute_us = max(0, now_us - self._sent_us)
         if advance.failure is not None:
             status, detail = advance.failure
@@ -183,6 +185,7 @@ class StepExecution:
             execution.compute_us,
             execution.waited_us,
             execution.dead_letters[0] if execution.dead_letters else None,
+            self._streamed(first_us, now_us if chunks else self.chunk_us) if self.result else None,
         )
 
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
@@ -197,14 +200,26 @@ class StepExecution:
         chunk = Chunk(run.correlation_ids[0], run.content_type, body, self.written + offset, len(values))
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
 
+    def _streamed(self, first_us: int | None, last_us: int | None) -> Streamed | None:
+        """What was streamed, if the first chunk came `first_us` after its arrival, or is written."""
+        first_us = self.first_us if first_us is None else first_us
+        if first_us is None or last_us is None:
+            return None
+        since_first_us = last_us - self.run.arrival_us - first_us
+        return Streamed(self._emitted_total, first_us, max(0, since_first_us))
+
     def _final(self, chunks: int, first_us: int | None) -> Result | None:
         if self.result is None or self.result.status != OK or not self.is_streamed:
             return self.result
         first_us = self.first_us if first_us is None else first_us
         return self.result._replace(index=self.written + chunks, first_us=first_us)
 
-    def wrote(self, write: StepWrite, reply: StepReply, stream_buffer: int, now_s: float) -> None:
+    def wrote(
+        self, write: StepWrite, reply: StepReply, stream_buffer: int, now_s: float, now_us: int
+    ) -> None:
         """A write was carried out."""
+        if write.chunks:
+            self.chunk_us = now_us
         del self._emitted[: self._writing]
         self._writing = 0
         self.written += len(write.chunks)
