@@ -47,7 +47,7 @@ class StepLog:
         with self._lock:
             self._ended[status] += 1
         if self._is_debug:
-            self._log.debug("request", status=status, **_figures(request, write), worker=replica)
+            self._log.debug("batch", **{status: 1}, **_figures(request, write), worker=replica)
 
     def dropped(self, requests: Sequence[StepExecution]) -> None:
         """Requests were answered by a batcher, because they expired or were withdrawn."""
@@ -85,6 +85,8 @@ def _figures(request: StepExecution, write: StepWrite) -> dict[str, Any]:
     batch, streamed = write.batch, write.streamed
     figures: dict[str, Any] = {
         "batch": batch.id,
+        "reason": batch.reason,
+        "size": 1,
         "queue_ms": max(0, batch.dispatched_us - request.run.arrival_us) / 1000,
         "compute_ms": write.compute_us / 1000,
         "epoch": batch.epoch,

@@ -89,12 +89,14 @@ def test_each_request_is_logged_only_at_debug() -> None:
     ended(log, INTERNAL)
     first, second, third = captured.entries
     assert first == {
-        "event": "request",
+        "event": "batch",
         "log_level": "debug",
         "model": "m",
         "worker": "w/0",
         "batch": "9-0",
-        "status": OK,
+        "reason": "full",
+        "size": 1,
+        OK: 1,
         "queue_ms": 4.0,
         "compute_ms": 70.0,
         "epoch": 1,
