@@ -120,14 +120,16 @@ def drop_without_end(patch: Patch) -> None:
     patch.setattr(Stepper, "drop", drop)
 
 
-def end_twice(patch: Patch) -> None:
-    def end(stepper: Stepper, generation: Generation) -> None:
-        was_begun = generation.is_begun
-        original(stepper, generation)
-        generation.is_begun = was_begun
+def end_dropped_requests_twice(patch: Patch) -> None:
+    def drop(stepper: Stepper, keys: Sequence[int]) -> None:
+        dropped = [generation for generation in stepper._slots.running if generation.key in keys]
+        original(stepper, keys)
+        for generation in dropped:
+            generation.is_begun = True
+            stepper._end(generation)
 
-    original = Stepper._end
-    patch.setattr(Stepper, "_end", end)
+    original = Stepper.drop
+    patch.setattr(Stepper, "drop", drop)
 
 
 def begin_anew_without_end(patch: Patch) -> None:
@@ -166,6 +168,16 @@ def begin_at_the_start_what_was_sent(patch: Patch) -> None:
     patch.setattr(Generation, "restart", restart)
 
 
+def keep_what_is_generated_again(patch: Patch) -> None:
+    def restart(generation: Generation, *, continues: bool) -> None:
+        if continues or generation.was_sent:
+            original(generation, continues=continues)
+        generation.state = None
+
+    original = Generation.restart
+    patch.setattr(Generation, "restart", restart)
+
+
 def lose_what_is_emitted_before_the_end(patch: Patch) -> None:
     def take(generation: Generation) -> Any:
         advance = original(generation)
@@ -187,11 +199,12 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     step_all_with_one_that_is_alone,
     go_on_after_one_that_is_alone,
     drop_without_end,
-    end_twice,
+    end_dropped_requests_twice,
     begin_anew_without_end,
     fail_all_where_the_model_raised,
     forget_what_was_emitted_before_the_model_raised,
     begin_at_the_start_what_was_sent,
+    keep_what_is_generated_again,
     lose_what_is_emitted_before_the_end,
 )
 
