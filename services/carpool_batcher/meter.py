@@ -46,6 +46,7 @@ _ANSWERS: Final = (
     (RESOURCE_EXHAUSTED, "queue_size"),
     (RESOURCE_EXHAUSTED, "queue_bytes"),
     (CANCELLED, "withdrawn"),
+    (CANCELLED, _IN_FLIGHT),
     (DEADLINE_EXCEEDED, "waiting"),
     (DEADLINE_EXCEEDED, "early"),
     (DEADLINE_EXCEEDED, _IN_FLIGHT),
@@ -140,10 +141,10 @@ class Meter:
         for refusal in refusals:
             self._counter_of(refusal.status, refusal.reason).inc(len(refusal.correlation_ids))
 
-    def expired_in_flight(self, requests: int) -> None:
-        """`requests` requests were answered at their deadline while their batch was in flight."""
+    def answered_in_flight(self, status: str, requests: int) -> None:
+        """`requests` requests were answered while their batch was in flight: expired or withdrawn."""
         self._totals_known = None
-        self._counter_of(DEADLINE_EXCEEDED, _IN_FLIGHT).inc(requests)
+        self._counter_of(status, _IN_FLIGHT).inc(requests)
 
     def missed(self, causes: Mapping[Cause, int]) -> None:
         """Requests missed their deadlines: how many for each cause."""

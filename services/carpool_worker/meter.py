@@ -19,7 +19,10 @@ from carpool.errors import (
     UNIMPLEMENTED,
 )
 from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram
+from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
+from carpool_worker.model_process.step_frames import Step
+from carpool_worker.step_execution import StepExecution
 
 # The reason label by status. Exported from zero: Prometheus's rate() misses the first value of a new series.
 _REASONS: Final = {
@@ -69,6 +72,19 @@ class WorkerMetrics(CommonMetrics):
         )
         self._dead = self._counter("carpool_dead_letters", "Requests given up and kept as dead letters")
         self._deaths = self._counter("carpool_model_process_deaths", "Model processes that died")
+        self._steps = self._counter("carpool_steps", "Steps that a stepping model took")
+        self._step = self._histogram("carpool_step_seconds", "Time that a step takes")
+        self._chunks = self._counter("carpool_chunks", "Values that a stepping model emitted for streams")
+        self._first = self._histogram(
+            "carpool_first_chunk_seconds", "Time from a streamed request's arrival to its first chunk"
+        )
+        self._gap = self._histogram("carpool_chunk_gap_seconds", "Time between two chunks of a request")
+        self.slots: Gauge = Gauge(
+            "carpool_slots_in_use",
+            "Requests that a stepping model generates now",
+            ("model",),
+            registry=self.registry,
+        ).labels(model)
         self.in_hand: Gauge = Gauge(
             "carpool_batches_in_hand",
             "Batches that this worker has fetched and not committed",
@@ -108,6 +124,23 @@ class WorkerMetrics(CommonMetrics):
             label = status if status in _MODEL_STATUSES else "other"
             counter = self.answered.labels(self._model, label, "model")
         return counter
+
+    def stepped(self, step: Step) -> None:
+        """A stepping model took a step."""
+        self._steps.inc()
+        self._step.observe_equal(step.step_us, 1)
+        self.slots.set(step.running)
+
+    def chunks_written(self, request: StepExecution, write: StepWrite, now_us: int) -> None:
+        """Chunks of a request were written."""
+        if not write.chunks:
+            return
+        self._chunks.inc(sum([chunk.merged for chunk, _ in write.chunks]))
+        if write.first_us is not None:
+            self._first.observe_equal(write.first_us, 1)
+        elif request.chunk_us is not None:
+            self._gap.observe_equal(max(0, now_us - request.chunk_us), 1)
+        request.chunk_us = now_us
 
     def redelivered(self) -> None:
         """A batch was reclaimed from another worker."""

@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from clients.conftest import Build, output
 from clients.languages import HERE, LANGUAGES, Language
 from support.stack import Stack
+from support.streaming import Storyteller
 from support.waiting import wait_until
 from support.wire import Single, decode_read
 
@@ -39,6 +40,8 @@ class Section(NamedTuple):
 
 ONE_REQUEST: Final = Section("docs/languages.md", "One request", lines_max=24)
 MANY_REQUESTS: Final = Section("shared/PROTOCOL.md", "In your language", lines_max=44)
+A_STREAM: Final = Section("docs/languages.md", "A stream", lines_max=19)
+STREAMING: Final = ("shell", "node", "go")  # the languages of that section
 
 
 def snippets(section: Section) -> dict[str, str]:
@@ -63,10 +66,14 @@ def run(section: Section, language: Language, build: Build, live: Stack, folder:
     return output(build(language, source))
 
 
-@pytest.mark.parametrize("section", [ONE_REQUEST, MANY_REQUESTS], ids=["one request", "many requests"])
-def test_section_has_a_short_program_for_each_language(section: Section) -> None:
+@pytest.mark.parametrize(
+    ("section", "languages"),
+    [(ONE_REQUEST, LANGUAGES), (MANY_REQUESTS, LANGUAGES), (A_STREAM, STREAMING)],
+    ids=["one request", "many requests", "a stream"],
+)
+def test_section_has_a_short_program_for_each_language(section: Section, languages: Iterable[str]) -> None:
     shown = snippets(section)
-    assert list(shown) == list(LANGUAGES)
+    assert list(shown) == list(languages)
     assert max(len(code.splitlines()) for code in shown.values()) <= section.lines_max
 
 
@@ -87,6 +94,24 @@ def test_program_for_many_requests_prints_every_result(
     assert sorted((int(number), int(body)) for number, body in answers) == [
         (n, n * n) for n in range(REQUESTS)
     ]
+
+
+@pytest.mark.parametrize("error", [None, ("ABORTED", "it cannot go on")], ids=["whole", "broken off"])
+@pytest.mark.parametrize("language", [LANGUAGES[name] for name in STREAMING], ids=STREAMING, indirect=True)
+def test_program_for_a_stream_prints_its_chunks(
+    language: Language, build: Build, live: Stack, tmp_path: Path, error: tuple[str, str] | None
+) -> None:
+    """A program prints the text of the chunks and then the status, or the envelopes."""
+    with Storyteller(live.url, "writer", ["Once", " upon", ' a "time"'], error=error) as service:
+        printed = run(A_STREAM, language, build, live, tmp_path)
+    status = "OK" if error is None else error[0]
+    if language.name == "shell":
+        *chunks, final = map(json.loads, printed.splitlines())
+        assert [(each["index"], each["final"]) for each in chunks] == [(0, False), (1, False), (2, False)]
+        printed = "".join(each["body"] for each in chunks) + f"\n{final['status']}\n"
+        assert final.get("body") == (None if error else 'Once upon a "time"')
+    assert printed == f'Once upon a "time"\n{status}\n'
+    assert service.answered == 1
 
 
 def commands(title: str) -> list[str]:

@@ -778,7 +778,8 @@ def envelope(result: Case, body: bytes | None, detail: str) -> Case:
     if result["status"] == "OK":
         middle = {"content_type": result["content_type"], "body": body}
     head = {name: result[name] for name in ("correlation_id", "status")}
-    tail = {name: result[name] for name in ("batch_size", "queue_us", "compute_us")}
+    served = ("batch_size", "queue_us", "compute_us", "index", "first_us")
+    tail = {name: result[name] for name in served if name in result}
     return head | middle | {"final": True} | tail
 
 
@@ -807,6 +808,35 @@ def results() -> list[Case]:
         msgpack_case("an error in msgpack", failure("a", MSGPACK, "INTERNAL", "ß"), detail="ß"),
         msgpack_case("an error for an octet-stream request", failure("a", RAW, "ABORTED", "no"), detail="no"),
         json_case("a long detail is cut", failure("a", JSON, "INTERNAL", twice), detail="Ü" * 1000),
+        json_case("after 3 chunks, in JSON", success("a", JSON, b'"abc"', index=3, first_us=4120), "abc"),
+        msgpack_case("after 3 chunks", success("a", RAW, b"abc", index=3, first_us=4120), b"abc"),
+        json_case("a stream without chunks, in JSON", success("a", JSON, b"null", index=0)),
+        msgpack_case("a stream without chunks", success("a", MSGPACK, b"\xc0", index=0), b"\xc0"),
+    ]
+
+
+def chunks() -> list[Case]:
+    """Partial results: their envelopes on a list of their own, and as an element of `results`."""
+
+    def case(name: str, content_type: str, index: int, body: bytes, value: Any, merged: int = 1) -> Case:
+        chunk = {"correlation_id": "a", "content_type": content_type, "index": index, "merged": merged}
+        head = {"correlation_id": "a", "status": "OK", "content_type": content_type}
+        tail = {"final": False, "index": index} | ({"chunks": merged} if merged > 1 else {})
+        element = pack(head | {"body": body} | tail)
+        on_list = compact(head | {"body": value} | tail) if content_type == JSON else as_vector(element)
+        return {
+            "name": name,
+            "chunk": chunk | {"body": as_vector(body)},
+            "envelope": on_list,
+            "element": as_vector(element),
+        }
+
+    return [
+        case("a text in JSON", JSON, 0, '" tïme"'.encode(), " tïme"),
+        case("a value in JSON", JSON, 1, b'{"final":true}', {"final": True}),
+        case("merged texts in JSON", JSON, 2, b'" upon a time"', " upon a time", merged=3),
+        case("msgpack", MSGPACK, 300, pack("Once"), None),
+        case("merged bytes", RAW, 7, b"\x00\xff", None, merged=2),
     ]
 
 
@@ -1187,7 +1217,12 @@ def files() -> dict[str, dict[str, list[Case]]]:
         },
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
         "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},
-        "results.json": {"envelopes": results(), "replies": replies(), "columns": result_columns()},
+        "results.json": {
+            "envelopes": results(),
+            "chunks": chunks(),
+            "replies": replies(),
+            "columns": result_columns(),
+        },
         "batches.json": {"batches": batches(), "settled": settled()},
         "tensors.json": {
             "tensors": tensors(),

@@ -91,10 +91,10 @@ def test_report_counts_from_the_takeover() -> None:
     dispatch(meter, scheduler, ("full", 10))
     for reason in ("queue_size", "queue_bytes", "queue_size"):
         meter.refused([Refusal(Entry("1-1", 0), ["c"], None, JSON, RESOURCE_EXHAUSTED, reason, "")])
-    meter.expired_in_flight(0)
+    meter.answered_in_flight(DEADLINE_EXCEEDED, 0)
     meter.missed({"waiting": 1})
     before = meter.report("me", scheduler, 8 * SECOND_US)
-    meter.expired_in_flight(2)
+    meter.answered_in_flight(DEADLINE_EXCEEDED, 2)
     meter.missed({"computed_long": 2, "waiting": 3})
     meter.settled(InFlightBatch(0, 2, "", {}, [(8 * SECOND_US, 2)]), 9 * SECOND_US)
     report = meter.report("me", scheduler, 9 * SECOND_US)

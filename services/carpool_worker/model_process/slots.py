@@ -38,9 +38,7 @@ class Slots(Generic[T]):
     """The requests of one model process."""
 
     def __init__(self, size: int, cost_max: int | None = None, prefill_cost_max: int | None = None) -> None:
-        self._size = size
-        self._cost_max = cost_max
-        self._prefill_cost_max = prefill_cost_max
+        self.set_limits(size, cost_max, prefill_cost_max)
         self._waiting: dict[int, T] = {}  # by key, as all of these; in order
         self._waiting_alone: dict[int, T] = {}
         self._running: dict[int, T] = {}  # those that have a slot
@@ -63,6 +61,12 @@ class Slots(Generic[T]):
         if self._waiting_alone:
             return True
         return not self._is_paused and bool(self._running or self._waiting)
+
+    def set_limits(self, size: int, cost_max: int | None, prefill_cost_max: int | None) -> None:
+        """From now on these hold for requests that get a slot (1, 2)."""
+        self._size = size
+        self._cost_max = cost_max
+        self._prefill_cost_max = prefill_cost_max
 
     def add(self, request: T) -> None:
         """A request to be generated."""

@@ -8,7 +8,7 @@ import socket
 
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.model import SteppingModel
-from carpool_worker.model_process.step_frames import Admit, Drop, read_worker_message
+from carpool_worker.model_process.step_frames import Admit, Configure, Drop, read_worker_message
 from carpool_worker.model_process.stepper import Stepper
 
 
@@ -47,5 +47,7 @@ class StepLoop:
             self._stepper.admit(message, payload)
         elif isinstance(message, Drop):
             self._stepper.drop(message.keys)
+        elif isinstance(message, Configure):
+            self._stepper.configure(message)
         else:
             self._stepper.resume()

@@ -21,7 +21,7 @@ from carpool_worker.model_process.failures import failure_of
 from carpool_worker.model_process.generation import Generation
 from carpool_worker.model_process.model import SteppingModel
 from carpool_worker.model_process.slots import Round, Slots
-from carpool_worker.model_process.step_frames import Admit, Advance, Step
+from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
 
 Requests = Sequence[Generation]
 
@@ -62,6 +62,10 @@ class Stepper:
     def resume(self) -> None:
         """No request that is to be alone follows."""
         self._slots.resume()
+
+    def configure(self, limits: Configure) -> None:
+        """Other limits apply to the requests that get a slot from now on."""
+        self._slots.set_limits(*limits)
 
     def advance(self) -> Step | None:
         """Begin the requests whose turn it is, and take a step. None if nothing changed."""

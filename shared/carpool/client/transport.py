@@ -56,7 +56,8 @@ class Transport:
     """Sends entries of requests and receives results.
 
     `on_results` is called with the fields of each entry of a reply stream: field, value, field, value.
-    `on_rejected` is called with each entry that Redis did not accept.
+    `on_rejected` is called with each entry that Redis did not accept, and `on_unconfirmed` with each that it
+    may have accepted before a connection was lost, and that is sent again.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Transport:
         name: str,
         on_results: Callable[[Sequence[bytes]], None],
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
+        on_unconfirmed: Callable[[OutgoingEntry], None],
     ) -> None:
         self._url = url
         self._name = name
         self._on_results = on_results
         self._on_rejected = on_rejected
+        self._on_unconfirmed = on_unconfirmed
         self._channels: list[Channel] = []
         self._outbox: list[OutgoingEntry] = []  # to be written with the next flush
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
@@ -92,7 +95,9 @@ class Transport:
         self._check_silence()
 
     async def close(self) -> None:
-        """Disconnect, and fail the calls that have no reply."""
+        """Disconnect, and fail the calls that have no reply. What was withdrawn before this is sent."""
+        if self._flush_scheduled:
+            await asyncio.sleep(0)  # the flush is earlier in the next iteration
         self._closed = True
         for scheduled in (self._silence_timer, self._reconnecting):
             if scheduled is not None:
@@ -164,11 +169,14 @@ class Transport:
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
-        self._outbox[:0] = [
+        unconfirmed = [
             waiter.entry if isinstance(waiter, _Transaction) else waiter
             for waiter in waiters
             if isinstance(waiter, OutgoingEntry | _Transaction)
         ]
+        for entry in unconfirmed:
+            self._on_unconfirmed(entry)
+        self._outbox[:0] = unconfirmed
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future) and not waiter.done():
                 waiter.set_exception(error)
