@@ -17,7 +17,7 @@ from carpool_worker.model_process.stepper import Stepper
 from simulation.test_stepper_machine import StepperMachine
 
 MACHINE_SETTINGS: Final = hypothesis_settings(
-    max_examples=300,
+    max_examples=1000,
     stateful_step_count=30,
     deadline=None,
     database=None,
@@ -101,6 +101,22 @@ def step_all_with_one_that_is_alone(patch: Patch) -> None:
 
     original = Slots.next_round
     patch.setattr(Slots, "next_round", next_round)
+
+
+def lose_what_is_put_back(patch: Patch) -> None:
+    patch.setattr(Slots, "put_back", Slots.end)
+
+
+def put_back_at_the_end(patch: Patch) -> None:
+    def put_back(held: Slots[Any], key: int) -> None:
+        held._waiting[key] = held._running[key]
+        held.end(key)
+
+    patch.setattr(Slots, "put_back", put_back)
+
+
+def exceed_the_slots_by_one_that_is_alone(patch: Patch) -> None:
+    patch.setattr(Slots, "lacks_space", False)
 
 
 def go_on_after_one_that_is_alone(patch: Patch) -> None:
@@ -197,6 +213,9 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     ignore_costs,
     stop_at_a_request_that_costs_too_much,
     step_all_with_one_that_is_alone,
+    lose_what_is_put_back,
+    put_back_at_the_end,
+    exceed_the_slots_by_one_that_is_alone,
     go_on_after_one_that_is_alone,
     drop_without_end,
     end_dropped_requests_twice,
