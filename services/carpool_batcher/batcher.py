@@ -290,7 +290,10 @@ class ModelBatcher:
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
         batches, changes, tickets = self._store.dispatch(
-            dispatches, scheduler.settings.result_ttl_ms, session.order.take_arrivals()
+            dispatches,
+            scheduler.settings.result_ttl_ms,
+            session.order.take_arrivals(),
+            scheduler.settings.for_steps() if scheduler.is_stepping else "",
         )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []

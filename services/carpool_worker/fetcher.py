@@ -102,7 +102,7 @@ class Fetcher:
         if reclaimed is None:
             self._reclaim_at_s = now_s + self._reclaim_interval_s
             return None
-        batch, answered, started, first_us = reclaimed
+        batch, progress = reclaimed
         self._metrics.redelivered()
         self._log.warning(
             "batch reclaimed",
@@ -110,9 +110,9 @@ class Fetcher:
             batch=batch.id,
             epoch=batch.epoch,
             size=batch.size,
-            answered=len(answered),
+            answered=len(progress.answered),
         )
         # A start without a result is a death during that request. The first one does not count: a worker may
         # die for reasons of its own.
-        deaths = {position: starts - 1 for position, starts in started.items() if starts > 1}
-        return Execution(batch, answered, deaths, first_us=first_us)
+        deaths = {position: starts - 1 for position, starts in progress.started.items() if starts > 1}
+        return Execution(batch, progress.answered, deaths, chunks=progress.chunks, first_us=progress.first_us)

@@ -41,11 +41,9 @@ class Heartbeat:
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
-        configure: Callable[[WorkerStore], None] | None,
         metrics: WorkerMetrics,
     ) -> None:
         self._replicas = replicas
-        self._configure = configure  # called with each beat, where overrides concern the worker
         self._metrics = metrics
         self._last_beat_us: int | None = None  # by this host's monotonic clock
         self._store = store
@@ -64,8 +62,6 @@ class Heartbeat:
     def beat(self) -> None:
         """Renew everything now."""
         self._store.read_clock()
-        if self._configure is not None:
-            self._configure(self._store)
         not_owned: set[str] = set()
         for replica in self._replicas:
             batches = replica.batches()

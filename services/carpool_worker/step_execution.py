@@ -29,7 +29,7 @@ class Reader:
 
     def __init__(self, now_s: float) -> None:
         self.unread = 0
-        self._seen: object = None  # changes when something is read
+        self._read = 0  # chunks that were read from a list
         self._read_at_s = now_s
 
     def observe(
@@ -37,15 +37,17 @@ class Reader:
     ) -> None:
         """Follow a reply, after which `written` chunks are written.
 
-        Reading a list removes chunks. Of a reply stream, which others write to, it is only known what was
-        removed from it: so only while it has `stream_buffer` entries, it is said to be unread.
+        Reading a list removes chunks. Of a reply stream, which others write to, it is only known how much was
+        not removed: so it counts as unread while it has `stream_buffer` entries, and as read when it shrinks.
         """
-        self.unread = reply.unread
-        seen: object = written - reply.unread if is_list else reply.first_unread
-        is_behind = reply.unread > 0 if is_list else reply.unread >= stream_buffer
-        if not is_behind or seen != self._seen:
+        before, self.unread = self.unread, reply.unread
+        if is_list:
+            was_read = reply.unread == 0 or written - reply.unread != self._read
+            self._read = written - reply.unread
+        else:
+            was_read = reply.unread < max(before, stream_buffer)
+        if was_read:
             self._read_at_s = now_s
-        self._seen = seen
 
     def idle_s(self, now_s: float) -> float:
         """For how long nothing was read, although there was something to read."""
@@ -62,8 +64,8 @@ class StepExecution:
     def __init__(self, execution: Execution, key: int, now_s: float) -> None:
         self.execution = execution
         self.key = key
-        self.kept: Sequence[bytes] = ()
-        self.written = 0
+        self.kept = execution.chunks
+        self.written = len(execution.chunks)
         self.first_us = execution.first_us
         self.is_sent = False  # the model process has it
         self.result: Result | None = None

@@ -71,6 +71,7 @@ class StepReplica:
         self._settings = settings
         self._metrics = metrics
         self._batch_log = batch_log
+        self._settings_text = settings.for_steps()
         self._sent_settings: ModelSettings | None = settings  # those that the model process has
         self._keys = count()
         self._requests: dict[int, StepExecution] = {}  # by key, in the order in which they came
@@ -154,20 +155,19 @@ class StepReplica:
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
-        reclaimed = [execution.batch.id for execution in executions if self._may_have_chunks(execution)]
-        chunks = dict(zip(reclaimed, self._store.chunks(reclaimed), strict=True)) if reclaimed else {}
         for execution in executions:
             request = StepExecution(execution, next(self._keys), time.monotonic())
-            request.begin_again(request.key, chunks.get(execution.batch.id, ()))
             self._requests[request.key] = request
             if execution.is_suspect:
                 self._suspects.append(request)
+            self._follow_settings(execution.batch.settings)
         self._batches = [(held.execution.batch.id, held.execution.batch.epoch) for held in self._held()]
 
-    @staticmethod
-    def _may_have_chunks(execution: Execution) -> bool:
-        """Whether another worker may have written chunks of it: it died, or handed it over."""
-        return execution.batch.stream and (execution.is_suspect or execution.first_us is not None)
+    def _follow_settings(self, text: str) -> None:
+        """The latest batch says which settings are in effect."""
+        if text != self._settings_text:
+            self._settings_text = text
+            self._settings = self._settings.with_those_for_steps(text)
 
     def _held(self) -> list[StepExecution]:
         return list(self._requests.values())
@@ -320,7 +320,7 @@ class StepReplica:
 
     def _write_part(self, part: Sequence[tuple[StepExecution, StepWrite]]) -> None:
         buffer = self._settings.stream_buffer
-        replies = self._store.write(self.consumer, [write for _, write in part], buffer)
+        replies = self._store.write(self.consumer, [write for _, write in part])
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
         gone: list[StepExecution] = []
         fenced: list[StepExecution] = []
@@ -391,11 +391,6 @@ class StepReplica:
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
         return self._batches
-
-    def configure(self, settings: ModelSettings) -> None:
-        """These settings are in effect from now on."""
-        if settings != self._settings:
-            self._settings = settings
 
     def drain(self) -> None:
         """Fetch nothing more."""

@@ -109,7 +109,6 @@ class Worker:
             self._new_store("heartbeat"),
             self._lease_ms,
             self._register,
-            self._configure if ready.is_stepping else None,
             self._metrics,
         )
         if not self._wait_for_redis(stop):
@@ -172,18 +171,6 @@ class Worker:
         store.register(self._registration)
         for replica in self._replicas:
             store.join(replica.consumer, self._lease_ms)
-
-    def _configure(self, store: WorkerStore) -> None:
-        """Have the replicas of a stepping model follow the operator's overrides.
-
-        Invalid ones have no effect; the batcher reports them.
-        """
-        with contextlib.suppress(ValueError):
-            settings = ModelSettings.from_mapping({**self._registration, **store.overrides()})
-            settings.check_stepping()
-            for replica in self._replicas:
-                if isinstance(replica, StepReplica):
-                    replica.configure(settings)
 
     def _on_error(self, loop: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:

@@ -109,11 +109,7 @@ class Keys:
         """String that expires: a large body, which a request names in its field `body_key`."""
         return self._of(f"body:{name}")
 
-    def chunks(self, batch_id: str) -> str:
-        """List that expires: the chunks that were written of a request of a stepping model in flight."""
-        return self._of(f"chunks:{batch_id}")
-
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
-        often each was started alone (see `answer.lua`)."""
+        often each was started alone (see `answer.lua`); the chunks of a stepping model (see `step.lua`)."""
         return self._of(f"progress:{batch_id}")

@@ -256,7 +256,8 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
-    those of the request, if it is alone in the batch, as requests of stepping models are.
+    those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has the
+    model's effective settings that concern their worker (`ModelSettings.for_steps`).
 
     A request's position is its place in the batch, counted over all runs, which do not change.
     """
@@ -271,6 +272,7 @@ class Batch:
     expected_us: int = 0
     stream: bool = False
     cost: int = 1
+    settings: str = ""
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests

@@ -318,6 +318,15 @@ class ModelSettings:
             if is_set:
                 raise ValueError(f"{name}: {_UNUSABLE_WHILE_STEPPING[name]}")
 
+    def for_steps(self) -> str:
+        """The settings that the worker of a stepping model needs, as JSON: see `with_those_for_steps`."""
+        values = self.as_text()
+        return json.dumps({name: values[name] for name in _OF_STEPS})
+
+    def with_those_for_steps(self, text: str) -> Self:
+        """These settings with those of `for_steps` in place of their own."""
+        return self.from_mapping({**self.as_text(), **json.loads(text)})
+
     @classmethod
     def names(cls) -> list[str]:
         """The names of all settings, in the order in which they are documented."""
@@ -338,6 +347,13 @@ class ModelSettings:
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
 
 
+_OF_STEPS: Final = (
+    "max_batch_size",
+    "max_batch_cost",
+    "max_prefill_cost",
+    "stream_buffer",
+    "reader_idle_ms",
+)
 _UNUSABLE_WHILE_STEPPING: Final = {
     "policy": "a stepping model takes a request as soon as a slot is free, so only eager applies",
     "target_latency_ms": "it is for the policy deferred, which a stepping model cannot have",

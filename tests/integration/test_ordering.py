@@ -280,7 +280,7 @@ class OrderedResults(RuleBasedStateMachine):
         if reclaimed is None:
             assert self.deleted
             return
-        batch, answered, *_ = reclaimed
+        batch, answered = reclaimed.batch, reclaimed.progress.answered
         (place,) = [place for place, fetched in enumerate(self.fetched) if fetched.id == batch.id]
         self.fetched[place] = batch
         assert answered == self.answered.get(batch.id, set())

@@ -13,7 +13,7 @@ also if `begin` raised: `state` is then what `begin` had set, or None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -153,7 +153,7 @@ class GeneratorModel:
 
     continues = True
 
-    def __init__(self, generate: Callable[[Any], Generator[Any, Any, Any]]) -> None:
+    def __init__(self, generate: Callable[[Any], Iterator[Any]]) -> None:
         self._generate = generate
 
     def begin(self, requests: Sequence[StepRequest]) -> None:
@@ -186,7 +186,7 @@ class GeneratorModel:
             request.state.close()
 
 
-def _skip(generator: Generator[Any, Any, Any], sent: Sequence[Any]) -> None:
+def _skip(generator: Iterator[Any], sent: Sequence[Any]) -> None:
     """Skip the values that were sent. Raises AbortedError if the generator does not yield the same ones."""
     for index, value in enumerate(sent):
         try:

@@ -1,7 +1,7 @@
 """What a worker of a stepping model does in Redis beside `WorkerStore`: write chunks, hand requests over.
 
-Each request is alone in its batch. The list `chunks` has what was written of it, in the form in which another
-model process needs it to go on (`carpool_worker.model_process.step_frames`).
+Each request is alone in its batch. Its progress has the chunks that were written, in the form in which
+another model process needs them to go on (`carpool_worker.model_process.step_frames`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from carpool.keys import Keys
 from carpool.messages import Batch, Chunk, DeadLetter, Result
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.directory import SETTLED_ENTRIES_MAX
+from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import PROGRESS_TTL_MS, Owner, answer_ahead
-from carpool.store.worker import DEAD_ENTRIES_MAX
+from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
 from carpool.wire.batches import encode_dead_letter
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
@@ -53,14 +53,10 @@ class StepWrite(NamedTuple):
 
 
 class StepReply(NamedTuple):
-    """The state of a request (see `step.lua`), and how much of its list or reply stream is unread.
-
-    `first_unread` is the ID of the first entry of a reply stream that has many; else empty.
-    """
+    """The state of a request (see `step.lua`), and how much is in its list or reply stream."""
 
     state: State
     unread: int
-    first_unread: str
 
 
 class StepStore:
@@ -71,20 +67,19 @@ class StepStore:
         self._keys = keys
         self.clock = clock
 
-    def write(self, consumer: str, writes: Sequence[StepWrite], stream_buffer: int) -> list[StepReply]:
+    def write(self, consumer: str, writes: Sequence[StepWrite]) -> list[StepReply]:
         """Write what a step did for several requests, in one script.
 
-        From `stream_buffer` unread entries of a reply stream on, the first one is told. Raises CommandError
-        with the code OOM if Redis is full, and one of the requests that go on has chunks.
+        Raises CommandError with the code OOM if Redis is full, and one of the requests that go on has chunks.
         """
         keys = self._keys
         script_keys = ScriptKeys(keys.batches, keys.settled, keys.dead)
         args: list[Argument] = [
-            consumer, PROGRESS_TTL_MS, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, stream_buffer,
+            consumer, PROGRESS_TTL_MS, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
             *group_list_args(self._write_args(script_keys, write) for write in writes),
         ]  # fmt: skip
         replies = self._link.run(_STEP, script_keys.keys, args)
-        return [StepReply(state.decode(), unread, first.decode()) for state, unread, first in replies]
+        return [StepReply(state.decode(), unread) for state, unread in replies]
 
     def _write_args(self, script_keys: ScriptKeys, write: StepWrite) -> Group:
         batch, keys = write.batch, self._keys
@@ -92,8 +87,7 @@ class StepStore:
         is_list = run.reply_to is None
         target = keys.result(run.correlation_ids[0]) if run.reply_to is None else keys.replies(run.reply_to)
         args: list[Argument] = [
-            batch.id, batch.epoch, script_keys.index(keys.progress(batch.id)),
-            script_keys.index(keys.chunks(batch.id)), script_keys.index(target),
+            batch.id, batch.epoch, script_keys.index(keys.progress(batch.id)), script_keys.index(target),
             "list" if is_list else "stream", batch.result_ttl_ms, write.written,
             "" if write.first_us is None else write.first_us,
         ]  # fmt: skip
@@ -112,13 +106,10 @@ class StepStore:
         owner = Owner(consumer, batch.epoch)
         answer_ahead(self._link, self._keys, owner, batch.id, (), 0, batch.result_ttl_ms)
 
-    def chunks(self, batch_ids: Sequence[str]) -> list[list[bytes]]:
+    def chunks(self, batch_ids: Sequence[str]) -> list[Sequence[bytes]]:
         """The chunks that were written of each of these requests, oldest first, as they were kept."""
-        replies = self._link.call_many(*[("LRANGE", self._keys.chunks(name), 0, -1) for name in batch_ids])
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
+        replies = self._link.call_many(*[("HGETALL", self._keys.progress(name)) for name in batch_ids])
+        return [Progress.read(reply).chunks for reply in no_errors(replies)]
 
     def hand_over(self, consumer: str, batches: Iterable[tuple[str, int]]) -> int:
         """Give up batches (ID, epoch), so that other workers reclaim them at once. Returns how many."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
@@ -34,16 +34,41 @@ _JOIN: Final = Script("join")
 _LEAVE: Final = Script("leave")
 
 
-class Reclaimed(NamedTuple):
-    """A batch taken over: positions that were answered already, and how often each was started alone.
+class Progress(NamedTuple):
+    """What is known of a batch in flight: positions that were answered already, and how often each was
+    started alone. Of a request of a stepping model also its chunks, oldest first, and the time from its
+    arrival to the first one."""
 
-    `first_us`: of a request of a stepping model the time from its arrival to its first chunk, if it has one.
-    """
-
-    batch: Batch
     answered: frozenset[int]
     started: Mapping[int, int]
+    chunks: Sequence[bytes] = ()
     first_us: int | None = None
+
+    @classmethod
+    def read(cls, flat: Sequence[bytes]) -> Self:
+        """From the hash, as Redis returns it: field, value, field, value."""
+        answered: set[int] = set()
+        started: dict[int, int] = {}
+        chunks: dict[int, bytes] = {}
+        first_us: int | None = None
+        for field, value in zip(flat[::2], flat[1::2], strict=True):
+            kind, _, number = field.decode().partition(":")
+            if kind == "answered":
+                answered.add(int(number))
+            elif kind == "started":
+                started[int(number)] = int(value)
+            elif kind == "chunk":
+                chunks[int(number)] = value
+            elif kind == "first_us":
+                first_us = int(value)
+        return cls(frozenset(answered), started, [chunks[at] for at in sorted(chunks)], first_us)
+
+
+class Reclaimed(NamedTuple):
+    """A batch taken over, and what its last worker did."""
+
+    batch: Batch
+    progress: Progress
 
 
 class WorkerStore:
@@ -65,11 +90,6 @@ class WorkerStore:
             ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),
         )
         no_errors([reply for reply in replies if getattr(reply, "code", "") != "BUSYGROUP"])
-
-    def overrides(self) -> dict[str, str]:
-        """The operator's overrides of the registered settings."""
-        reply = self._link.call("HGETALL", self.keys.config)
-        return {name.decode(): value.decode() for name, value in zip(reply[::2], reply[1::2], strict=True)}
 
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
@@ -109,18 +129,7 @@ class WorkerStore:
         if reply is None:
             return None
         entry_id, flat, epoch, progress = reply
-        answered: set[int] = set()
-        started: dict[int, int] = {}
-        first_us: int | None = None
-        for field, value in zip(progress[::2], progress[1::2], strict=True):
-            kind, _, position = field.decode().partition(":")
-            if kind == "answered":
-                answered.add(int(position))
-            elif kind == "started":
-                started[int(position)] = int(value)
-            elif kind == "first_us":
-                first_us = int(value)
-        return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started, first_us)
+        return Reclaimed(decode_batch(entry_id, flat, epoch), Progress.read(progress))
 
     def load_bodies(self, batch: Batch, answered: Container[int] = ()) -> dict[int, str]:
         """Load the stored bodies of a batch, in one round trip, into its runs; not those of `answered`.

@@ -96,6 +96,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         int(raw.get(b"expected_us", b"0")),
         raw.get(b"stream") == b"1",
         int(raw.get(b"cost", b"1")),
+        raw.get(b"settings", b"").decode(),
     )
 
 

@@ -1,10 +1,10 @@
 """Stepping models whose output can be computed without them: each chunk depends on all before it.
 
-    chunk i = the first letters of a hash of the correlation ID, of `seed` in the body, and of the chunks before it
+    chunk i = the first letters of a hash of the correlation ID, `seed` in the body, and all chunks before it
 
-A body is a map: `length`, the number of chunks; `seed`; `step_s`, what a step takes (the longest of those that
-take part); `gate`, a file for which the request waits at its first step; and faults at a chunk: `kills_at`,
-`raises_at`.
+A body is a map: `length`, the number of chunks; `seed`; `step_s`, what a step takes (the longest of those
+that take part); `gate`, a file for which the request waits at its first step; and faults at a chunk:
+`kills_at`, `raises_at`.
 """
 
 from __future__ import annotations

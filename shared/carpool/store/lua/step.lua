@@ -1,29 +1,28 @@
 -- step: write the chunks that a stepping model emitted, and the results of its requests that ended. Each request is
 -- alone in its batch.
 --
--- Each chunk is written once. The list `chunks` of a request has those that were written, and the caller says how many
--- it believes there are. If it repeats a call whose reply was lost, they are there already, and nothing is written.
+-- Each chunk is written once. The progress of a request counts those that were written, and keeps them for another
+-- process (`chunks`, `chunk:N`). The caller says how many it believes there are. If it repeats a call whose reply was
+-- lost, they are there already, and are not written again.
 --
 -- When its memory is full, Redis rejects a script at its first write, unless that never needs memory (see deliver.lua).
 -- Chunks of requests that go on are written first, so that they are rejected then, and nothing else is written either:
 -- the caller repeats the call without them. A request that ends frees memory, so its last chunks are not rejected.
 --
--- KEYS  1 batches   2 settled   3 dead   4.. progress and chunks of each batch, lists and reply streams, stored bodies
--- ARGV  1 consumer  2 TTL of progress and chunks (ms)  3 maximum length of `settled`, 4 of `dead`
---       5 number of unread entries of a reply stream from which on the first one is told
---       6.. list of requests: batch ID; epoch; index in KEYS of progress, of chunks, and of the list or reply stream;
+-- KEYS  1 batches   2 settled   3 dead   4.. progress of each batch, lists and reply streams, stored bodies
+-- ARGV  1 consumer  2 TTL of progress (ms)  3 maximum length of `settled`, 4 of `dead`
+--       5.. list of requests: batch ID; epoch; index in KEYS of its progress, and of the list or reply stream;
 --           kind ('list' or 'stream'); result TTL (ms); number of chunks written before; time to the first chunk (us)
 --           if it is among these, else ''; list of chunks: as another process needs it, its envelope;
 --           final envelope, '' if the request goes on; execution time (us); time that it waited for a process (us);
 --           list of stored bodies to delete: index in KEYS; list of the fields of its dead letter, empty if none
--- Returns for each request { state, unread envelopes of the list, or entries of the reply stream, ID of the first of
--- these entries or '' }. State:
+-- Returns for each request { state, number of envelopes in its list, or of entries in its reply stream }. State:
 --   WRITTEN   the chunks and the result are written
 --   FENCED    the consumer does not own the batch any more
 --   ANSWERED  a batcher answered it, because it expired or was withdrawn. Its batch is removed
 --   MISMATCH  another number of chunks was written: Redis lost its last writes. Begin again from what is there
 -- O(requests + chunks), and O(bytes).
-local take = argument_reader(6)
+local take = argument_reader(5)
 local ttl_ms, requests = ARGV[2], {}
 
 local function take_pairs()
@@ -35,17 +34,18 @@ end
 -- The state of a request before anything is written, and whether its chunks were written by an earlier call.
 local function look(request)
   if not owns_batch(KEYS[1], ARGV[1], request.id, request.epoch) then return 'FENCED' end
-  if redis.call('HEXISTS', request.progress, 'answered:0') == 1 then return 'ANSWERED' end
-  local length = redis.call('LLEN', request.chunks)
-  if length == request.written then return 'WRITTEN' end
-  if length == request.written + #request.kept then return 'WRITTEN', true end
+  local progress = redis.call('HMGET', request.progress, 'answered:0', 'chunks')
+  if progress[1] then return 'ANSWERED' end
+  local chunks = tonumber(progress[2] or 0)
+  if chunks == request.written then return 'WRITTEN' end
+  if chunks == request.written + #request.kept then return 'WRITTEN', true end
   return 'MISMATCH'
 end
 
 for r = 1, tonumber(take()) do
   local request = { id = take(), epoch = take() }
-  request.progress, request.chunks = KEYS[tonumber(take())], KEYS[tonumber(take())]
-  request.target, request.kind, request.result_ttl_ms = KEYS[tonumber(take())], take(), take()
+  request.progress, request.target = KEYS[tonumber(take())], KEYS[tonumber(take())]
+  request.kind, request.result_ttl_ms = take(), take()
   request.written, request.first_us = tonumber(take()), take()
   request.kept, request.envelopes = take_pairs()
   request.final, request.compute_us, request.waited_us = take(), take(), take()
@@ -73,12 +73,14 @@ end
 
 for _, request in ipairs(requests) do
   if request.state == 'WRITTEN' and request.final == '' and #request.kept > 0 and not request.is_repeated then
-    redis.call('RPUSH', request.chunks, unpack(request.kept))
-    redis.call('PEXPIRE', request.chunks, ttl_ms)
-    if request.first_us ~= '' then
-      redis.call('HSET', request.progress, 'first_us', request.first_us)
-      redis.call('PEXPIRE', request.progress, ttl_ms)
+    local fields = { 'chunks', request.written + #request.kept }
+    if request.first_us ~= '' then fields[3], fields[4] = 'first_us', request.first_us end
+    for i, kept in ipairs(request.kept) do
+      fields[#fields + 1] = 'chunk:' .. request.written + i - 1
+      fields[#fields + 1] = kept
     end
+    redis.call('HSET', request.progress, unpack(fields))
+    redis.call('PEXPIRE', request.progress, ttl_ms)
     write_chunks(request)
   end
 end
@@ -87,7 +89,7 @@ local settled_us
 local function settle(request)
   redis.call('XACK', KEYS[1], 'workers', request.id)
   redis.call('XDEL', KEYS[1], request.id)
-  redis.call('DEL', request.progress, request.chunks)
+  redis.call('DEL', request.progress)
   for _, body in ipairs(request.bodies) do redis.pcall('UNLINK', KEYS[tonumber(body)]) end
   if not settled_us then
     local now = redis.call('TIME')
@@ -122,14 +124,10 @@ local replies, unread = {}, {}
 for r, request in ipairs(requests) do
   local seen = unread[request.target]
   if not seen then
-    local length = redis.pcall(request.kind == 'list' and 'LLEN' or 'XLEN', request.target)
-    seen = { type(length) == 'number' and length or 0, '' }
-    if request.kind == 'stream' and seen[1] >= tonumber(ARGV[5]) then
-      local first = redis.call('XRANGE', request.target, '-', '+', 'COUNT', 1)[1]
-      seen[2] = first and first[1] or ''
-    end
+    seen = request.kind == 'list' and redis.pcall('LLEN', request.target) or redis.pcall('XLEN', request.target)
+    if type(seen) ~= 'number' then seen = 0 end  -- its producer made the key another type
     unread[request.target] = seen
   end
-  replies[r] = { request.state, seen[1], seen[2] }
+  replies[r] = { request.state, seen }
 end
 return replies
