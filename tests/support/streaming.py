@@ -134,7 +134,6 @@ class Storyteller(threading.Thread):
         self._keys = Keys(model)
         self._texts = texts
         self._error = error
-        self.answered = 0
         self._ending = threading.Event()
 
     def __enter__(self) -> Self:
@@ -158,7 +157,6 @@ class Storyteller(threading.Thread):
                 self._answer(entry_id.decode(), fields)
 
     def _answer(self, correlation_id: str, fields: dict[bytes, bytes]) -> None:
-        self.answered += 1
         request = Echo(correlation_id, fields[b"body"], JSON, "")
         texts = self._texts if fields.get(b"stream") == b"1" else ()
         envelopes = [chunk(request, index, _json(text)) for index, text in enumerate(texts)]
