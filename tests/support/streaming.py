@@ -99,6 +99,11 @@ class StreamingService:
         keys: list[bytes] = self._redis.keys(self.keys.body("*"))
         return keys
 
+    def unread(self, request: Echo) -> int:
+        """The number of entries in the reply stream of the request."""
+        size: int = self._redis.xlen(self.keys.replies(request.reply_to))
+        return size
+
     def write(self, request: Echo, *envelopes: Envelope) -> None:
         """One entry on the reply stream of the request."""
         self._redis.xadd(self.keys.replies(request.reply_to), {"results": msgpack.packb(envelopes)})
