@@ -83,6 +83,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "lane": "",
         "cost": 1,
         "reply_columns": False,
+        "stream": False,
         "fields": {},
     }
     assert others.keys() <= understood.keys()
@@ -142,6 +143,8 @@ def understood_requests() -> list[Case]:
             becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
         ),
         entry("an empty body", "body", "", becomes=[request(body="")]),
+        entry("chunks are wanted", "body", "7", "stream", "1", becomes=[request(stream=True)]),
+        entry("no chunks are wanted", "body", "7", "stream", "0", becomes=[request()]),
         entry(
             "a repeated field: the last value applies",
             *("body", "6", "priority", "1", "body", "7", "priority", "2"),
@@ -194,6 +197,7 @@ def refused_requests() -> list[Case]:
         "priority": ["10", "-1", "", "4.0", "+4", " 4", "4\n", "1_0", "high", "४", b"\xff"],
         "cost": ["-1", str(2**40 + 1), "9" * 30, "NaN"],
         "expiration": ["0", "-5", str(2**53 + 1), "1e3", "soon"],
+        "stream": ["2", "-1", "", "true"],
     }
     numbers = [
         case(f"{field} {value!r}", field, "body", "7", field, value)
@@ -314,6 +318,12 @@ def packed_requests() -> list[Case]:
         case("two requests", [request("a"), request("b")], packed("a"), packed("b")),
         case("one request", [request("a")], packed("a")),
         case("a body as text", [request("a", "ä7")], {"correlation_id": "a", "body": "ä7"}),
+        case(
+            "a stream beside another request, in an entry of streams",
+            [request("a", stream=True), request("b")],
+            *(packed("a"), packed("b", stream=0)),
+            shared=("stream", "1"),
+        ),
         case(
             "shared fields apply to each request that does not set its own",
             [

@@ -241,6 +241,21 @@ async def test_stream_without_chunks_ends(client: AsyncClient, service: Streamin
     assert stream.reply is not None and stream.reply.value is None
 
 
+async def test_chunks_are_removed_from_the_reply_stream_when_they_were_read(
+    client: AsyncClient, service: StreamingService
+) -> None:
+    """At once, and not with what is sent next: workers merge the chunks of a stream that is not read."""
+    timer = client._transport._silence_timer
+    assert timer is not None
+    timer.cancel()
+    async with client.stream(MODEL, "x") as stream:
+        (request,) = await take(service)
+        for index in range(3):
+            service.write(request, chunk(request, index, pack(index)))
+            assert await anext(stream) == index
+            await wait_in_thread(lambda: service.unread(request) == 0, "the chunk is removed")
+
+
 async def test_large_body_of_a_stream_is_stored_beside_it(
     client: AsyncClient, service: StreamingService
 ) -> None:
