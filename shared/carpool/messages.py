@@ -326,9 +326,10 @@ class Result(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A partial result: one emitted value of a streamed request, or `merged` of them, joined.
+    """A partial result: one emitted value of a streamed request, or `merged` of them.
 
-    `index` counts the chunks of a request from 0. `body` is bytes of `content_type`.
+    Merged values are concatenated. If they cannot be, the body is a list of them (`is_list`). `index` counts
+    the chunks of a request from 0. `body` is bytes of `content_type`.
     """
 
     correlation_id: str
@@ -336,6 +337,7 @@ class Chunk(NamedTuple):
     body: bytes
     index: int  # type: ignore[assignment]  # hides tuple.index
     merged: int = 1
+    is_list: bool = False
 
 
 class ResultColumns(NamedTuple):

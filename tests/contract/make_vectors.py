@@ -828,10 +828,11 @@ def results() -> list[Case]:
 def chunks() -> list[Case]:
     """Partial results: their envelopes on a list of their own, and as an element of `results`."""
 
-    def case(name: str, content_type: str, index: int, body: bytes, value: Any, merged: int = 1) -> Case:
-        chunk = {"correlation_id": "a", "content_type": content_type, "index": index, "merged": merged}
+    def case(name: str, content_type: str, index: int, body: bytes, value: Any, **merged: int) -> Case:
+        chunk = {"correlation_id": "a", "content_type": content_type, "index": index}
+        chunk |= {"merged": max(merged.values(), default=1), "is_list": "values" in merged}
         head = {"correlation_id": "a", "status": "OK", "content_type": content_type}
-        tail = {"final": False, "index": index} | ({"chunks": merged} if merged > 1 else {})
+        tail = {"final": False, "index": index} | merged
         element = pack(head | {"body": body} | tail)
         on_list = compact(head | {"body": value} | tail) if content_type == JSON else as_vector(element)
         return {
@@ -844,9 +845,11 @@ def chunks() -> list[Case]:
     return [
         case("a text in JSON", JSON, 0, '" tïme"'.encode(), " tïme"),
         case("a value in JSON", JSON, 1, b'{"final":true}', {"final": True}),
-        case("merged texts in JSON", JSON, 2, b'" upon a time"', " upon a time", merged=3),
+        case("merged texts in JSON", JSON, 2, b'" upon a time"', " upon a time", chunks=3),
+        case("numbers are a list in JSON", JSON, 2, b"[3,2,1]", [3, 2, 1], values=3),
+        case("numbers are a list", MSGPACK, 2, pack([3, 2, 1]), None, values=3),
         case("msgpack", MSGPACK, 300, pack("Once"), None),
-        case("merged bytes", RAW, 7, b"\x00\xff", None, merged=2),
+        case("merged bytes", RAW, 7, b"\x00\xff", None, chunks=2),
     ]
 
 

@@ -159,6 +159,19 @@ async def test_chunks_may_be_arrays(client: AsyncClient, service: StreamingServi
     assert stream.reply is not None and stream.reply.value.tolist() == [1, 2, 3, 4, 5]
 
 
+async def test_merged_values_that_cannot_be_concatenated_are_chunks_of_their_own(
+    client: AsyncClient, service: StreamingService
+) -> None:
+    stream = client.stream(MODEL, "x")
+    (request,) = await take(service)
+    service.write(request, chunk(request, 0, pack(3)))
+    service.write(request, chunk(request, 1, pack([2, [1], None])) | {"values": 3})
+    service.write(
+        request, chunk(request, 2, pack([0])), final(request, pack([3, 2, [1], None, [0]]), index=3)
+    )
+    assert await collect(stream) == [3, 2, [1], None, [0]]
+
+
 async def test_merged_chunks_are_one_value(client: AsyncClient, service: StreamingService) -> None:
     stream = client.stream(MODEL, "x")
     (request,) = await take(service)

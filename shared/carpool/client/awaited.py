@@ -85,7 +85,9 @@ class AwaitedRequests:
             return
         target = entry.awaited[correlation_id]
         try:
-            entry.sink.put_chunk(target, envelope["index"], self._reader.value(envelope))
+            value = self._reader.value(envelope)
+            # Values that were merged without being concatenated are as many chunks for the reader.
+            entry.sink.put_chunk(target, envelope["index"], value if "values" in envelope else (value,))
         except CarpoolError as error:
             entry.sink.fail(target, error)
             self._on_unusable(correlation_id, target)
