@@ -429,7 +429,7 @@ class BatchSettled(NamedTuple):
 
     `executed`: how many of its requests the model executed together in that time; 0 if its execution was not
     a normal one: none was valid, or the model raised, or they were executed one at a time.
-    `waited_us`: how long it waited until a model process could take it; None if its worker does not tell.
+    `waited_us`: how long it waited until a model process could take it.
     """
 
     batch_id: str
@@ -438,7 +438,7 @@ class BatchSettled(NamedTuple):
     compute_us: int
     settled_us: int
     executed: int
-    waited_us: int | None = None
+    waited_us: int = 0
 
 
 class ModelProcessesChanged(NamedTuple):
