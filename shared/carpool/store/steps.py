@@ -39,7 +39,7 @@ class StepWrite(NamedTuple):
 
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
     that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
-    `BatchSettled`.
+    `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
     """
 
     batch: Batch
@@ -50,6 +50,7 @@ class StepWrite(NamedTuple):
     compute_us: int = 0
     waited_us: int = 0
     dead_letter: DeadLetter | None = None
+    has_passed: bool = False
 
 
 class StepReply(NamedTuple):
@@ -96,7 +97,7 @@ class StepStore:
         final: Argument = ""
         if write.result is not None:
             final = (encode_result if is_list else encode_envelope)(write.result)
-        args += [final, write.compute_us, write.waited_us]
+        args += [final, write.compute_us, write.waited_us, int(write.has_passed)]
         args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
         args += list_args([] if write.dead_letter is None else encode_dead_letter(write.dead_letter))
         return args
