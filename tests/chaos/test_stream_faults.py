@@ -42,7 +42,7 @@ def serve(stack: Stack, workers: int = 1, lease: tuple[str, ...] = LONG_LEASE) -
 
 
 def assert_settled(stack: Stack, model: str = "Chain") -> None:
-    """Nothing waits, nothing is in flight, and nothing is kept of requests but what was written to readers."""
+    """Nothing waits or is in flight, and nothing is kept of requests but what was written to readers."""
     stack.wait_until_idle(model)
     assert stack.pending(model) == 0
     assert list(stack.redis.scan_iter(match=Keys(model).progress("*"))) == []
