@@ -149,9 +149,14 @@ class Worker:
         codec, metrics = Codec(ready), self._metrics
         if ready.is_stepping:
             settings = ModelSettings.from_mapping(ready.settings)
-            steps = StepStore(self._new_link("commit"), self._keys, self._clock)
+            link = self._new_link("commit")
+            steps = StepStore(link, self._keys, self._clock)
+            store = WorkerStore(link, self._keys, self._clock)
+            committer = Committer(consumer, store, metrics, self._batch_log)
             fetcher = self._new_fetcher(consumer, FETCH_BLOCK_MS)
-            return StepReplica(consumer, process, codec, fetcher, steps, settings, metrics, self._step_log)
+            return StepReplica(
+                consumer, process, codec, fetcher, steps, committer, settings, metrics, self._step_log
+            )
         committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
         return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
 

@@ -38,8 +38,9 @@ class StepWrite(NamedTuple):
     """What is to be written for one request; nothing, if only its state is asked for.
 
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
-    that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`, `streamed`:
-    see `BatchSettled`, for the case that it ended.
+    that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
+    `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
+    `streamed`: if it ended, see `BatchSettled`.
     """
 
     batch: Batch
@@ -50,6 +51,7 @@ class StepWrite(NamedTuple):
     compute_us: int = 0
     waited_us: int = 0
     dead_letter: DeadLetter | None = None
+    has_passed: bool = False
     streamed: Streamed | None = None
 
 
@@ -97,7 +99,8 @@ class StepStore:
         final: Argument = ""
         if write.result is not None:
             final = (encode_result if is_list else encode_envelope)(write.result)
-        args += [final, write.compute_us, write.waited_us, encode_streamed(write.streamed)]
+        args += [final, write.compute_us, write.waited_us, int(write.has_passed)]
+        args.append(encode_streamed(write.streamed))
         args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
         args += list_args([] if write.dead_letter is None else encode_dead_letter(write.dead_letter))
         return args

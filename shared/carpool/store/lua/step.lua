@@ -15,6 +15,7 @@
 --           kind ('list' or 'stream'); result TTL (ms); number of chunks written before; time to the first chunk (us)
 --           if it is among these, else ''; list of chunks: as another process needs it, its envelope;
 --           final envelope, '' if the request goes on; execution time (us); time that it waited for a process (us);
+--           1 if its recorded starts are to be forgotten (see answer.lua), because it was not the cause of a death;
 --           what was streamed, if it ends: see encode_streamed; list of stored bodies to delete: index in KEYS; list of
 --           the fields of its dead letter, empty if none
 -- Returns for each request { state, number of envelopes in its list, or of entries in its reply stream }. State:
@@ -49,7 +50,7 @@ for r = 1, tonumber(take()) do
   request.kind, request.result_ttl_ms = take(), take()
   request.written, request.first_us = tonumber(take()), take()
   request.kept, request.envelopes = take_pairs()
-  request.final, request.compute_us, request.waited_us = take(), take(), take()
+  request.final, request.compute_us, request.waited_us, request.has_passed = take(), take(), take(), take()
   request.streamed, request.bodies, request.dead = take(), take_list(take), take_list(take)
   request.state, request.is_repeated = look(request)
   requests[r] = request
@@ -83,6 +84,13 @@ for _, request in ipairs(requests) do
     redis.call('HSET', request.progress, unpack(fields))
     redis.call('PEXPIRE', request.progress, ttl_ms)
     write_chunks(request)
+  end
+end
+
+-- After the chunks: a first write that needs no memory would let these be written as well when memory is full.
+for _, request in ipairs(requests) do
+  if request.state == 'WRITTEN' and request.has_passed == '1' then
+    redis.call('HDEL', request.progress, 'started:0')
   end
 end
 
