@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from carpool.errors import CANCELLED, INTERNAL, OK, InternalError
-from carpool.messages import BatchedRun, Chunk, Result
+from carpool.messages import BatchedRun, Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body
 from carpool_worker.codec import RESULT_BYTES_MAX
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.chunks import join
+from carpool_worker.model_process.chunks import concatenated
 from carpool_worker.model_process.step_frames import Advance
 
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
@@ -81,6 +81,7 @@ class StepExecution:
         self.reader = Reader(now_s)
         self.chunk_us: int | None = None  # when its last chunk was written
         self._emitted: list[bytes] = []  # chunks that are not written, oldest first
+        self._emitted_total = 0  # by all processes that had it
         self._writing = 0  # how many of these are in the script under way
         self._sent_us = 0
         if 0 in execution.results:  # it could not be decoded, expired, or is a dead letter
@@ -161,6 +162,7 @@ class StepExecution:
         if advance.chunk and self.is_streamed:
             self._emitted.append(advance.chunk)
             self.emitted_bytes += len(advance.chunk)
+            self._emitted_total = advance.emitted
         self.execution.compute_us = max(0, now_us - self._sent_us)
         if self.emitted_bytes > RESULT_BYTES_MAX:  # its output would be too large as well
             self.end(INTERNAL, f"the chunks that are not read exceed {RESULT_BYTES_MAX} bytes")
@@ -238,6 +240,7 @@ class StepExecution:
             execution.waited_us,
             execution.dead_letters[0] if execution.dead_letters else None,
             self.has_passed,
+            self._streamed(first_us, now_us if chunks else self.chunk_us) if self.result else None,
         )
 
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
@@ -248,9 +251,20 @@ class StepExecution:
 
     def _chunk(self, offset: int, values: list[Any], kept: bytes | None = None) -> KeptChunk:
         run = self.run
-        body = _encode(run.content_type, values[0] if len(values) == 1 else join(values))
-        chunk = Chunk(run.correlation_ids[0], run.content_type, body, self.written + offset, len(values))
+        value = values[0] if len(values) == 1 else concatenated(values)
+        is_list = value is None and len(values) > 1
+        body = _encode(run.content_type, values if is_list else value)
+        index, merged = self.written + offset, len(values)
+        chunk = Chunk(run.correlation_ids[0], run.content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
+
+    def _streamed(self, first_us: int | None, last_us: int | None) -> Streamed | None:
+        """What was streamed, if the first chunk came `first_us` after its arrival, or is written."""
+        first_us = self.first_us if first_us is None else first_us
+        if first_us is None or last_us is None:
+            return None
+        since_first_us = last_us - self.run.arrival_us - first_us
+        return Streamed(self._emitted_total, first_us, max(0, since_first_us))
 
     def _final(self, chunks: int, first_us: int | None) -> Result | None:
         if self.result is None or self.result.status != OK or not self.is_streamed:
@@ -258,8 +272,12 @@ class StepExecution:
         first_us = self.first_us if first_us is None else first_us
         return self.result._replace(index=self.written + chunks, first_us=first_us)
 
-    def wrote(self, write: StepWrite, reply: StepReply, stream_buffer: int, now_s: float) -> None:
+    def wrote(
+        self, write: StepWrite, reply: StepReply, stream_buffer: int, now_s: float, now_us: int
+    ) -> None:
         """A write was carried out."""
+        if write.chunks:
+            self.chunk_us = now_us
         del self._emitted[: self._writing]
         self.emitted_bytes = sum(map(len, self._emitted))
         self._writing = 0

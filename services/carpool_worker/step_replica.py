@@ -33,7 +33,6 @@ from carpool.readiness import wait_until_ready
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
 from carpool.store.steps import StepStore, StepWrite
-from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
@@ -43,6 +42,7 @@ from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.step_execution import StepExecution
+from carpool_worker.step_log import StepLog
 
 SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: for so many slots one request more
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
@@ -66,7 +66,7 @@ class StepReplica:
         committer: Committer,
         settings: ModelSettings,
         metrics: WorkerMetrics,
-        batch_log: BatchLog,
+        step_log: StepLog,
     ) -> None:
         self.consumer = consumer
         self.process = process
@@ -76,7 +76,7 @@ class StepReplica:
         self._committer = committer
         self._settings = settings
         self._metrics = metrics
-        self._batch_log = batch_log
+        self._step_log = step_log
         self._settings_text = settings.for_steps()
         self._settings_of = (0, 0)  # ID of the batch that had these
         self._sent_settings: ModelSettings | None = settings  # those that the model process has
@@ -88,6 +88,7 @@ class StepReplica:
         self._suspects: list[StepExecution] = []  # that are still to take steps alone
         self._alone: StepExecution | None = None  # the one that does
         self._is_paused = False  # the process waits for a Resume
+        self._running = 0  # requests that have a slot, as its last Step says
         self._check_at_s = 0.0
         self._full_until_s = 0.0
         self._draining = False
@@ -289,6 +290,7 @@ class StepReplica:
                 request.take(advance, step.size, now_us)
                 if request is self._alone and request.stepped_alone():
                     self._alone = None
+        self._running = step.running
         self._metrics.stepped(step)
 
     def _replace_process(self) -> None:
@@ -304,6 +306,7 @@ class StepReplica:
             request for request in self._held() if request in suspects or request in self._suspects
         ]
         self._alone, self._is_paused = None, False
+        self._running = 0
         for request in self._held():
             request.is_sent = False
         self._lost += begun
@@ -370,6 +373,9 @@ class StepReplica:
         buffer, idle_ms_max = self._settings.stream_buffer, self._settings.reader_idle_ms
         replies = self._store.write(self.consumer, [write for _, write in part])
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
+        states = [reply.state for reply in replies]
+        written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]
+        self._metrics.chunks_written(written, now_us)
         gone: list[StepExecution] = []
         fenced: list[StepExecution] = []
         mismatched: list[StepExecution] = []
@@ -379,27 +385,24 @@ class StepReplica:
             elif reply.state != "WRITTEN":
                 (fenced if reply.state == "FENCED" else gone).append(request)
             else:
-                self._metrics.chunks_written(request, write, now_us)
-                request.wrote(write, reply, buffer, now_s)
+                request.wrote(write, reply, buffer, now_s, now_us)
                 if write.result is not None:
-                    self._finished(request, now_us)
+                    self._finished(request, write, now_us)
                 else:
                     request.give_up_idle_reader(idle_ms_max)
         self._drop(fenced, is_fenced=True)
         self._drop(gone)  # a batcher answered them: they expired, or were withdrawn
+        self._step_log.dropped(gone)
         self._free_slots(mismatched)
         self._lost += mismatched
 
-    def _finished(self, request: StepExecution, now_us: int) -> None:
+    def _finished(self, request: StepExecution, write: StepWrite, now_us: int) -> None:
         execution, result = request.execution, request.result
         assert result is not None
         if result.status == OK:
             execution.results[0] = result
-        counts = execution.counts()
-        self._metrics.committed(execution, counts, 0, now_us)
-        self._batch_log.committed(
-            self.consumer, execution.batch, counts.statuses, execution.compute_us, len(execution.dead_letters)
-        )
+        self._metrics.ended(execution, execution.counts(), now_us)
+        self._step_log.ended(self.consumer, request, write)
         self._forget([request])
 
     def _drop(self, requests: Sequence[StepExecution], *, is_fenced: bool = False) -> None:
@@ -442,6 +445,11 @@ class StepReplica:
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
         return self._batches
+
+    @property
+    def slots_in_use(self) -> int:
+        """How many requests have a slot. The model process does not tell when the last ones are dropped."""
+        return min(self._running, len(self._batches))
 
     def drain(self) -> None:
         """Fetch nothing more."""
