@@ -82,6 +82,14 @@ def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -
     )
 
 
+def wait_for_process(service: Service, deaths: int) -> None:
+    """Wait until the model process was replaced so many times."""
+    wait_until(
+        lambda: len(service.events("model process replaced")) == deaths,
+        description="the model process is replaced",
+    )
+
+
 def batch_of(stack: Stack, model: str = "Chain") -> dict[str, Any]:
     """The pending entry of the one request in flight."""
     (pending,) = stack.redis.xpending_range(Keys(model).batches, "workers", "-", "+", 10)
@@ -116,10 +124,7 @@ def test_model_process_is_killed_in_mid_generation(stack: Stack) -> None:
             load.wait_for_more(5)
             (process,) = service.children()
             os.kill(process, signal.SIGKILL)
-            wait_until(
-                lambda deaths=deaths: len(service.events("model process replaced")) == deaths,
-                description="the model process is replaced",
-            )
+            wait_for_process(service, deaths)
 
     assert_all_ok(stack, checker)
     assert not stack.events("batch reclaimed")
@@ -134,10 +139,7 @@ def test_request_outlives_any_number_of_deaths_that_it_did_not_cause(stack: Stac
     for deaths in range(1, 4):
         wait_for_chunks(stack, "r0", stack.redis.llen(KEYS.result("r0")) + 2)
         os.kill(service.children()[0], signal.SIGKILL)
-        wait_until(
-            lambda deaths=deaths: len(service.events("model process replaced")) == deaths,
-            description="the model process is replaced",
-        )
+        wait_for_process(service, deaths)
     wait_for_chunks(stack, "r0", stack.redis.llen(KEYS.result("r0")) + 2)
     service.kill()
     worker(stack)
@@ -496,7 +498,7 @@ def test_checker_detects_chunks_merged_without_being_joined(stack: Stack, tmp_pa
         Path(carpool_worker.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
     file = package / "step_execution.py"
-    source, count = re.subn(r"\bjoin\(values\)", "values[-1]", file.read_text())
+    source, count = re.subn(r"\bconcatenated\(values\)", "values[-1]", file.read_text())
     assert count == 1
     file.write_text(source)
     stream_with(stack, faulty, "r", 20)
@@ -559,8 +561,8 @@ class Memory:
 
 
 def values_of(found: dict[str, Any]) -> list[int]:
-    """The emitted values in a chunk: a list if they are several."""
-    values: list[int] = found["body"] if found.get("chunks", 1) > 1 else [found["body"]]
+    """The emitted values in a chunk: `values` says that they are a list."""
+    values: list[int] = found["body"] if "values" in found else [found["body"]]
     return values
 
 
