@@ -220,7 +220,8 @@ def test_connections_are_cut_and_scripts_are_forgotten(stack: Stack) -> None:
     assert service.events("loop failed, retrying")
 
 
-def test_chunks_wait_while_redis_is_full_and_what_ends_gets_its_result(stack: Stack, gate: Path) -> None:
+def test_chunks_wait_while_redis_is_full_and_what_ends_gets_its_result(stack_on: Stack, gate: Path) -> None:
+    stack = stack_on
     (service,) = serve(stack)
     send(stack, "gated", length=300, gate=str(gate), step_s=0.002)
     for name in ("short", "long"):

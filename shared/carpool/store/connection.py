@@ -71,8 +71,15 @@ class CommandError(Exception):
 _LINK_ERROR_CODES: Final = frozenset(("LOADING", "NOAUTH", "WRONGPASS"))
 
 
+# How Redis 6 reports an error of a command in a script; later ones begin with the command's own code.
+_ERROR_IN_SCRIPT: Final = re.compile(
+    r"ERR Error running script \(call to f_\w+\): @user_script:\d+: (?:@user_script: \d+: )?-?([A-Z]+) "
+)
+
+
 def _command_error(text: str) -> CommandError:
-    return CommandError(text.split(" ", 1)[0], text)
+    in_script = _ERROR_IN_SCRIPT.match(text)
+    return CommandError(text.split(" ", 1)[0] if in_script is None else in_script[1], text)
 
 
 # Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
