@@ -104,7 +104,7 @@ class StreamChecker:
         if not expected.startswith(text) or any(each["status"] != "OK" for each in chunks):
             faults.append("other chunks")
         if final["status"] == "OK":
-            if final["body"] != expected:
+            if (final["body"] or "") != expected:  # null without any chunk
                 faults.append("other output")
             if self.streamed[correlation_id] and (text != expected or final["index"] != len(chunks)):
                 faults.append("chunks are not the output")
