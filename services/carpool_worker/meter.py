@@ -161,7 +161,8 @@ class WorkerMetrics(CommonMetrics):
         for request, write in written:
             if not write.chunks:
                 continue
-            chunks += sum([chunk.merged for chunk, _ in write.chunks])
+            for chunk, _ in write.chunks:
+                chunks += chunk.merged
             if write.first_us is not None:
                 first_us.append(write.first_us)
             elif request.chunk_us is not None:
