@@ -1,4 +1,4 @@
-"""Streams of stepping models: when each token is there, and what it costs. The command is ops/bench/streaming.py.
+"""Streams of stepping models: when tokens come, and what they cost. The command: ops/bench/streaming.py.
 
 models      what is served: a sleeper, and a network of GPT-2's shape; each steps, or executes static batches
 workloads   which requests arrive when: a burst, Poisson, or more than can be served

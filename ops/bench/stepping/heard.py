@@ -1,4 +1,4 @@
-"""What a producer saw of each request, and the figures of that. Pure. Times are seconds after a run's start."""
+"""What a producer saw of each request, and the figures of that. Pure. Times are seconds after the start."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sent(NamedTuple):
 
 def figures(of: Sequence[Sent]) -> Figures:
     """The figures of several bursts, or of one run. Times are in ms. `gap`: between two tokens of a request,
-    when they are read; `step`: when they are emitted; `way`: from one to the other. CPU time (us): of a token.
+    when they are read; `step`: when they are emitted; `way`: from one to the other. CPU time is of a token.
     """
     heard = [heard for sent in of for heard in sent.heard]
     times_ms = {

@@ -1,4 +1,4 @@
-"""The producer on the real system: an AsyncClient that sends requests when they are due, and reads streams."""
+"""The producer on the real system: an AsyncClient that sends requests when due, and reads streams."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ class _Sending:
             await self.sleep_until(due_s)
             together = list(group)
             started_s = time.perf_counter()
-            streams = [
-                self._client.stream(self._model, heard.ask.body, timeout=None) for heard in together
-            ]
+            streams = [self._client.stream(self._model, heard.ask.body, timeout=None) for heard in together]
             await asyncio.sleep(0)  # the client writes what was sent in one iteration of the event loop
             submit_s = (time.perf_counter() - started_s) / len(together)
             for heard, stream in zip(together, streams, strict=True):

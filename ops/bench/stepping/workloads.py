@@ -30,8 +30,8 @@ class Ask(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Tokens count from `warm_s` to `span_s`, and first tokens of requests that arrived then; these are waited
-    for until `until_s`. All after the start."""
+    """Tokens count from `warm_s` to `span_s`, and first tokens of requests that arrived then, which are
+    waited for until `until_s`. All after the start."""
 
     warm_s: float
     span_s: float
