@@ -318,7 +318,8 @@ class ModelBatcher:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
         for batch_id, runs in by_batch.items():
-            answers = [answer for first, run in runs for answer in _answers(first, run, *_EXPIRED)]
+            expired_while = _EXPIRED_WHILE_STEPPING if session.scheduler.is_stepping else _EXPIRED
+            answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
             answered = self._answer_in_flight(session, batch_id, answers, DEADLINE_EXCEEDED)
             session.missed.expired(batch_id, runs, answered)
 
@@ -419,6 +420,7 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
 
 # Status and detail of requests that are answered in flight.
 _EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
+_EXPIRED_WHILE_STEPPING: Final = (DEADLINE_EXCEEDED, "expired: its output was not complete by its deadline")
 _WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 
 

@@ -18,7 +18,7 @@ from carpool.wire.bodies import encode_body
 from carpool_worker.codec import RESULT_BYTES_MAX
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.chunks import join
+from carpool_worker.model_process.chunks import concatenated
 from carpool_worker.model_process.step_frames import Advance
 
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
@@ -193,8 +193,11 @@ class StepExecution:
 
     def _chunk(self, offset: int, values: list[Any], kept: bytes | None = None) -> KeptChunk:
         run = self.run
-        body = _encode(run.content_type, values[0] if len(values) == 1 else join(values))
-        chunk = Chunk(run.correlation_ids[0], run.content_type, body, self.written + offset, len(values))
+        value = values[0] if len(values) == 1 else concatenated(values)
+        is_list = value is None and len(values) > 1
+        body = _encode(run.content_type, values if is_list else value)
+        index, merged = self.written + offset, len(values)
+        chunk = Chunk(run.correlation_ids[0], run.content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
 
     def _final(self, chunks: int, first_us: int | None) -> Result | None:

@@ -326,9 +326,10 @@ class Result(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A partial result: one emitted value of a streamed request, or `merged` of them, joined.
+    """A partial result: one emitted value of a streamed request, or `merged` of them.
 
-    `index` counts the chunks of a request from 0. `body` is bytes of `content_type`.
+    Merged values are concatenated. If they cannot be, the body is a list of them (`is_list`). `index` counts
+    the chunks of a request from 0. `body` is bytes of `content_type`.
     """
 
     correlation_id: str
@@ -336,6 +337,7 @@ class Chunk(NamedTuple):
     body: bytes
     index: int  # type: ignore[assignment]  # hides tuple.index
     merged: int = 1
+    is_list: bool = False
 
 
 class ResultColumns(NamedTuple):
@@ -427,7 +429,7 @@ class BatchSettled(NamedTuple):
 
     `executed`: how many of its requests the model executed together in that time; 0 if its execution was not
     a normal one: none was valid, or the model raised, or they were executed one at a time.
-    `waited_us`: how long it waited until a model process could take it; None if its worker does not tell.
+    `waited_us`: how long it waited until a model process could take it.
     """
 
     batch_id: str
@@ -436,7 +438,7 @@ class BatchSettled(NamedTuple):
     compute_us: int
     settled_us: int
     executed: int
-    waited_us: int | None = None
+    waited_us: int = 0
 
 
 class ModelProcessesChanged(NamedTuple):

@@ -23,7 +23,7 @@ from carpool.model_settings import ModelSettings
 from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.frames import pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel
-from carpool_worker.model_process.step_frames import Admit, Advance, Step
+from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
 from carpool_worker.model_process.stepper import Stepper
 from carpool_worker.model_process.stepping import StepRequest
 
@@ -222,6 +222,12 @@ class StepperMachine(RuleBasedStateMachine):
                 if key in place:
                     place.remove(key)
 
+    @rule(settings=model_settings)
+    def configure(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        limits = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
+        self.stepper.configure(Configure(*limits))
+
     @rule(is_tired=st.booleans())
     def tire(self, is_tired: bool) -> None:
         self.model.is_tired = is_tired
@@ -248,7 +254,6 @@ class StepperMachine(RuleBasedStateMachine):
             first = self.model.step_calls[0]
             assert first == [key for key in stepping if key in first], "order, or not its turn"
             assert set(first) >= set(others)
-            assert len(first) <= self.settings.max_batch_size or self._over_by_alone()
         else:
             assert not others
         self._check(step, stepping, is_alone)
@@ -263,6 +268,7 @@ class StepperMachine(RuleBasedStateMachine):
         """What is to be begun, what is to take a step, and whether that is alone."""
         if self.waiting_alone:
             key = self.waiting_alone.pop(0)
+            self._put_back_for(key)
             self.running.append(key)
             return [key], [key], True
         if self.is_paused:
@@ -278,8 +284,14 @@ class StepperMachine(RuleBasedStateMachine):
             self.running.append(key)
         return admitted, list(self.running), False
 
-    def _over_by_alone(self) -> bool:
-        return len(self.running) > self.settings.max_batch_size
+    def _put_back_for(self, alone: int) -> None:
+        """The last ones give up their slots, if they can be begun anew, until this one fits."""
+        for key in reversed(list(self.running)):
+            fits = self._cost([*self.running, alone]) <= (self.settings.max_batch_cost or 1e9)
+            fits = fits and len(self.running) < self.settings.max_batch_size
+            if not fits and (self.continues or not self.was_sent[key]):
+                self.running.remove(key)
+                self.waiting.insert(0, key)
 
     def _cost(self, keys: Sequence[int]) -> int:
         return sum(self.traits[key].cost for key in keys)

@@ -4,9 +4,10 @@ The rules:
  1. Requests get slots in the order in which they were added. At most `size` have one.
  2. Together they cost at most `cost_max`, and those that get one between two steps at most
     `prefill_cost_max`. The first one always gets a slot: the costs never stop everything.
- 3. A request that is to be alone gets a slot at once, whatever the limits are, and takes a step alone. After
-    it, nothing takes a step until `resume`, except further requests that are to be alone.
- 4. A request has a slot until `end` or `drop`.
+ 3. A request that is to be alone gets a slot at once and takes a step alone. If it does not fit, others are
+    to be put back first: they get slots again before all that wait. After it, nothing takes a step until
+    `resume`, except further requests that are to be alone.
+ 4. A request has a slot until `end`, `drop` or `put_back`.
 """
 
 from __future__ import annotations
@@ -80,6 +81,20 @@ class Slots(Generic[T]):
     def resume(self) -> None:
         """All go on, after those that are still to be alone."""
         self._is_paused = False
+
+    @property
+    def lacks_space(self) -> bool:
+        """Whether the request that is to be alone next does not fit beside those that have slots."""
+        if not (self._waiting_alone and self._running):
+            return False
+        alone = next(iter(self._waiting_alone.values()))
+        return len(self._running) >= self._size or _is_over(self._cost + alone.cost, self._cost_max)
+
+    def put_back(self, key: int) -> None:
+        """The request of this key gives its slot up, and waits before all others."""
+        request = self._running[key]
+        self.end(key)
+        self._waiting = {key: request} | self._waiting
 
     def next_round(self) -> Round[T]:
         """Give slots to the requests whose turn it is."""

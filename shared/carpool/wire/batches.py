@@ -130,7 +130,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
         return ModelProcessesChanged(worker)
-    size, waited_us = raw.get(b"size", b"0"), raw.get(b"waited_us")
+    size = raw.get(b"size", b"0")
     return BatchSettled(
         raw[b"batch"].decode(),
         worker,
@@ -138,7 +138,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(raw.get(b"compute_us", b"0")),
         int(raw.get(b"settled_us", b"0")),
         int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
-        None if waited_us is None else int(waited_us),
+        int(raw.get(b"waited_us", b"0")),
     )
 
 
