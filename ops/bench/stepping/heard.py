@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
+
+from host import Figures
 
 from stepping.workloads import Ask, Window
 
 PERCENTS: Final = (50, 95, 99)
-Figures = dict[str, Any]  # what a run showed
 
 
 @dataclass(slots=True)
@@ -55,6 +56,19 @@ class Sent(NamedTuple):
             if heard.ask.due_s >= self.warm_s:
                 yield (heard.read_s[0] if heard.read_s else self.ended_s) - heard.ask.due_s
 
+    def gaps_s(self, *, is_read: bool) -> Iterator[float]:
+        """Times between two tokens of a request, when they are read, or else emitted."""
+        for heard in self.heard:
+            times_s = heard.read_s if is_read else heard.emitted_s
+            yield from (after - before for before, after in pairwise(times_s) if before >= self.warm_s)
+
+    def ways_s(self) -> Iterator[float]:
+        """Times from emitting to reading."""
+        for heard in self.heard:
+            for read_s, emitted_s in zip(heard.read_s, heard.emitted_s, strict=True):
+                if emitted_s >= self.warm_s:
+                    yield read_s - emitted_s
+
     def tokens(self, from_s: float) -> int:
         """How many tokens were read until `span_s`."""
         return sum(from_s <= read_s <= self.span_s for heard in self.heard for read_s in heard.read_s)
@@ -64,20 +78,16 @@ def figures(of: Sequence[Sent]) -> Figures:
     """The figures of several bursts, or of one run. Times are in ms. `gap`: between two tokens of a request,
     when they are read; `step`: when they are emitted; `way`: from one to the other. CPU time is of a token.
     """
-    heard = [heard for sent in of for heard in sent.heard]
     times_ms = {
         "ttft": [1e3 * first_s for sent in of for first_s in sent.first_token_s()],
-        "gap": [1e3 * gap_s for one in heard for gap_s in _gaps(one.read_s)],
-        "step": [1e3 * gap_s for one in heard for gap_s in _gaps(one.emitted_s)],
-        "way": [
-            1e3 * (read_s - emitted_s)
-            for one in heard
-            for read_s, emitted_s in zip(one.read_s, one.emitted_s, strict=True)
-        ],
+        "gap": [1e3 * gap_s for sent in of for gap_s in sent.gaps_s(is_read=True)],
+        "step": [1e3 * gap_s for sent in of for gap_s in sent.gaps_s(is_read=False)],
+        "way": [1e3 * way_s for sent in of for way_s in sent.ways_s()],
     }
+    submits_s = [heard.submit_s for sent in of for heard in sent.heard]
     tokens = max(1, sum(sent.tokens(0.0) for sent in of))
     return {
-        "submit_ms": 1e3 * sum(one.submit_s for one in heard) / len(heard),
+        "submit_ms": 1e3 * sum(submits_s) / len(submits_s),
         **{
             f"{name}_p{percent}_ms": percentile(values, percent)
             for name, values in times_ms.items()
@@ -87,10 +97,6 @@ def figures(of: Sequence[Sent]) -> Figures:
         / sum(sent.span_s - sent.warm_s for sent in of),
         "cpu_us": {role: sum(sent.cpu_us[role] for sent in of) / tokens for role in of[0].cpu_us},
     }
-
-
-def _gaps(times_s: Sequence[float]) -> Iterator[float]:
-    return (after - before for before, after in pairwise(times_s))
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
