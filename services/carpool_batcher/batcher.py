@@ -204,6 +204,8 @@ class ModelBatcher:
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     self._meter.settled(batch, settled_us)
+                    if event.streamed is not None:
+                        self._meter.stream_ended(event.streamed, settled_us)
                     if is_awaited:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))

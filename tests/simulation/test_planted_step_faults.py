@@ -120,12 +120,31 @@ def exceed_the_slots_by_one_that_is_alone(patch: Patch) -> None:
 
 
 def go_on_after_one_that_is_alone(patch: Patch) -> None:
-    def add_alone(held: Slots[Any], request: Any) -> None:
-        original(held, request)
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, steps)
         held._is_paused = False
 
     original = Slots.add_alone
     patch.setattr(Slots, "add_alone", add_alone)
+
+
+def take_only_one_step_alone(patch: Patch) -> None:
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, 1)
+
+    original = Slots.add_alone
+    patch.setattr(Slots, "add_alone", add_alone)
+
+
+def stay_alone_after_a_drop(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        left = dict(held._steps_alone)
+        request = original(held, key)
+        held._steps_alone = left
+        return request
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
 
 
 def drop_without_end(patch: Patch) -> None:
@@ -217,6 +236,8 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     put_back_at_the_end,
     exceed_the_slots_by_one_that_is_alone,
     go_on_after_one_that_is_alone,
+    take_only_one_step_alone,
+    stay_alone_after_a_drop,
     drop_without_end,
     end_dropped_requests_twice,
     begin_anew_without_end,

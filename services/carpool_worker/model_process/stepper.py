@@ -47,8 +47,8 @@ class Stepper:
     def admit(self, admit: Admit, payload: Buffer) -> None:
         """Take a request. `payload` is its body, as `Admit` says."""
         generation = Generation(admit, _decode(admit, payload))
-        if admit.is_alone:
-            self._slots.add_alone(generation)
+        if admit.steps_alone:
+            self._slots.add_alone(generation, admit.steps_alone)
         else:
             self._slots.add(generation)
 

@@ -13,13 +13,13 @@ import msgpack
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import Batch, Chunk, DeadLetter, Result
+from carpool.messages import Batch, Chunk, DeadLetter, Result, Streamed
 from carpool.store.arguments import ScriptKeys
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import PROGRESS_TTL_MS, Owner, answer_ahead
 from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
-from carpool.wire.batches import encode_dead_letter
+from carpool.wire.batches import encode_dead_letter, encode_streamed
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
 _STEP: Final = Script("step", after=("deliver",))
@@ -48,7 +48,9 @@ class StepWrite(NamedTuple):
 
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
     that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
-    `BatchSettled`. `is_renewed`: what is kept of it in Redis is to expire later, as when it is first written.
+    `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
+    `streamed`: if it ended, see `BatchSettled`. `is_renewed`: with these chunks, what is kept of it in Redis is to
+    expire later; as with the first ones.
     """
 
     batch: Batch
@@ -59,6 +61,8 @@ class StepWrite(NamedTuple):
     compute_us: int = 0
     waited_us: int = 0
     dead_letter: DeadLetter | None = None
+    has_passed: bool = False
+    streamed: Streamed | None = None
     is_renewed: bool = True
 
 
@@ -94,8 +98,9 @@ class StepStore:
 
     def _element(self, script_keys: ScriptKeys, finals: list[Argument], write: StepWrite) -> list[Any]:
         """A request as `step.lua` reads it. Its final envelope, if it has one, is appended to `finals`."""
-        batch, written, chunks, first_us, result, compute_us, waited_us, dead_letter, is_renewed = write
-        correlation_id, reply_to = batch.runs[0].correlation_ids[0], batch.runs[0].reply_to
+        batch, written, chunks, result = write.batch, write.written, write.chunks, write.result
+        (run,) = batch.runs
+        correlation_id, reply_to = run.correlation_ids[0], run.reply_to
         if reply_to is None:
             target, kind, encode = self._keys.result(correlation_id), "list", encode_chunk
         else:
@@ -108,16 +113,17 @@ class StepStore:
             batch.result_ttl_ms,
             written,
             [encode(chunk) for chunk, _ in chunks],
-            _progress_fields(written, chunks, first_us) if chunks else (),
-            PROGRESS_TTL_MS if is_renewed else 0,
-            compute_us,
-            waited_us,
+            _progress_fields(written, chunks, write.first_us) if chunks else (),
+            PROGRESS_TTL_MS if write.is_renewed else 0,
+            write.compute_us,
+            write.waited_us,
             [script_keys.index(self._keys.body(name)) for name in batch.body_names],
+            write.has_passed,
         ]
         if result is not None:
             finals.append(encode_result(result) if reply_to is None else encode_envelope(result))
-            dead = () if dead_letter is None else encode_dead_letter(dead_letter)
-            element += _ARGS_BEFORE_FINALS + len(finals), dead
+            dead = () if write.dead_letter is None else encode_dead_letter(write.dead_letter)
+            element += _ARGS_BEFORE_FINALS + len(finals), encode_streamed(write.streamed), dead
         return element
 
     def record_start(self, consumer: str, batch: Batch) -> None:

@@ -19,14 +19,18 @@
 --       6 number of chunks written before  7 envelopes of its chunks  8 fields and values of its progress that have
 --       them, as another process needs them  9 TTL of its progress (ms), 0 to leave it as it is  10 execution time (us)
 --       11 time that it waited for a process (us)  12 stored bodies to delete at its end: indexes in KEYS
+--       13 true if its recorded starts are to be forgotten (see answer.lua): it was not the cause of a death
 --     if it ended:
---       13 index in ARGV of its final envelope  14 fields and values of its dead letter, empty if none
+--       14 index in ARGV of its final envelope  15 what was streamed: see encode_streamed
+--       16 fields and values of its dead letter, empty if none
 -- Returns for each request its state, and the number of envelopes in its list, or of entries in its reply stream:
 --   WRITTEN   the chunks and the result are written
 --   FENCED    the consumer does not own the batch any more
 --   ANSWERED  a batcher answered it, because it expired or was withdrawn. Its batch is removed
 --   MISMATCH  another number of chunks was written: Redis lost its last writes. Begin again from what is there
 -- O(requests + chunks + batches of the consumer), and O(bytes).
+local ID, EPOCH, TARGET, KIND, RESULT_TTL, WRITTEN, ENVELOPES, KEPT = 1, 2, 3, 4, 5, 6, 7, 8
+local TTL, COMPUTE_US, WAITED_US, BODIES, PASSED, FINAL, STREAMED, DEAD = 9, 10, 11, 12, 13, 14, 15, 16
 local requests = cmsgpack.unpack(ARGV[4])
 
 local epochs = {}  -- of the batches that the consumer owns, by ID
@@ -47,14 +51,14 @@ end
 
 local states, repeated = {}, {}
 for r, request in ipairs(requests) do
-  states[r], repeated[r] = look(request[1], request[2], request[6], #request[7])
+  states[r], repeated[r] = look(request[ID], request[EPOCH], request[WRITTEN], #request[ENVELOPES])
 end
 
 local streams, stream_keys = {}, {}  -- the envelopes for each reply stream
 local lengths = {}                   -- of lists and reply streams
 local function write(request, envelope)
-  local key, ttl_ms = KEYS[request[3]], request[5]
-  if request[4] == 'list' then
+  local key, ttl_ms = KEYS[request[TARGET]], request[RESULT_TTL]
+  if request[KIND] == 'list' then
     lengths[key] = deliver(key, 'list', envelope, ttl_ms)
     return
   end
@@ -68,40 +72,49 @@ local function write(request, envelope)
 end
 
 for r, request in ipairs(requests) do
-  local envelopes, ttl_ms, ended = request[7], request[9], request[13]
-  if states[r] == 'WRITTEN' and not ended and #envelopes > 0 and not repeated[r] then
-    local progress = KEYS[4] .. request[1]
-    redis.call('HSET', progress, unpack(request[8]))
-    if ttl_ms > 0 then redis.call('PEXPIRE', progress, ttl_ms) end
+  local envelopes = request[ENVELOPES]
+  if states[r] == 'WRITTEN' and not request[FINAL] and #envelopes > 0 and not repeated[r] then
+    local progress = KEYS[4] .. request[ID]
+    redis.call('HSET', progress, unpack(request[KEPT]))
+    if request[TTL] > 0 then redis.call('PEXPIRE', progress, request[TTL]) end
     for _, envelope in ipairs(envelopes) do write(request, envelope) end
   end
 end
 
+-- After the chunks: a first write that needs no memory would let these be written as well when memory is full.
+for r, request in ipairs(requests) do
+  if states[r] == 'WRITTEN' and request[PASSED] then redis.call('HDEL', KEYS[4] .. request[ID], 'started:0') end
+end
+
 local settled_us
-local function settle(request)
-  local id = request[1]
+local function settle(request, streamed)
+  local id = request[ID]
   redis.call('XACK', KEYS[1], 'workers', id)
   redis.call('XDEL', KEYS[1], id)
   redis.call('DEL', KEYS[4] .. id)
-  for _, body in ipairs(request[12]) do redis.pcall('UNLINK', KEYS[body]) end
+  for _, body in ipairs(request[BODIES]) do redis.pcall('UNLINK', KEYS[body]) end
   if not settled_us then
     local now = redis.call('TIME')
     settled_us = now[1] .. string.format('%06d', now[2])
   end
   redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'batch', id, 'worker', ARGV[1], 'size', 1,
-    'compute_us', request[10], 'executed', 0, 'waited_us', request[11], 'settled_us', settled_us)
+    'compute_us', request[COMPUTE_US], 'executed', 0, 'waited_us', request[WAITED_US], 'settled_us', settled_us,
+    'streamed', streamed)
 end
 
 for r, request in ipairs(requests) do
-  local final, dead = request[13], request[14]
-  if states[r] == 'ANSWERED' then settle(request) end
-  if states[r] == 'WRITTEN' and final then
-    settle(request)
+  if states[r] == 'ANSWERED' then
+    local progress = redis.call('HMGET', KEYS[4] .. request[ID], 'chunks', 'first_us')
+    settle(request, progress[2] and progress[1] .. ' ' .. progress[2] or '')
+  end
+  if states[r] == 'WRITTEN' and request[FINAL] then
+    local dead = request[DEAD]
+    settle(request, request[STREAMED])
     if #dead > 0 then redis.pcall('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', unpack(dead)) end
     if not repeated[r] then
-      for _, envelope in ipairs(request[7]) do write(request, envelope) end
+      for _, envelope in ipairs(request[ENVELOPES]) do write(request, envelope) end
     end
-    write(request, ARGV[final])
+    write(request, ARGV[request[FINAL]])
   end
 end
 
@@ -118,10 +131,10 @@ end
 
 local replies = {}
 for r, request in ipairs(requests) do
-  local key = KEYS[request[3]]
+  local key = KEYS[request[TARGET]]
   local length = lengths[key]
   if not length then
-    length = redis.pcall(request[4] == 'list' and 'LLEN' or 'XLEN', key)
+    length = redis.pcall(request[KIND] == 'list' and 'LLEN' or 'XLEN', key)
     if type(length) ~= 'number' then length = 0 end  -- its producer made the key another type
     lengths[key] = length
   end
