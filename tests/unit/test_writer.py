@@ -13,6 +13,7 @@ import pytest
 from carpool.errors import InvalidArgumentError
 from carpool_cli.demo import writer_network
 from carpool_cli.demo.writer import LENGTH_DEFAULT, PROMPT_CHARS_MAX, WEIGHTS_FILE, Order, Writer
+from carpool_cli.demo.writer_gradient import forward, loss_and_gradient
 from carpool_cli.demo.writer_network import (
     ALPHABET,
     END,
@@ -27,9 +28,7 @@ from carpool_cli.demo.writer_training import (
     SHAPE,
     Shape,
     bits_per_character,
-    forward,
     initial,
-    loss_and_gradient,
     train,
 )
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from carpool_cli.demo.docsearch_corpus import passages
 from carpool_cli.demo.writer import WEIGHTS_FILE
+from carpool_cli.demo.writer_gradient import forward, loss_and_gradient
 from carpool_cli.demo.writer_network import (
     ALPHABET,
     END,
@@ -23,8 +24,6 @@ from carpool_cli.demo.writer_network import (
     Network,
     Symbols,
     Weights,
-    distance_bias,
-    inverse_rms,
     softmax,
     symbols_of,
 )
@@ -41,12 +40,13 @@ class Shape(NamedTuple):
     window: int
 
 
-SHAPE: Final = Shape(recent=4, symbols=len(ALPHABET), width=96, layers=4, heads=4, window=128)
+SHAPE: Final = Shape(recent=4, symbols=len(ALPHABET), width=96, layers=3, heads=4, window=128)
 SEED: Final = 1
 STEPS: Final = 3400
 BATCH: Final = 16
 LEARNING_RATE: Final = 0.008
 WARMUP_STEPS: Final = 100
+COOLDOWN_SHARE: Final = 0.4
 MOMENTUM: Final = 0.9
 SQUARES_MOMENTUM: Final = 0.99
 GRADIENT_NORM_MAX: Final = 1.0
@@ -92,176 +92,6 @@ def initial(rng: np.random.Generator, shape: Shape) -> Network:
     return Network(weights, heads, window)
 
 
-class _Layer(NamedTuple):
-    """What the backward pass of a layer needs of the forward pass. b: texts, t: positions, h: heads."""
-
-    inverse_in: Floats  # b x t x 1
-    normal_in: Floats  # b x t x width
-    query: Floats  # b x h x t x width of a head, scaled
-    key: Floats  # b x h x t x width of a head
-    value: Floats  # b x h x t x width of a head
-    share: Floats  # b x h x t x t: how much a position takes of each value
-    attended: Floats  # b x t x width
-    inverse_mid: Floats  # b x t x 1
-    normal_mid: Floats  # b x t x width
-    rectified: Floats  # b x t x hidden
-    squared: Floats  # b x t x hidden
-
-
-class Pass(NamedTuple):
-    """A forward pass. The logits of the symbol after each position: texts x positions x symbols."""
-
-    inputs: Floats
-    layers: list[_Layer]
-    inverse_out: Floats
-    normal_out: Floats
-    logits: Floats
-
-
-def forward(network: Network, symbols: Symbols) -> Pass:
-    """Compute whole texts at once, without a cache. `symbols`: texts x (recent - 1 + positions)."""
-    weights = network.weights
-    inputs = _inputs(symbols, weights.embedding.shape)
-    x = _times(inputs, weights.embedding.reshape(-1, weights.embedding.shape[2]))
-    bias = distance_bias(network, x.shape[1])
-    layers = []
-    for index in range(len(weights.attention_in)):
-        inverse_in = inverse_rms(x)
-        normal_in = x * inverse_in
-        query, key, value = _split(_times(normal_in, weights.attention_in[index]), network.heads)
-        query = query * _scale(query)
-        score = query @ key.swapaxes(2, 3)
-        score += bias
-        share = softmax(score)
-        attended = _joined(share @ value)
-        x = x + _times(attended, weights.attention_out[index])
-        inverse_mid = inverse_rms(x)
-        normal_mid = x * inverse_mid
-        rectified = _times(normal_mid, weights.hidden_in[index])
-        np.maximum(rectified, 0, out=rectified)
-        squared = rectified * rectified
-        x = x + _times(squared, weights.hidden_out[index])
-        layers.append(
-            _Layer(
-                inverse_in,
-                normal_in,
-                query,
-                key,
-                value,
-                share,
-                attended,
-                inverse_mid,
-                normal_mid,
-                rectified,
-                squared,
-            )
-        )
-    inverse_out = inverse_rms(x)
-    normal_out = x * inverse_out
-    logits = _times(normal_out, weights.logits)
-    return Pass(inputs, layers, inverse_out, normal_out, logits)
-
-
-def loss_and_gradient(network: Network, symbols: Symbols) -> tuple[float, Weights]:
-    """The mean loss of predicting each symbol, in nats, and its derivatives by the weights.
-
-    `symbols`: texts x (recent + positions). The first `recent` are not predicted.
-    """
-    weights = network.weights
-    done = forward(network, symbols[:, :-1])
-    wanted = symbols[:, network.recent :, None]
-    change = softmax(done.logits)
-    loss = -float(np.mean(np.log(np.take_along_axis(change, wanted, axis=2))))
-    np.put_along_axis(change, wanted, np.take_along_axis(change, wanted, axis=2) - 1, axis=2)
-    change /= np.float32(wanted.size)
-    gradient = Weights(*(np.empty_like(array) for array in weights))
-    gradient.logits[:] = _by_weight(done.normal_out, change)
-    change = _through_norm(_times(change, weights.logits.T), done.normal_out, done.inverse_out)
-    for index in reversed(range(len(done.layers))):
-        change = _backward(network, index, done.layers[index], change, gradient)
-    gradient.embedding[:] = _by_weight(done.inputs, change).reshape(gradient.embedding.shape)
-    return loss, gradient
-
-
-def _backward(network: Network, index: int, layer: _Layer, change: Floats, gradient: Weights) -> Floats:
-    """From the derivatives by a layer's outputs, set those by its weights and return those by its inputs."""
-    weights = network.weights
-    gradient.hidden_out[index] = _by_weight(layer.squared, change)
-    hidden = _times(change, weights.hidden_out[index].T)
-    hidden *= 2
-    hidden *= layer.rectified
-    gradient.hidden_in[index] = _by_weight(layer.normal_mid, hidden)
-    hidden = _times(hidden, weights.hidden_in[index].T)
-    change = change + _through_norm(hidden, layer.normal_mid, layer.inverse_mid)
-
-    gradient.attention_out[index] = _by_weight(layer.attended, change)
-    attended = _times(change, weights.attention_out[index].T)
-    # The derivative of a softmax is share * (d - sum(share * d)). That sum is this one, which is smaller.
-    by_head = _heads_first(attended, network.heads)
-    total = _heads_first(attended * layer.attended, network.heads).sum(axis=3, keepdims=True)
-    score = by_head @ layer.value.swapaxes(2, 3)
-    score -= total
-    score *= layer.share
-    projected = np.empty_like(attended, shape=(*attended.shape[:2], 3, network.heads, by_head.shape[3]))
-    query, key, value = projected.transpose(2, 0, 3, 1, 4)
-    np.matmul(score, layer.key, out=query)
-    query *= _scale(query)
-    np.matmul(score.swapaxes(2, 3), layer.query, out=key)
-    np.matmul(layer.share.swapaxes(2, 3), by_head, out=value)
-    projected = projected.reshape(*attended.shape[:2], -1)
-    gradient.attention_in[index] = _by_weight(layer.normal_in, projected)
-    return change + _through_norm(
-        _times(projected, weights.attention_in[index].T), layer.normal_in, layer.inverse_in
-    )
-
-
-def _inputs(symbols: Symbols, shape: tuple[int, ...]) -> Floats:
-    """For each position, a 1 for each recent symbol: the product with the embeddings is their sum."""
-    recent, count, _ = shape
-    positions = symbols.shape[1] - recent + 1
-    inputs = np.zeros((len(symbols), positions, recent * count), np.float32)
-    for age in range(recent):
-        first = recent - 1 - age
-        np.put_along_axis(inputs, symbols[:, first : first + positions, None] + age * count, 1, axis=2)
-    return inputs
-
-
-def _split(projected: Floats, heads: int) -> Floats:
-    """Queries, keys and values: 3 x texts x heads x positions x width of a head."""
-    return projected.reshape(*projected.shape[:2], 3, heads, -1).transpose(2, 0, 3, 1, 4)
-
-
-def _heads_first(x: Floats, heads: int) -> Floats:
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def _joined(by_head: Floats) -> Floats:
-    texts, heads, positions, width = by_head.shape
-    return by_head.swapaxes(1, 2).reshape(texts, positions, heads * width)
-
-
-def _scale(query: Floats) -> np.float32:
-    return np.float32(query.shape[-1] ** -0.5)
-
-
-def _times(x: Floats, matrix: Floats) -> Floats:
-    """The product, as one of two matrices: numpy computes one of more dimensions matrix by matrix."""
-    product: Floats = (x.reshape(-1, len(matrix)) @ matrix).reshape(*x.shape[:-1], matrix.shape[1])
-    return product
-
-
-def _by_weight(inputs: Floats, change: Floats) -> Floats:
-    """The derivatives by a matrix that multiplied `inputs`, from those by the product."""
-    gradient: Floats = inputs.reshape(-1, inputs.shape[-1]).T @ change.reshape(-1, change.shape[-1])
-    return gradient
-
-
-def _through_norm(change: Floats, normal: Floats, inverse: Floats) -> Floats:
-    """The derivatives by what was normalised."""
-    before: Floats = inverse * (change - normal * np.mean(change * normal, axis=-1, keepdims=True))
-    return before
-
-
 class Adam:
     """Kingma and Ba, "Adam" (2015), with a limit on the gradient's norm."""
 
@@ -287,18 +117,19 @@ def _move(weight: Floats, change: Floats, mean: Floats, square: Floats, rate: fl
 
 
 def train(network: Network, text: Symbols, rng: np.random.Generator, *, steps: int) -> Iterator[float]:
-    """Train on random pieces of a text. Changes the network in place; yields the loss of each step, in nats.
-
-    The learning rate rises within `WARMUP_STEPS`, and falls in proportion to the steps left.
-    """
+    """Train on random pieces of a text. Changes the network, and yields the loss of each step."""
     optimiser = Adam(network.weights)
     piece = np.arange(network.recent + network.window)
     for index in range(steps):
         first = rng.integers(len(text) - len(piece), size=BATCH)
         loss, gradient = loss_and_gradient(network, text[first[:, None] + piece])
-        rate = LEARNING_RATE * min((index + 1) / WARMUP_STEPS, 1 - index / steps)
-        optimiser.update(network.weights, gradient, rate)
+        optimiser.update(network.weights, gradient, learning_rate(index, steps))
         yield loss
+
+
+def learning_rate(index: int, steps: int) -> float:
+    """The learning rate of a step: it rises to the highest one, stays there, and falls at last."""
+    return LEARNING_RATE * min(1.0, (index + 1) / WARMUP_STEPS, (steps - index) / (COOLDOWN_SHARE * steps))
 
 
 def bits_per_character(network: Network, text: Symbols) -> float:
