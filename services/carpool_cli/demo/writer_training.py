@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 SHAPE: Final = Shape(recent=4, symbols=len(ALPHABET), width=96, layers=3, heads=4, window=128)
 SEED: Final = 1
-STEPS: Final = 3400
+STEPS: Final = 1900
 BATCH: Final = 16
 LEARNING_RATE: Final = 0.008
 WARMUP_STEPS: Final = 100
