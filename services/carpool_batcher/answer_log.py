@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
+from carpool.errors import DEADLINE_EXCEEDED
 from carpool_batcher.core.missed import Cause
 
 SUMMARY_INTERVAL_S: Final = 1.0
@@ -20,6 +21,7 @@ class AnswerLog:
         self._refused: Counter[str] = Counter()
         self._expired_requests = 0
         self._expired_batches = 0
+        self._cancelled_requests = 0
         self._missed: Counter[str] = Counter()
         self._summarized_at_s = time.monotonic()
 
@@ -27,10 +29,13 @@ class AnswerLog:
         """Requests were refused; `statuses` counts them by status."""
         self._refused.update(statuses)
 
-    def expired_in_flight(self, requests: int) -> None:
-        """That many requests of one batch in flight were answered at their deadlines."""
-        self._expired_requests += requests
-        self._expired_batches += 1
+    def answered_in_flight(self, status: str, requests: int) -> None:
+        """That many requests of one batch in flight were answered: expired or withdrawn."""
+        if status == DEADLINE_EXCEEDED:
+            self._expired_requests += requests
+            self._expired_batches += 1
+        else:
+            self._cancelled_requests += requests
 
     def missed(self, causes: Mapping[Cause, int]) -> None:
         """Requests missed their deadlines: how many for each cause (`core.missed`)."""
@@ -52,6 +57,9 @@ class AnswerLog:
                 "requests expired in flight", requests=self._expired_requests, batches=self._expired_batches
             )
             self._expired_requests = self._expired_batches = 0
+        if self._cancelled_requests:
+            self._log.info("requests cancelled in flight", requests=self._cancelled_requests)
+            self._cancelled_requests = 0
         if self._missed:
             self._log.info("deadlines missed", **self._missed)
             self._missed = Counter()

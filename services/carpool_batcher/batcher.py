@@ -12,13 +12,13 @@ form smaller ones. Safety does not depend on it: a request is dispatched at most
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import structlog
 
 from carpool.clock import RedisClock
-from carpool.errors import DEADLINE_EXCEEDED
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.keys import Keys
 from carpool.messages import (
     BatchedRun,
@@ -37,10 +37,11 @@ from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
+from carpool.wire.registration import is_stepping
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
-from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
+from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
@@ -116,11 +117,13 @@ class ModelBatcher:
         """It holds the lease: serve the model."""
         settings = self._settings.read(snapshot, None)
         settled_after = self._store.last_settled_id()
-        scheduler = Scheduler(settings, len(snapshot.model_processes))
+        scheduler = Scheduler(
+            settings, len(snapshot.model_processes), is_stepping=is_stepping(snapshot.registration)
+        )
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         for batch in self._store.batches_in_flight():
-            runs = [_as_run(run) for run in batch.runs]
+            runs = [_as_run(run, batch.cost) for run in batch.runs]
             scheduler.adopt(batch.id, Dispatch(runs, "idle", batch.lane), batch.dispatched_us)
             order.launched(batch.id, runs)
         now_us = self._clock.now_us()
@@ -201,6 +204,8 @@ class ModelBatcher:
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     self._meter.settled(batch, settled_us)
+                    if event.streamed is not None:
+                        self._meter.stream_ended(event.streamed, settled_us)
                     if is_awaited:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
@@ -217,6 +222,7 @@ class ModelBatcher:
         scheduler, entries, order = session.scheduler, session.entries, session.order
         refusals: list[Refusal] = []
         withdrawn: list[Refusal] = []
+        cancelled: list[Cancel] = []
         emptied: list[Entry] = []
         order.before_admission()
         fresh: list[Entry] = []
@@ -227,6 +233,7 @@ class ModelBatcher:
             match decoded:
                 case [Withdrawal() as withdrawal]:
                     withdrawn += scheduler.withdraw(withdrawal.correlation_ids)
+                    cancelled += scheduler.withdraw_in_flight(withdrawal.correlation_ids)
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
@@ -239,6 +246,8 @@ class ModelBatcher:
                 self._refuse(session, refusals, ())
                 refusals = []
             order.admit(runs)
+        if cancelled:
+            self._cancel(session, cancelled)
         return refusals + [_where_it_is(refusal) for refusal in withdrawn], emptied
 
     # --- acting --------------------------------------------------------------------------------------------
@@ -283,7 +292,10 @@ class ModelBatcher:
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
         batches, changes, tickets = self._store.dispatch(
-            dispatches, scheduler.settings.result_ttl_ms, session.order.take_arrivals()
+            dispatches,
+            scheduler.settings.result_ttl_ms,
+            session.order.take_arrivals(),
+            scheduler.settings.for_steps() if scheduler.is_stepping else "",
         )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []
@@ -305,19 +317,32 @@ class ModelBatcher:
 
     def _expire(self, session: LeaseSession, expired: Sequence[Expire]) -> None:
         by_batch: dict[str, list[tuple[int, Run]]] = {}
-        total = 0
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
         for batch_id, runs in by_batch.items():
-            answers = [answer for first, run in runs for answer in _expired_answers(first, run)]
-            ttl_ms = session.scheduler.settings.result_ttl_ms
-            # None if the batch settled, which is read later: see `store.reader`
-            answered = self._store.expire_in_flight(batch_id, answers, ttl_ms)
+            expired_while = _EXPIRED_WHILE_STEPPING if session.scheduler.is_stepping else _EXPIRED
+            answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
+            answered = self._answer_in_flight(session, batch_id, answers, DEADLINE_EXCEEDED)
             session.missed.expired(batch_id, runs, answered)
-            if answered:
-                self._answer_log.expired_in_flight(len(answered))
-                total += len(answered)
-        self._meter.expired_in_flight(total)
+
+    def _cancel(self, session: LeaseSession, cancelled: Iterable[Cancel]) -> None:
+        """Answer requests that were withdrawn in flight. Their worker learns of it with its next step."""
+        for batch_id, first, run in cancelled:
+            self._answer_in_flight(session, batch_id, list(_answers(first, run, *_WITHDRAWN)), CANCELLED)
+
+    def _answer_in_flight(
+        self, session: LeaseSession, batch_id: str, answers: Sequence[Answer], status: str
+    ) -> set[int] | None:
+        """Answer requests of a batch in flight. Returns the positions that were answered now.
+
+        None if the batch settled, which is read later: see `store.reader`.
+        """
+        ttl_ms = session.scheduler.settings.result_ttl_ms
+        answered = self._store.answer_in_flight(batch_id, answers, ttl_ms)
+        if answered:
+            self._answer_log.answered_in_flight(status, len(answered))
+            self._meter.answered_in_flight(status, len(answered))
+        return answered
 
     def _count_missed(self, causes: Mapping[Cause, int]) -> None:
         if causes:
@@ -332,6 +357,8 @@ class ModelBatcher:
         session, now_us = self._session, self._clock.now_us()
         scheduler, entries = session.scheduler, session.entries
         self.needs_snapshot = False
+        if scheduler.is_stepping != is_stepping(snapshot.registration):  # another model under this name
+            scheduler.is_stepping = not scheduler.is_stepping
         self.wake_at_us = now_us
         scheduler.model_processes = len(snapshot.model_processes)
         self._update_settings(scheduler, snapshot)
@@ -393,16 +420,21 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
     return refusals
 
 
-def _expired_answers(first: int, run: Run) -> Iterator[Answer]:
-    """The answers to a run whose deadline passed in flight; its first request is at position `first`."""
-    detail = "expired: it was dispatched, but not executed by its deadline"
+# Status and detail of requests that are answered in flight.
+_EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
+_EXPIRED_WHILE_STEPPING: Final = (DEADLINE_EXCEEDED, "expired: its output was not complete by its deadline")
+_WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
+
+
+def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]:
+    """The answers to a run in flight, whose first request is at position `first`."""
     of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
     for position, (correlation_id, ticket) in enumerate(of_each, first):
-        result = Result(correlation_id, DEADLINE_EXCEEDED, run.content_type, detail=detail)
+        result = Result(correlation_id, status, run.content_type, detail=detail)
         yield Answer(position, Address(run.reply_to, ticket), result)
 
 
-def _as_run(batched: BatchedRun) -> Run:
+def _as_run(batched: BatchedRun, cost: int) -> Run:
     """A run in flight as the scheduler knows it; its bodies are not needed any more."""
     return Run(
         Entry(batched.entry_id, batched.arrival_us),
@@ -412,5 +444,6 @@ def _as_run(batched: BatchedRun) -> Run:
         batched.reply_to,
         batched.arrival_us,
         batched.deadline_us,
+        cost=cost,
         tickets=batched.tickets,
     )

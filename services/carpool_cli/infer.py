@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
+from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import ConnectionSettings, read_settings
@@ -22,7 +23,7 @@ from carpool.wire.bodies import encode_body
 
 
 class InferSettings(ConnectionSettings):
-    """Send one request, and print its result as JSON.
+    """Send one request, and print its result as JSON; with --stream as it comes.
 
     BODY is JSON; text that is not JSON is sent as a JSON string. @FILE sends the contents of a file, and -
     sends standard input. Write -- before a BODY that begins with a dash.
@@ -45,13 +46,35 @@ class InferSettings(ConnectionSettings):
         "", description="tenant that the request belongs to; tenants are served in fair turns"
     )
     raw: bool = Field(False, description="send the body as raw bytes, and print the result's bytes")
+    stream: bool = Field(
+        False,
+        description="print each chunk when it comes: texts end to end, any other value as a line of JSON",
+    )
+
+    @property
+    def content_type(self) -> str:
+        """That of the request and of its result."""
+        return RAW if self.raw else JSON
+
+    @property
+    def options(self) -> RequestOptions:
+        """The options of the request."""
+        return {
+            "priority": self.priority,
+            "lane": self.lane or None,
+            "tenant": self.tenant or None,
+            "content_type": self.content_type,
+        }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the result. Returns 1, with the error on standard error, if there is none."""
+    """Print the result, or its chunks. Returns 1, with the error on standard error, if it failed."""
     settings = read_settings(InferSettings, argv, "carpool infer")
+    send = _print_chunks if settings.stream else _print_result
     try:
-        result = asyncio.run(_infer(settings, read_body(settings.body, raw=settings.raw)))
+        asyncio.run(send(settings, read_body(settings.body, raw=settings.raw)))
+    except BrokenPipeError:  # of standard output
+        raise
     except LinkError as error:
         return _failed(
             f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
@@ -63,8 +86,6 @@ def main(argv: Sequence[str]) -> int:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
-    sys.stdout.buffer.write(result if settings.raw else result + b"\n")
-    sys.stdout.buffer.flush()
     return 0
 
 
@@ -96,16 +117,52 @@ def _body_bytes(body: str) -> bytes:
     return os.fsencode(body)
 
 
-async def _infer(settings: InferSettings, body: Any) -> bytes:
-    """The result, encoded in the content type of the request."""
-    content_type: Final = RAW if settings.raw else JSON
-    async with AsyncClient(settings.redis_url, prefix=settings.prefix, timeout=settings.timeout) as client:
-        result = await client.infer(
-            settings.model,
-            body,
-            priority=settings.priority,
-            lane=settings.lane or None,
-            tenant=settings.tenant or None,
-            content_type=content_type,
-        )
-    return encode_body(content_type, result)
+def _client(settings: InferSettings) -> AsyncClient:
+    return AsyncClient(settings.redis_url, prefix=settings.prefix, timeout=settings.timeout)
+
+
+async def _print_result(settings: InferSettings, body: Any) -> None:
+    async with _client(settings) as client:
+        result = await client.infer(settings.model, body, **settings.options)
+    encoded = encode_body(settings.content_type, result)
+    sys.stdout.buffer.write(encoded if settings.raw else encoded + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def _print_chunks(settings: InferSettings, body: Any) -> None:
+    """If this is interrupted, or nobody reads standard output any more, the request is withdrawn."""
+    printer = _ChunkPrinter(sys.stdout.buffer)
+    async with _client(settings) as client, client.stream(settings.model, body, **settings.options) as stream:
+        try:
+            async for chunk in stream:
+                printer.print(chunk)
+        finally:
+            printer.end_line()
+
+
+class _ChunkPrinter:
+    """Prints each chunk at once: texts and bytes end to end, any other value as a line of JSON."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output = output
+        self._in_text = False  # the last line has no end yet
+
+    def print(self, chunk: Any) -> None:
+        if isinstance(chunk, bytes):
+            self._write(chunk)
+        elif isinstance(chunk, str):
+            self._in_text = True
+            self._write(chunk.encode(errors="replace"))  # JSON may have half a surrogate pair
+        else:
+            self.end_line()
+            self._write(encode_body(JSON, chunk) + b"\n")
+
+    def end_line(self) -> None:
+        """End the line of the last text."""
+        if self._in_text:
+            self._in_text = False
+            self._write(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        self._output.write(data)
+        self._output.flush()

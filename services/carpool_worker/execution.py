@@ -71,6 +71,8 @@ class Execution:
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames
+    chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
+    first_us: int | None = None  # the time from its arrival to the first of these
 
     @property
     def is_suspect(self) -> bool:

@@ -1,4 +1,4 @@
-"""Fetching for one replica: ask for the next batch without waiting, or reclaim one of a dead worker."""
+"""Fetching for one replica: ask for the next batches without waiting, or reclaim one of a dead worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECLAIMS_PER_LEASE: Final = 4
 
 
 class Fetcher:
-    """`start` asks for a batch; once `descriptor` is readable, `finish` takes it."""
+    """`start` asks for a batch, or several; once `descriptor` is readable, `finish` takes them."""
 
     def __init__(
         self,
@@ -28,57 +28,68 @@ class Fetcher:
         lease_ms: int,
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
+        block_ms: int | None = None,
     ) -> None:
+        """`block_ms`: how long Redis waits for a batch, and how often batches of dead workers are looked for.
+        None: half a second, and a few times in each lease."""
         self._consumer = consumer
         self._metrics = metrics
         self._store = store
         self._lease_ms = lease_ms
+        self._block_ms = block_ms or BLOCK_MS
+        self._reclaim_interval_s = (block_ms or lease_ms / RECLAIMS_PER_LEASE) / 1000
         self._register = register
         self._reclaim_at_s = 0.0
         self.waiting = False  # for the reply to a fetch
         self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
         self._asked_us = 0  # when the fetch was sent, by Redis's clock
-        self._unloaded: Execution | None = None  # its stored bodies could not be loaded yet
+        self._unloaded: list[Execution] = []  # their stored bodies could not be loaded yet
         self._log = structlog.get_logger()
 
-    def start(self) -> Execution | None:
-        """Reclaim a batch if that is due and there is one; else ask for the next."""
-        if self._unloaded is not None:
-            return self._load(self._unloaded)
+    def start(self, count: int = 1) -> list[Execution]:
+        """Reclaim a batch if that is due and there is one; else ask for the next ones, at most `count`."""
+        if self._unloaded:
+            return self._load()
         try:
             execution = self._reclaim()
-            if execution is None:
-                self._asked_us = self._store.clock.now_us()
-                self._store.start_fetch(self._consumer, BLOCK_MS)
-                self.waiting, self.descriptor = True, self._store.descriptor
-            return execution
+            if execution is not None:
+                self._unloaded = [execution]
+                return self._load()
+            self._asked_us = self._store.clock.now_us()
+            self._store.start_fetch(self._consumer, self._block_ms, count)
+            self.waiting, self.descriptor = True, self._store.descriptor
         except CommandError as error:
             self._register_again(error)
-            return None
+        return []
 
-    def finish(self) -> Execution | None:
-        """The batch that was asked for; None if there was none within half a second."""
+    def finish(self) -> list[Execution]:
+        """The batches that were asked for; none if there was none within half a second."""
         self.waiting = False
         try:
-            batch = self._store.finish_fetch()
+            batches = self._store.finish_fetch()
         except CommandError as error:
             self._register_again(error)
-            return None
-        if batch is None:
-            return None
-        return self._load(Execution(batch, waited_us=max(0, self._asked_us - batch.dispatched_us)))
+            return []
+        self._unloaded = [
+            Execution(batch, waited_us=max(0, self._asked_us - batch.dispatched_us)) for batch in batches
+        ]
+        return self._load()
 
-    def _load(self, execution: Execution) -> Execution:
-        """Load the stored bodies of a batch. A request whose body cannot be loaded gets its result.
+    def unloaded(self) -> list[tuple[str, int]]:
+        """ID and epoch of the batches that were fetched, and that the next `start` returns."""
+        return [(execution.batch.id, execution.batch.epoch) for execution in self._unloaded]
+
+    def _load(self) -> list[Execution]:
+        """Load the stored bodies of batches. A request whose body cannot be loaded gets its result.
 
         If Redis cannot be reached, the next `start` continues here.
         """
-        self._unloaded = execution
-        failures = self._store.load_bodies(execution.batch, execution.answered)
-        self._unloaded = None
-        for position, detail in failures.items():
-            execution.fail(position, INVALID_ARGUMENT, detail)
-        return execution
+        for execution in self._unloaded:
+            failures = self._store.load_bodies(execution.batch, execution.answered)
+            for position, detail in failures.items():
+                execution.fail(position, INVALID_ARGUMENT, detail)
+        loaded, self._unloaded = self._unloaded, []
+        return loaded
 
     def _register_again(self, error: CommandError) -> None:
         """Redis was emptied."""
@@ -93,9 +104,9 @@ class Fetcher:
             return None
         reclaimed = self._store.reclaim(self._consumer, self._lease_ms)
         if reclaimed is None:
-            self._reclaim_at_s = now_s + self._lease_ms / 1000 / RECLAIMS_PER_LEASE
+            self._reclaim_at_s = now_s + self._reclaim_interval_s
             return None
-        batch, answered, started = reclaimed
+        batch, progress = reclaimed
         self._metrics.redelivered()
         self._log.warning(
             "batch reclaimed",
@@ -103,9 +114,9 @@ class Fetcher:
             batch=batch.id,
             epoch=batch.epoch,
             size=batch.size,
-            answered=len(answered),
+            answered=len(progress.answered),
         )
         # A start without a result is a death during that request. The first one does not count: a worker may
         # die for reasons of its own.
-        deaths = {position: starts - 1 for position, starts in started.items() if starts > 1}
-        return self._load(Execution(batch, answered, deaths))
+        deaths = {position: starts - 1 for position, starts in progress.started.items() if starts > 1}
+        return Execution(batch, progress.answered, deaths, chunks=progress.chunks, first_us=progress.first_us)

@@ -13,15 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica import Replica
 
 BEATS_PER_LEASE: Final = 3
+
+
+class Owner(Protocol):
+    """A replica, as far as its leases are concerned."""
+
+    consumer: str
+
+    def batches(self) -> list[tuple[str, int]]:
+        """ID and epoch of each batch in hand."""
 
 
 class Heartbeat:
@@ -29,7 +37,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[Owner],
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],

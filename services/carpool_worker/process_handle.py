@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool_worker.model_process.frames import (
@@ -117,7 +117,11 @@ class ProcessHandle:
     def send(self, header: FrameHeader, *payload: Buffer) -> None:
         """Send a frame, or put what does not fit into the pipe into the backlog."""
         self._sent += 1
-        self._backlog += message_parts((*header[:-1], self._sent), *payload)
+        self.send_message((*header[:-1], self._sent), *payload)
+
+    def send_message(self, header: object, *payload: Buffer) -> None:
+        """Send a message that is not answered by one outcome: those of a stepping model (`step_frames`)."""
+        self._backlog += message_parts(header, *payload)
         self.flush()
 
     def flush(self) -> None:
@@ -137,15 +141,19 @@ class ProcessHandle:
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
         """
-        if self._reader is None:
-            raise ProcessGoneError("not started")
-        fields, payload = self._reader.receive()
+        fields, payload = self.receive_message()
         header = OutcomeHeader(*fields)
         self._received += 1
         if header.number != self._received or header.number > self._sent:
             self.close(wait_s=0)
             raise ProcessGoneError(f"outcome {header.number} received for frame {self._received}")
         return header, payload
+
+    def receive_message(self) -> tuple[Any, Buffer]:
+        """The next message's header and payload, whatever it answers. Raises ProcessGoneError."""
+        if self._reader is None:
+            raise ProcessGoneError("not started")
+        return self._reader.receive()
 
     def exit_cause(self) -> str:
         """How the process ended, for logs and errors."""

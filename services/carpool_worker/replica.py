@@ -21,6 +21,7 @@ from typing import Final
 import structlog
 
 from carpool.clock import RedisClock
+from carpool.errors import ABORTED
 from carpool.readiness import wait_until_ready
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
@@ -47,10 +48,20 @@ class Replica:
     """
 
     def __init__(
-        self, consumer: str, process: ProcessHandle, clock: RedisClock, metrics: WorkerMetrics
+        self,
+        consumer: str,
+        process: ProcessHandle,
+        codec: Codec,
+        fetcher: Fetcher,
+        committer: Committer,
+        clock: RedisClock,
+        metrics: WorkerMetrics,
     ) -> None:
         self.consumer = consumer
         self.process = process
+        self._codec = codec
+        self._fetcher = fetcher
+        self._committer = committer
         self._metrics = metrics
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
@@ -60,12 +71,6 @@ class Replica:
         self._closing = False
         self._closed = threading.Event()
         self._log = structlog.get_logger()
-
-    def connect(self, codec: Codec, fetcher: Fetcher, committer: Committer) -> None:
-        """What the loop needs, once the model is loaded and described."""
-        self._codec = codec
-        self._fetcher = fetcher
-        self._committer = committer
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -114,8 +119,7 @@ class Replica:
         if has_outcome or of_process in readable:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
-            execution = fetcher.finish()
-            if execution is not None:
+            for execution in fetcher.finish():
                 self.take(execution)
 
     def _timeout_s(self) -> float:
@@ -129,11 +133,10 @@ class Replica:
         """Ask for the next batch if that is due. Whether one was taken at once, from a dead worker."""
         if self._fetcher.waiting or self._draining or self._fetch_at_s() > time.monotonic():
             return False
-        execution = self._fetcher.start()
-        if execution is None:
-            return False
-        self.take(execution)
-        return True
+        executions = self._fetcher.start()
+        for execution in executions:
+            self.take(execution)
+        return bool(executions)
 
     def _fetch_at_s(self) -> float:
         if not self.process.ready or len(self._executions) >= EXECUTIONS_MAX:
@@ -149,7 +152,10 @@ class Replica:
     def take(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
         started_ns = time.monotonic_ns()
-        self._codec.prepare(execution, self._clock.now_us())
+        if execution.chunks:  # a stepping model had this name
+            execution.fail(0, ABORTED, "the model that had begun to send it was replaced: begin it again")
+        else:
+            self._codec.prepare(execution, self._clock.now_us())
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
         execution.ready_us = self._clock.now_us()
         if self._first_unfinished() is None:

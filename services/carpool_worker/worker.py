@@ -31,8 +31,10 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
+from carpool.model_settings import ModelSettings
 from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
+from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.batch_log import BatchLog
@@ -41,8 +43,13 @@ from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
+from carpool_worker.step_log import StepLog
+from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
+
+AnyReplica = Replica | StepReplica
 
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
@@ -65,10 +72,8 @@ class Worker:
         self._lease_ms = lease_ms
         self._clock = RedisClock()
         self._name = new_process_name()
-        self._replicas = [
-            Replica(replica_name(self._name, index), ProcessHandle(location, device), self._clock, metrics)
-            for index, device in enumerate(devices)
-        ]
+        self._processes = [ProcessHandle(location, device) for device in devices]
+        self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
         self._registration: dict[str, str] = {}
         self._replica_loops: list[Loop] = []
         self._heartbeats: list[Loop] = []  # one, once it is started
@@ -77,7 +82,9 @@ class Worker:
         self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
-        self.batch_log = BatchLog(keys.model, self._name)
+        self._batch_log = BatchLog(keys.model, self._name)
+        self._step_log = StepLog(keys.model, self._name, metrics, self._slots_in_use)
+        metrics.watch_slots(self._slots_in_use)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -85,29 +92,40 @@ class Worker:
         Raises ModelLoadError. Returns early when `stop` is set.
         """
         started_s = time.monotonic()
-        for replica in self._replicas:
-            replica.process.spawn()
-        descriptions = [replica.process.wait_ready() for replica in self._replicas]
+        for process in self._processes:
+            process.spawn()
+        descriptions = [process.wait_ready() for process in self._processes]
         ready = descriptions[0]  # all are of the same model
+        self._replicas = [
+            self._new_replica(replica_name(self._name, index), process, ready)
+            for index, process in enumerate(self._processes)
+        ]
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
             )
-        self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs)
+        self._registration = encode_registration(
+            ready.settings, ready.inputs, ready.outputs, is_stepping=ready.is_stepping
+        )
         self._heartbeat = Heartbeat(
-            self._replicas, self._new_store("heartbeat"), self._lease_ms, self._register, self._metrics
+            self._replicas,
+            self._new_store("heartbeat"),
+            self._lease_ms,
+            self._register,
+            self._metrics,
         )
         if not self._wait_for_redis(stop):
             return
         self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
         for replica in self._replicas:
-            self._start_replica(replica, Codec(ready))
+            self._start_loop(self._replica_loops, f"replica {replica.consumer}", replica.run_once)
+            self._store.join(replica.consumer, self._lease_ms)
         self._waiting_for = ""
         self._log.info(
             "worker ready",
             worker=self._name,
             processes=len(self._replicas),
-            devices=",".join(replica.process.device for replica in self._replicas),
+            devices=",".join(process.device for process in self._processes),
             load_s=round(time.monotonic() - started_s, 2),
             **self._registration,
         )
@@ -127,13 +145,24 @@ class Worker:
                 return True
         return False
 
-    def _start_replica(self, replica: Replica, codec: Codec) -> None:
-        consumer = replica.consumer
-        fetcher = Fetcher(consumer, self._new_store("fetch"), self._lease_ms, self._register, self._metrics)
-        committer = Committer(consumer, self._new_store("commit"), self._metrics, self.batch_log)
-        replica.connect(codec, fetcher, committer)
-        self._start_loop(self._replica_loops, f"replica {consumer}", replica.run_once)
-        self._store.join(consumer, self._lease_ms)
+    def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> AnyReplica:
+        codec, metrics = Codec(ready), self._metrics
+        if ready.is_stepping:
+            settings = ModelSettings.from_mapping(ready.settings)
+            link = self._new_link("commit")
+            steps = StepStore(link, self._keys, self._clock)
+            store = WorkerStore(link, self._keys, self._clock)
+            committer = Committer(consumer, store, metrics, self._batch_log)
+            fetcher = self._new_fetcher(consumer, FETCH_BLOCK_MS)
+            return StepReplica(
+                consumer, process, codec, fetcher, steps, committer, settings, metrics, self._step_log
+            )
+        committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
+        return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
+
+    def _new_fetcher(self, consumer: str, block_ms: int | None = None) -> Fetcher:
+        store, register = self._new_store("fetch"), self._register
+        return Fetcher(consumer, store, self._lease_ms, register, self._metrics, block_ms)
 
     def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:
         loop = Loop(name, run_once, self._on_error(name))
@@ -141,7 +170,10 @@ class Worker:
         loop.start()
 
     def _new_store(self, role: str) -> WorkerStore:
-        return WorkerStore(Link(self._url, name=f"{self._name}:{role}"), self._keys, self._clock)
+        return WorkerStore(self._new_link(role), self._keys, self._clock)
+
+    def _new_link(self, role: str) -> Link:
+        return Link(self._url, name=f"{self._name}:{role}")
 
     def _register(self, store: WorkerStore) -> None:
         store.register(self._registration)
@@ -162,6 +194,14 @@ class Worker:
                 )
 
         return report
+
+    def _slots_in_use(self) -> int:
+        return sum(replica.slots_in_use for replica in self._replicas if isinstance(replica, StepReplica))
+
+    def summarize_if_due(self) -> None:
+        """Log what was done since the last time, if that was a second ago."""
+        self._batch_log.summarize_if_due()
+        self._step_log.summarize_if_due()
 
     # --- health --------------------------------------------------------------------------------------------
 
@@ -211,8 +251,12 @@ class Worker:
         clean = all(drained)
         for loop in self._replica_loops:
             loop.stop()
+        wait_s = max(0.5, until_s - time.monotonic()) if clean else 0.0
         for replica in self._replicas:
-            replica.close(wait_s=max(0.5, until_s - time.monotonic()) if clean else 0.0)
+            replica.close(wait_s)
+        if not self._replicas:  # it was stopped while it loaded the model
+            for process in self._processes:
+                process.close(wait_s)
         for loop in self._replica_loops:
             loop.join(1.0)
         for loop in self._heartbeats:
@@ -220,11 +264,12 @@ class Worker:
             self._heartbeat.stop()
             loop.join(1.0)
         self._leave(self._replicas)
-        self.batch_log.summarize()
+        self._batch_log.summarize()
+        self._step_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _leave(self, replicas: Sequence[Replica]) -> None:
+    def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:
             with contextlib.suppress(UnavailableError):  # then its lease runs out
                 self._store.leave(replica.consumer)

@@ -111,5 +111,5 @@ class Keys:
 
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
-        often each was started alone (see `answer.lua`)."""
+        often each was started alone (see `answer.lua`); the chunks of a stepping model (see `step.lua`)."""
         return self._of(f"progress:{batch_id}")

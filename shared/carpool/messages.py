@@ -67,6 +67,7 @@ class Run:
     tenant: str = ""
     reply_columns: bool = False  # the producer reads results as columns
     tickets: Tickets | None = None  # the places in the order of results, if that is preserved
+    stream: bool = False  # the producer wants partial results
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
@@ -139,6 +140,7 @@ class Run:
             self.tenant,
             self.reply_columns,
             tickets,
+            self.stream,
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
@@ -253,7 +255,9 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 @dataclass(eq=False)
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
-    `expected_us`: how long their execution is expected to take; 0 if that is unknown.
+    `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
+    those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has the
+    model's effective settings that concern their worker (`ModelSettings.for_steps`).
 
     A request's position is its place in the batch, counted over all runs, which do not change.
     """
@@ -266,6 +270,9 @@ class Batch:
     lane: str
     result_ttl_ms: int = 60_000
     expected_us: int = 0
+    stream: bool = False
+    cost: int = 1
+    settings: str = ""
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests
@@ -300,7 +307,11 @@ class Batch:
 
 
 class Result(NamedTuple):
-    """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK."""
+    """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK.
+
+    Of a streamed request: `index` is the number of its chunks; `first_us` the time from its arrival to the
+    first of them, None if there is none.
+    """
 
     correlation_id: str
     status: str = OK
@@ -310,6 +321,23 @@ class Result(NamedTuple):
     batch_size: int = 0
     queue_us: int = 0
     compute_us: int = 0
+    index: int | None = None  # type: ignore[assignment]  # hides tuple.index
+    first_us: int | None = None
+
+
+class Chunk(NamedTuple):
+    """A partial result: one emitted value of a streamed request, or `merged` of them.
+
+    Merged values are concatenated. If they cannot be, the body is a list of them (`is_list`). `index` counts
+    the chunks of a request from 0. `body` is bytes of `content_type`.
+    """
+
+    correlation_id: str
+    content_type: str
+    body: bytes
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    merged: int = 1
+    is_list: bool = False
 
 
 class ResultColumns(NamedTuple):
@@ -395,13 +423,30 @@ class DeadLetter(NamedTuple):
     attempts: int
 
 
+class Streamed(NamedTuple):
+    """What was streamed of a request that ended: how many chunks, counted before any were merged; the time
+    from its arrival to the first one; and from that to the last one, None if it expired or was withdrawn."""
+
+    chunks: int
+    first_us: int
+    first_to_last_us: int | None = None
+
+    @property
+    def gap_us(self) -> int | None:
+        """The mean time between two chunks, if that is known, and there were two."""
+        if self.first_to_last_us is None or self.chunks < 2:
+            return None
+        return self.first_to_last_us // (self.chunks - 1)
+
+
 class BatchSettled(NamedTuple):
     """A batch was committed at `settled_us`, by Redis's clock. `compute_us` is 0 if none of its requests was
     executed.
 
     `executed`: how many of its requests the model executed together in that time; 0 if its execution was not
     a normal one: none was valid, or the model raised, or they were executed one at a time.
-    `waited_us`: how long it waited until a model process could take it; None if its worker does not tell.
+    `waited_us`: how long it waited until a model process could take it.
+    `streamed`: only of a streamed request, which is alone in its batch.
     """
 
     batch_id: str
@@ -410,7 +455,8 @@ class BatchSettled(NamedTuple):
     compute_us: int
     settled_us: int
     executed: int
-    waited_us: int | None = None
+    waited_us: int = 0
+    streamed: Streamed | None = None
 
 
 class ModelProcessesChanged(NamedTuple):

@@ -252,6 +252,17 @@ class ModelSettings:
         "latency that the policy deferred aims for where requests have no deadline",
     )
     result_ttl_ms: int = _setting(60_000, _integer(1), "how long a result is kept for its producer")
+    max_prefill_cost: int | None = _setting(
+        None,
+        _optional(_integer(1)),
+        "largest sum of the costs of the requests that a stepping model begins between two steps",
+    )
+    stream_buffer: int = _setting(
+        256, _integer(1), "number of unread chunks from which on further ones are merged"
+    )
+    reader_idle_ms: int = _setting(
+        10_000, _integer(1), "after which time without reading a streamed request is cancelled"
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -290,10 +301,41 @@ class ModelSettings:
                 f"because max_batch_size is {self.max_batch_size}"
             )
 
+    def check_stepping(self) -> None:
+        """Raise ValueError for a setting that has no meaning for a stepping model.
+
+        Each of its requests is dispatched by itself, as soon as a slot is free, and takes as long as it
+        generates: batches are not formed, and l(n) is not known.
+        """
+        unusable = {
+            "policy": self.policy != POLICIES[0],
+            "target_latency_ms": self.target_latency_ms is not None,
+            "max_queue_delay_ms": self.max_queue_delay_ms > 0,
+            "preferred_batch_sizes": bool(self.preferred_batch_sizes),
+            "preserve_ordering": self.preserve_ordering,
+        }
+        for name, is_set in unusable.items():
+            if is_set:
+                raise ValueError(f"{name}: {_UNUSABLE_WHILE_STEPPING[name]}")
+
+    def for_steps(self) -> str:
+        """The settings that the worker of a stepping model needs, as JSON: see `with_those_for_steps`."""
+        values = self.as_text()
+        return json.dumps({name: values[name] for name in _OF_STEPS})
+
+    def with_those_for_steps(self, text: str) -> Self:
+        """These settings with those of `for_steps` in place of their own."""
+        return self.from_mapping({**self.as_text(), **json.loads(text)})
+
     @classmethod
     def names(cls) -> list[str]:
         """The names of all settings, in the order in which they are documented."""
         return [spec.name for spec in fields(cls)]
+
+    @classmethod
+    def names_without_effect(cls, *, is_stepping: bool) -> tuple[str, ...]:
+        """The names of the settings that have no meaning for a stepping model, or for any other one."""
+        return tuple(_UNUSABLE_WHILE_STEPPING) if is_stepping else _ONLY_OF_STEPS
 
     @classmethod
     def meanings(cls) -> dict[str, str]:
@@ -308,6 +350,17 @@ class ModelSettings:
     def as_text(self) -> dict[str, str]:
         """Every setting as text, from which `from_mapping` makes equal settings."""
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
+
+
+_ONLY_OF_STEPS: Final = ("max_prefill_cost", "stream_buffer", "reader_idle_ms")
+_OF_STEPS: Final = ("max_batch_size", "max_batch_cost", *_ONLY_OF_STEPS)
+_UNUSABLE_WHILE_STEPPING: Final = {
+    "policy": "a stepping model takes a request as soon as a slot is free, so only eager applies",
+    "target_latency_ms": "it is for the policy deferred, which a stepping model cannot have",
+    "max_queue_delay_ms": "a stepping model forms no batches, so a request would only lose time by waiting",
+    "preferred_batch_sizes": "a stepping model forms no batches: requests join and end between its steps",
+    "preserve_ordering": "the outputs of a stepping model are of different lengths and end in any order",
+}
 
 
 def _read(cls: type[Any], values: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:

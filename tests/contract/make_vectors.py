@@ -83,6 +83,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "lane": "",
         "cost": 1,
         "reply_columns": False,
+        "stream": False,
         "fields": {},
     }
     assert others.keys() <= understood.keys()
@@ -142,6 +143,8 @@ def understood_requests() -> list[Case]:
             becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
         ),
         entry("an empty body", "body", "", becomes=[request(body="")]),
+        entry("chunks are wanted", "body", "7", "stream", "1", becomes=[request(stream=True)]),
+        entry("no chunks are wanted", "body", "7", "stream", "0", becomes=[request()]),
         entry(
             "a repeated field: the last value applies",
             *("body", "6", "priority", "1", "body", "7", "priority", "2"),
@@ -194,6 +197,7 @@ def refused_requests() -> list[Case]:
         "priority": ["10", "-1", "", "4.0", "+4", " 4", "4\n", "1_0", "high", "४", b"\xff"],
         "cost": ["-1", str(2**40 + 1), "9" * 30, "NaN"],
         "expiration": ["0", "-5", str(2**53 + 1), "1e3", "soon"],
+        "stream": ["2", "-1", "", "true"],
     }
     numbers = [
         case(f"{field} {value!r}", field, "body", "7", field, value)
@@ -314,6 +318,12 @@ def packed_requests() -> list[Case]:
         case("two requests", [request("a"), request("b")], packed("a"), packed("b")),
         case("one request", [request("a")], packed("a")),
         case("a body as text", [request("a", "ä7")], {"correlation_id": "a", "body": "ä7"}),
+        case(
+            "a stream beside another request, in an entry of streams",
+            [request("a", stream=True), request("b")],
+            *(packed("a"), packed("b", stream=0)),
+            shared=("stream", "1"),
+        ),
         case(
             "shared fields apply to each request that does not set its own",
             [
@@ -778,7 +788,8 @@ def envelope(result: Case, body: bytes | None, detail: str) -> Case:
     if result["status"] == "OK":
         middle = {"content_type": result["content_type"], "body": body}
     head = {name: result[name] for name in ("correlation_id", "status")}
-    tail = {name: result[name] for name in ("batch_size", "queue_us", "compute_us")}
+    served = ("batch_size", "queue_us", "compute_us", "index", "first_us")
+    tail = {name: result[name] for name in served if name in result}
     return head | middle | {"final": True} | tail
 
 
@@ -807,6 +818,38 @@ def results() -> list[Case]:
         msgpack_case("an error in msgpack", failure("a", MSGPACK, "INTERNAL", "ß"), detail="ß"),
         msgpack_case("an error for an octet-stream request", failure("a", RAW, "ABORTED", "no"), detail="no"),
         json_case("a long detail is cut", failure("a", JSON, "INTERNAL", twice), detail="Ü" * 1000),
+        json_case("after 3 chunks, in JSON", success("a", JSON, b'"abc"', index=3, first_us=4120), "abc"),
+        msgpack_case("after 3 chunks", success("a", RAW, b"abc", index=3, first_us=4120), b"abc"),
+        json_case("a stream without chunks, in JSON", success("a", JSON, b"null", index=0)),
+        msgpack_case("a stream without chunks", success("a", MSGPACK, b"\xc0", index=0), b"\xc0"),
+    ]
+
+
+def chunks() -> list[Case]:
+    """Partial results: their envelopes on a list of their own, and as an element of `results`."""
+
+    def case(name: str, content_type: str, index: int, body: bytes, value: Any, **merged: int) -> Case:
+        chunk = {"correlation_id": "a", "content_type": content_type, "index": index}
+        chunk |= {"merged": max(merged.values(), default=1), "is_list": "values" in merged}
+        head = {"correlation_id": "a", "status": "OK", "content_type": content_type}
+        tail = {"final": False, "index": index} | merged
+        element = pack(head | {"body": body} | tail)
+        on_list = compact(head | {"body": value} | tail) if content_type == JSON else as_vector(element)
+        return {
+            "name": name,
+            "chunk": chunk | {"body": as_vector(body)},
+            "envelope": on_list,
+            "element": as_vector(element),
+        }
+
+    return [
+        case("a text in JSON", JSON, 0, '" tïme"'.encode(), " tïme"),
+        case("a value in JSON", JSON, 1, b'{"final":true}', {"final": True}),
+        case("merged texts in JSON", JSON, 2, b'" upon a time"', " upon a time", chunks=3),
+        case("numbers are a list in JSON", JSON, 2, b"[3,2,1]", [3, 2, 1], values=3),
+        case("numbers are a list", MSGPACK, 2, pack([3, 2, 1]), None, values=3),
+        case("msgpack", MSGPACK, 300, pack("Once"), None),
+        case("merged bytes", RAW, 7, b"\x00\xff", None, chunks=2),
     ]
 
 
@@ -1187,7 +1230,12 @@ def files() -> dict[str, dict[str, list[Case]]]:
         },
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
         "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},
-        "results.json": {"envelopes": results(), "replies": replies(), "columns": result_columns()},
+        "results.json": {
+            "envelopes": results(),
+            "chunks": chunks(),
+            "replies": replies(),
+            "columns": result_columns(),
+        },
         "batches.json": {"batches": batches(), "settled": settled()},
         "tensors.json": {
             "tensors": tensors(),

@@ -17,6 +17,7 @@ from carpool.messages import (
     MSGPACK,
     BatchedRequest,
     BatchSettled,
+    Chunk,
     ModelProcessesChanged,
     Refusal,
     Result,
@@ -30,7 +31,15 @@ from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.requests import decode_entry
-from carpool.wire.results import decode_columns, decode_results, encode_columns, encode_result, encode_results
+from carpool.wire.results import (
+    decode_columns,
+    decode_results,
+    encode_chunk,
+    encode_chunk_envelope,
+    encode_columns,
+    encode_result,
+    encode_results,
+)
 from carpool.wire.tensors import from_bytes, to_bytes
 from contract import make_vectors
 from support.wire import Single, one_by_one
@@ -99,6 +108,7 @@ def described(item: Single | Refusal | Withdrawal) -> Case:
             "lane": item.lane,
             "cost": item.cost,
             "reply_columns": item.reply_columns,
+            "stream": item.stream,
             "fields": item.extra,
         }
     }
@@ -132,6 +142,13 @@ def result_of(written: Case) -> Result:
 @cases("envelopes", "results.json")
 def test_result_is_encoded_as_in_the_vector(case: Case) -> None:
     assert encode_result(result_of(case["result"])) == as_bytes(case["envelope"])
+
+
+@cases("chunks", "results.json")
+def test_chunk_is_encoded_as_in_the_vector(case: Case) -> None:
+    chunk = Chunk(**(case["chunk"] | {"body": as_bytes(case["chunk"]["body"])}))
+    assert encode_chunk(chunk) == as_bytes(case["envelope"])
+    assert encode_chunk_envelope(chunk) == as_bytes(case["element"])
 
 
 @cases("replies", "results.json")

@@ -35,7 +35,7 @@ def stack(served: Stack) -> Iterator[Stack]:
     """The stack without overrides and results, before and after the test."""
     yield served
     served.wait_until_idle(MODEL)
-    for key in served.redis.scan_iter(KEYS.result("*")):  # of a failed test: others use the same correlation IDs
+    for key in served.redis.scan_iter(KEYS.result("*")):  # of a failed test: others use these IDs
         served.redis.delete(key)
     before = len(changes(served))
     if served.redis.delete(KEYS.config):

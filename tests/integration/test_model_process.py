@@ -347,15 +347,15 @@ class FakeFetcher:
     def descriptor(self) -> int | None:
         return self._ours.fileno()
 
-    def start(self) -> Execution | None:
+    def start(self) -> list[Execution]:
         self.starts += 1
         self.waiting = True
-        return None
+        return []
 
-    def finish(self) -> Execution | None:
+    def finish(self) -> list[Execution]:
         self._ours.recv(1)
         self.waiting = False
-        return self._executions.pop(0) if self._executions else None
+        return [self._executions.pop(0)] if self._executions else []
 
     def put(self, *executions: Execution) -> None:
         """The reply to a fetch arrives: an execution, or that there is none."""
@@ -396,8 +396,15 @@ class Bench:
     def __init__(self, process: ProcessHandle) -> None:
         self.codec = Codec(process.start())
         self.fetcher, self.committer = FakeFetcher(), FakeCommitter()
-        self.replica = Replica("worker/0", process, RedisClock(), WorkerMetrics("m"))
-        self.replica.connect(self.codec, cast(Fetcher, self.fetcher), cast(Committer, self.committer))
+        self.replica = Replica(
+            "worker/0",
+            process,
+            self.codec,
+            cast(Fetcher, self.fetcher),
+            cast(Committer, self.committer),
+            RedisClock(),
+            WorkerMetrics("m"),
+        )
         self.ids = itertools.count(1)
 
     @property

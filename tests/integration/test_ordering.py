@@ -267,7 +267,7 @@ class OrderedResults(RuleBasedStateMachine):
         position %= batch.size
         request = batch.requests[position]
         answer = Answer(position, Address.of(request), Result(request.correlation_id, DEADLINE_EXCEEDED))
-        if self.batcher.expire_in_flight(batch.id, [answer], TTL_MS):
+        if self.batcher.answer_in_flight(batch.id, [answer], TTL_MS):
             assert batch.id not in self.deleted
             self.answered.setdefault(batch.id, set()).add(position)
             self.done([position], batch)
@@ -280,7 +280,7 @@ class OrderedResults(RuleBasedStateMachine):
         if reclaimed is None:
             assert self.deleted
             return
-        batch, answered, _ = reclaimed
+        batch, answered = reclaimed.batch, reclaimed.progress.answered
         (place,) = [place for place, fetched in enumerate(self.fetched) if fetched.id == batch.id]
         self.fetched[place] = batch
         assert answered == self.answered.get(batch.id, set())
@@ -388,8 +388,7 @@ def refusal_of(run: Run, status: str) -> Refusal:
 def fetch(worker: WorkerStore) -> Batch:
     """The next batch, which was dispatched."""
     worker.start_fetch("w", 1)
-    batch = worker.finish_fetch()
-    assert batch is not None
+    (batch,) = worker.finish_fetch()
     return batch
 
 
@@ -536,7 +535,7 @@ def test_one_script_delivers_a_few_megabytes_at_most(stores: Stores) -> None:
     commit_all(stores.worker, late, body=b"x" * (1 << 20))
     slow = early.requests[0]
     expired = Answer(0, Address("all", slow.ticket), Result(slow.correlation_id, DEADLINE_EXCEEDED))
-    stores.batcher.expire_in_flight(early.id, [expired], TTL_MS)
+    stores.batcher.answer_in_flight(early.id, [expired], TTL_MS)
     assert 0 < len(stores.replied()) < 24
     stores.batcher.release()
     assert stores.replied() == [f"r{number}" for number in range(25)]

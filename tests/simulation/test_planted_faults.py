@@ -126,8 +126,8 @@ def count_positions_by_run(patch: Patch) -> None:
         batch = original(*arguments)
         return batch._replace(expiring=dict(enumerate(batch.expiring.values())))
 
-    original = scheduler._in_flight
-    patch.setattr(scheduler, "_in_flight", in_flight)
+    original = scheduler.Scheduler._in_flight
+    patch.setattr(scheduler.Scheduler, "_in_flight", in_flight)
 
 
 def refuse_the_wrong_requests(patch: Patch) -> None:

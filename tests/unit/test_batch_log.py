@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
+from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import Batch, BatchedRun
 from carpool_batcher.answer_log import AnswerLog
 from carpool_worker.batch_log import BatchLog
@@ -84,7 +85,7 @@ def test_summary_is_logged_once_a_second(lines: Lines, monkeypatch: pytest.Monke
         if now_s < 110.0:
             log.committed("w/0", batch(1, 1, "idle", 0), {"OK": 1}, 0, 0)
             answers.refused({"RESOURCE_EXHAUSTED": 2})
-            answers.expired_in_flight(3)
+            answers.answered_in_flight(DEADLINE_EXCEEDED, 3)
             answers.missed({"waiting": 2, "computed_long": 3})
         log.summarize_if_due()
         answers.summarize_if_due()

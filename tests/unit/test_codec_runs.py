@@ -92,8 +92,8 @@ def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[s
 
 
 def envelope_of(result: Result) -> dict[str, Any]:
-    envelope = result._asdict() | {"final": True}
-    del envelope["detail"]
+    envelope = {name: value for name, value in result._asdict().items() if value is not None}
+    envelope["final"] = True
     return envelope
 
 

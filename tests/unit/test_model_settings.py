@@ -13,9 +13,9 @@ from carpool.model_settings import ModelSettings, PriorityPolicy
 
 COUNTS: Final = (
     *("max_batch_size", "max_queue_size", "max_queue_bytes", "max_body_bytes"),
-    *("max_expiration_ms", "result_ttl_ms"),
+    *("max_expiration_ms", "result_ttl_ms", "stream_buffer", "reader_idle_ms"),
 )
-OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms")
+OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms", "max_prefill_cost")
 FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
 NUMBERS: Final = (*COUNTS, *OPTIONAL_COUNTS, *FRACTIONS)
 OPTIONAL: Final = {*OPTIONAL_COUNTS, "target_latency_ms"}
@@ -53,6 +53,9 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "policy",
         "target_latency_ms",
         "result_ttl_ms",
+        "max_prefill_cost",
+        "stream_buffer",
+        "reader_idle_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
     assert all(ModelSettings.meanings().values())
@@ -255,3 +258,19 @@ def test_settings_are_unchanged_by_a_round_trip_as_text(sent: ModelSettings) -> 
     assert list(texts) == ModelSettings.names()
     assert all(type(text) is str for text in texts.values())
     assert ModelSettings.from_mapping(texts) == sent
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "deferred"),
+        ("target_latency_ms", 5),
+        ("max_queue_delay_ms", 1),
+        ("preferred_batch_sizes", (4,)),
+        ("preserve_ordering", True),
+    ],
+)
+def test_settings_without_a_meaning_for_a_stepping_model_are_refused(name: str, value: Any) -> None:
+    ModelSettings(max_batch_size=8, max_prefill_cost=4).check_stepping()
+    with pytest.raises(ValueError, match=rf"^{name}: .*stepping model"):
+        ModelSettings.from_mapping({name: value}).check_stepping()

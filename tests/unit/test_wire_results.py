@@ -11,12 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, OK, InvalidArgumentError
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Result, ResultColumns
+from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Chunk, Result, ResultColumns
 from carpool.rows import Rows
 from carpool.wire.results import (
     MAX_DETAIL_CHARS,
     decode_columns,
     decode_results,
+    encode_chunk,
+    encode_chunk_envelope,
     encode_columns,
     encode_envelope,
     encode_result,
@@ -26,6 +28,7 @@ from support.wire import names
 
 fast = settings(deadline=None)
 
+optional_numbers = st.none() | st.integers(0, 2**40)
 successes = st.builds(
     Result,
     names,
@@ -34,6 +37,7 @@ successes = st.builds(
     st.binary(max_size=20),
     st.none(),
     *[st.integers(0, 2**40)] * 3,
+    *[optional_numbers] * 2,
 )
 failures = st.builds(
     Result,
@@ -47,8 +51,10 @@ failures = st.builds(
 
 
 def expected_envelope(result: Result) -> dict[str, Any]:
-    body = {"content_type": result.content_type, "body": result.body}
+    body: dict[str, Any] = {"content_type": result.content_type, "body": result.body}
     detail = {"detail": (result.detail or "").encode("utf-8", "replace").decode()}
+    of_stream = {name: getattr(result, name) for name in ("index", "first_us")}
+    body |= {name: value for name, value in of_stream.items() if value is not None}
     return {
         "correlation_id": result.correlation_id,
         "status": result.status,
@@ -99,6 +105,44 @@ def test_detail_is_cut_at_its_limit() -> None:
 def test_results_field_must_be_an_array(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="results: "):
         decode_results(msgpack.packb(value))
+
+
+chunks = st.builds(
+    Chunk,
+    names,
+    st.sampled_from([MSGPACK, RAW]),
+    st.binary(max_size=20),
+    st.integers(0, 2**40),
+    st.integers(1, 9),
+    st.booleans(),
+)
+
+
+def expected_chunk(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "correlation_id": chunk.correlation_id,
+        "status": OK,
+        "content_type": chunk.content_type,
+        "body": chunk.body,
+        "final": False,
+        "index": chunk.index,
+        **({"values" if chunk.is_list else "chunks": chunk.merged} if chunk.merged > 1 else {}),
+    }
+
+
+@fast
+@given(chunks)
+def test_msgpack_envelope_of_a_chunk_is_complete(chunk: Chunk) -> None:
+    assert msgpack.unpackb(encode_chunk(chunk)) == expected_chunk(chunk)
+    in_json = chunk._replace(content_type=JSON, body=b"[7]")
+    assert msgpack.unpackb(encode_chunk_envelope(in_json)) == expected_chunk(in_json)
+
+
+@fast
+@given(chunks, st.none() | st.text() | st.lists(st.integers()) | st.just({"body": None, "final": True}))
+def test_json_envelope_of_a_chunk_is_complete(chunk: Chunk, value: Any) -> None:
+    chunk = chunk._replace(content_type=JSON, body=json.dumps(value).encode())
+    assert json.loads(encode_chunk(chunk)) == expected_chunk(chunk) | {"body": value}
 
 
 # --- columns -----------------------------------------------------------------------------------------------

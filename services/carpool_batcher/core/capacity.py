@@ -23,6 +23,10 @@ would wait for nearly all of l(n), however many processes there are. Therefore, 
 batches of one, dispatches are spaced evenly: with N processes one every l(n) / N, so that no request waits
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
+
+A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
+more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
+`has_capacity`: a batch is dispatched if there is capacity for it.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 16  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
+SLOTS_PREFETCHED_RATIO: Final = 8  # for so many slots one request more is in flight, at least one
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
 
@@ -85,13 +90,16 @@ class RecentTimes:
 
 class InFlightBatch(NamedTuple):
     """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
-    `arrivals`: when the requests arrived, as (us, number of requests)."""
+    `arrivals`: when the requests arrived, as (us, number of requests). `runs` and `cost`: only where each
+    request takes a slot (`Capacity.set_slots`)."""
 
     dispatched_us: int
     size: int
     lane: str
     expiring: dict[int, Run]
     arrivals: Sequence[tuple[int, int]] = ()
+    runs: Sequence[Run] = ()
+    cost: int = 0
 
 
 class Capacity:
@@ -102,10 +110,12 @@ class Capacity:
         self.in_flight: dict[str, InFlightBatch] = {}  # in the order in which they were dispatched
         self.learned = 0  # batches from which latencies were learned: what was forecast before may differ
         self._latencies = LaneLatencies()
-        self._reserved = 0
+        self._batches_per_process = PROCESS_BATCHES_MAX
+        self._cost_per_process: int | None = None  # limit, for requests in slots
+        self._cost = 0  # of all in flight and reserved, if there is a limit
+        self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
-        self._sent_to_idle: set[str] = set()  # batches that did not wait for another one
         self._round_trips = RecentTimes()
         self._deliveries = RecentTimes()
         self._mean_size = 0.0
@@ -119,26 +129,36 @@ class Capacity:
         while self._ahead and len(self._executing) < processes:
             self._start_next()
 
-    def reserve(self) -> None:
-        """Take up capacity for a batch that was decided on; `launch` or `cancel` follows."""
-        self._reserved += 1
+    def set_slots(self, slots: int | None, cost_max: int | None) -> None:
+        """Each process takes `slots` requests at a time, each in a batch of its own, of at most `cost_max`
+        together (None: no limit). Without slots it executes one batch at a time."""
+        if slots is None:
+            self._batches_per_process = PROCESS_BATCHES_MAX
+        else:
+            self._batches_per_process = slots + max(1, slots // SLOTS_PREFETCHED_RATIO)
+        self._cost_per_process = cost_max if slots else None
+
+    def reserve(self, cost: int = 0) -> None:
+        """Take up capacity for a batch that was decided on; `launch` or `cancel` follows, in this order."""
+        self._reserved.append(cost)
+        self._cost += cost
 
     def cancel(self) -> None:
-        """The reserved batch was not dispatched."""
-        self._reserved -= 1
+        """The batch reserved first was not dispatched."""
+        self._cost -= self._reserved.popleft()
 
     def launch(self, batch_id: str, batch: InFlightBatch) -> None:
-        """The reserved batch is in flight."""
-        self._reserved -= 1
+        """The batch reserved first is in flight."""
+        self._cost -= self._reserved.popleft()
         self.adopt(batch_id, batch)
 
     def adopt(self, batch_id: str, batch: InFlightBatch) -> None:
         """A batch is in flight for which no capacity was reserved."""
         self.in_flight[batch_id] = batch
+        self._cost += batch.cost
         self._space_dispatches(batch)
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
-            self._sent_to_idle.add(batch_id)
             self._start_next()
 
     def settle(
@@ -147,13 +167,13 @@ class Capacity:
         execution_us: int,
         settled_us: int,
         executed: int | None = None,
-        waited_us: int | None = None,
+        waited_us: int = 0,
     ) -> None:
         """A batch settled; `executed` of its requests (None: all) took `execution_us` together, after it had
         waited `waited_us` for a model process.
 
         If either of the first two is 0 its execution was not a normal one: nothing is learned from it but the
-        turnaround. If the last is not known, it did not wait if it was sent to an idle process.
+        turnaround.
         """
         batch = self.in_flight.get(batch_id)
         if batch is None:
@@ -165,17 +185,16 @@ class Capacity:
         self._latencies.observe(
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
-        if waited_us is None and batch_id in self._sent_to_idle:
-            waited_us = 0
-        if is_normal and waited_us is not None:
+        if is_normal:
             self._round_trips.observe(turnaround_us - execution_us - waited_us)
         self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
         """A batch is no longer in flight. Nothing is learned from it."""
-        if self.in_flight.pop(batch_id, None) is None:
+        batch = self.in_flight.pop(batch_id, None)
+        if batch is None:
             return
-        self._sent_to_idle.discard(batch_id)
+        self._cost -= batch.cost
         if batch_id in self._ahead:
             self._ahead.remove(batch_id)
         else:
@@ -218,8 +237,14 @@ class Capacity:
     # --- when a batch may be dispatched --------------------------------------------------------------------
 
     def has_capacity(self) -> bool:
-        """Whether a batch that cannot grow may be dispatched: at most one ahead of each process."""
-        return self._taken() < PROCESS_BATCHES_MAX * self.processes
+        """Whether a batch that cannot grow may be dispatched: at most one ahead of each process.
+
+        A limit on the cost may be exceeded by one request, which then waits in a worker for its slot: it
+        might have the only process in which there is space.
+        """
+        if self._cost_per_process is not None and self._cost >= self._cost_per_process * self.processes:
+            return False
+        return self._taken() < self._batches_per_process * self.processes
 
     def idle_processes(self, now_us: int) -> int:
         """How many processes could execute a batch dispatched now without delay. O(log processes)."""
@@ -317,7 +342,7 @@ class Capacity:
         return self.round_trip_us + self.latency_of(self.in_flight[batch_id].lane).at_most(1)
 
     def _taken(self) -> int:
-        return len(self.in_flight) + self._reserved
+        return len(self.in_flight) + len(self._reserved)
 
 
 def _slope_ratio(latency: LatencyModel, size: int) -> float:

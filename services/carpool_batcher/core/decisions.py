@@ -1,4 +1,4 @@
-"""What a scheduler decides: to dispatch a batch, to refuse requests, or to expire some in flight."""
+"""What a scheduler decides: to dispatch a batch, to refuse requests, or to answer some in flight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from carpool.messages import Dispatch, Refusal, Run
 
 class Expire(NamedTuple):
     """Answer a run of a batch in flight with DEADLINE_EXCEEDED. `position` is that of its first request."""
+
+    batch_id: str
+    position: int
+    run: Run
+
+
+class Cancel(NamedTuple):
+    """Answer a run of a batch in flight with CANCELLED. `position` is that of its first request."""
 
     batch_id: str
     position: int

@@ -244,7 +244,7 @@ class Dispatcher:
         undated = frozenset(
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
-        self._capacity.reserve()
+        self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
         expected_us = self._capacity.latency_of(lane.name).of(sum(map(len, runs)))
         return Dispatch(runs, reason, lane.name, undated, expected_us)
 

@@ -27,6 +27,9 @@
 6. The unit is the run: requests of one entry that differ only in correlation ID and body. Every rule has the
    outcome that it would have for each request by itself. A run is cut where a batch ends, where another
    tenant's turn begins, and where some of its requests are withdrawn or refused.
+7. Of a stepping model each request is a batch by itself, which is always full. A process takes as many at a
+   time as it has slots (`max_batch_size`), one more for every eight, and as `max_batch_cost` allows. One that
+   is withdrawn in flight is answered there.
 
 A request is in exactly one state:
 
@@ -38,17 +41,18 @@ A request is in exactly one state:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from carpool.messages import Dispatch, DispatchReason, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Decision, Expire
+from carpool_batcher.core.decisions import Cancel, Decision, Expire
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.queue import Queue
 
-__all__ = ["Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
+__all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
 
 class Scheduler:
@@ -57,10 +61,14 @@ class Scheduler:
     It alone holds the settings and the custom policy; the parts below it get them as arguments.
     """
 
-    def __init__(self, settings: ModelSettings, model_processes: int = 0) -> None:
+    def __init__(
+        self, settings: ModelSettings, model_processes: int = 0, *, is_stepping: bool = False
+    ) -> None:
         self.custom_policy: CustomPolicy | None = None
         self.capacity = Capacity(model_processes)
+        self._is_stepping = is_stepping
         self._settings = settings
+        self._of_batches = self._settings_of_batches()
         self._queue = Queue()
         self._deadlines = Deadlines(self._queue, self.capacity)
         self._dispatcher = Dispatcher(self._queue, self.capacity)
@@ -77,8 +85,28 @@ class Scheduler:
     def settings(self, settings: ModelSettings) -> None:
         had_delay = self._settings.max_queue_delay_ms > 0
         self._settings = settings
+        self._of_batches = self._settings_of_batches()
         if settings.max_queue_delay_ms and not had_delay:
             self._deadlines.watch_all_again(settings)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it is a stepping model (7)."""
+        return self._is_stepping
+
+    @is_stepping.setter
+    def is_stepping(self, is_stepping: bool) -> None:
+        self._is_stepping = is_stepping
+        self._of_batches = self._settings_of_batches()
+
+    def _settings_of_batches(self) -> ModelSettings:
+        """The settings by which batches are formed."""
+        settings = self._settings
+        if not self._is_stepping:
+            self.capacity.set_slots(None, None)
+            return settings
+        self.capacity.set_slots(settings.max_batch_size, settings.max_batch_cost)
+        return replace(settings, max_batch_size=1)
 
     @property
     def model_processes(self) -> int:
@@ -104,8 +132,22 @@ class Scheduler:
         return refusals
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
-        """A producer withdraws requests. Those in flight are not affected. One Refusal for each run."""
+        """A producer withdraws requests that wait. One Refusal for each run."""
         return self._queue.withdraw(correlation_ids)
+
+    def withdraw_in_flight(self, correlation_ids: frozenset[str]) -> list[Cancel]:
+        """A producer withdraws requests: the answers to those of a stepping model that are in flight.
+
+        Those of other models are not affected. O(requests in flight).
+        """
+        if not self._is_stepping:
+            return []
+        return [
+            Cancel(batch_id, 0, run)
+            for batch_id, batch in self.capacity.in_flight.items()
+            for run in batch.runs
+            if not correlation_ids.isdisjoint(run.correlation_ids)
+        ]
 
     def forget(self, runs: Iterable[Run]) -> None:
         """Runs are no longer in Redis: removed by XDEL, or dispatched by another batcher. Those that do not
@@ -119,7 +161,7 @@ class Scheduler:
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """A Dispatch of the last `poll` was carried out, with these of its runs. Their bodies are released:
         they are in Redis, in the batch."""
-        batch = _in_flight(dispatch, now_us)
+        batch = self._in_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
@@ -129,7 +171,7 @@ class Scheduler:
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
         """A batch is in flight that a previous batcher dispatched."""
-        batch = _in_flight(dispatch, dispatched_us)
+        batch = self._in_flight(dispatch, dispatched_us)
         self.capacity.adopt(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
@@ -139,7 +181,7 @@ class Scheduler:
         compute_us: int,
         settled_us: int,
         executed: int | None = None,
-        waited_us: int | None = None,
+        waited_us: int = 0,
     ) -> None:
         """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
         together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
@@ -174,7 +216,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._settings, self._polled_us)
+        return self._dispatcher.oldest_arrival_us(self._of_batches, self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
@@ -190,28 +232,31 @@ class Scheduler:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
         decisions = self._deadlines.run_due(self._settings, now_us)
-        decisions += self._dispatcher.dispatch(self._settings, self.custom_policy, now_us)
+        decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
         return decisions
 
     def wake_at_us(self) -> int | None:
         """When `poll` could next decide something by time alone, as of the last `poll`; None: never."""
         deadline_us = self._deadlines.wake_at_us()
-        dispatch_us = self._dispatcher.wake_at_us(self._settings, self._polled_us)
+        dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
         if deadline_us is None or dispatch_us is None:
             return dispatch_us if deadline_us is None else deadline_us
         return min(deadline_us, dispatch_us)
 
-
-def _in_flight(dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
-    """What is kept of a batch. Its bodies are not."""
-    expiring: dict[int, Run] = {}
-    arrivals: list[tuple[int, int]] = []
-    size = 0
-    for run in dispatch.runs:
-        if run.deadline_us is not None and dispatch.deadline_us(run) is not None:
-            expiring[size] = run
-        count = len(run.correlation_ids)
-        arrivals.append((run.arrival_us, count))
-        size += count
-        run.bodies = []
-    return InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
+    def _in_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
+        """What is kept of a batch. Its bodies are not."""
+        expiring: dict[int, Run] = {}
+        arrivals: list[tuple[int, int]] = []
+        size = 0
+        for run in dispatch.runs:
+            if run.deadline_us is not None and dispatch.deadline_us(run) is not None:
+                expiring[size] = run
+            count = len(run.correlation_ids)
+            arrivals.append((run.arrival_us, count))
+            size += count
+            run.bodies = []
+        batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
+        if not self._is_stepping:
+            return batch
+        cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
+        return batch._replace(runs=dispatch.runs, cost=cost)

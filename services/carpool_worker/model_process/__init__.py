@@ -3,9 +3,20 @@
     main      the loop: receive a frame, execute it, send the outcome
     frames    what crosses the process boundary
     executor  runs the model on a frame's items and isolates the failures
+    failures  from what the model raised to a status and a detail
     model     a user's model, adapted to one interface
     loader    from a model's name on the command line to the model
 
-`frames` is the boundary, shared by both processes. Beside it the worker imports only `loader`, for the
-model's name.
+Of a stepping model:
+
+    step_loop    the loop: take what the worker sent, advance, send what changed
+    step_frames  what crosses the process boundary
+    stepper      begins and steps requests, and isolates the failures
+    slots        which requests wait, which have a slot, which take part in the next step
+    generation   a request: what it has emitted, what of that was sent
+    stepping     what the model sees of a request; generator functions as models
+    chunks       emitted values as one
+
+`frames` and `step_frames` are the boundary, shared by both processes. Beside them the worker imports only
+`loader`, for the model's name, and `chunks`.
 """

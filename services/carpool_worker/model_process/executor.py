@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from carpool.errors import INTERNAL, INVALID_ARGUMENT, CarpoolError
+from carpool.errors import INTERNAL, INVALID_ARGUMENT
 from carpool.wire.tensors import Array
+from carpool_worker.model_process.failures import WrongOutputError, failure_of
 from carpool_worker.model_process.frames import Failure
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 
@@ -85,10 +86,6 @@ class Outcome(NamedTuple):
     results: list[Any] | Stacked
     executed: int = 0
     raised: Sequence[int] = ()
-
-
-class WrongOutputError(Exception):
-    """What the model returned is not one result for each item."""
 
 
 def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -> Outcome:
@@ -246,23 +243,3 @@ def _take_failures(indexes: Sequence[int], outputs: Sequence[Any], failures: dic
         else:
             results.append(output)
     return results
-
-
-def failure_of(error: BaseException, status: str) -> Failure:
-    """The status and detail for the producer: neither the exception's class nor a traceback."""
-    if isinstance(error, CarpoolError):
-        return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may not set it
-    message = _text(error)
-    if isinstance(error, WrongOutputError):
-        return status, message
-    failure = (
-        "the model rejected this body" if status == INVALID_ARGUMENT else "the model failed on this request"
-    )
-    return status, f"{failure}: {message}" if message else failure
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value).strip()
-    except Exception:  # the __str__ of a model's exception is user code
-        return ""

@@ -43,6 +43,7 @@ class Ready(NamedTuple):
     outputs: tuple[TensorSpec, ...]
     wants_requests: bool
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
+    is_stepping: bool = False  # what follows are the messages of `step_frames`
 
 
 class LoadFailed(NamedTuple):
@@ -185,7 +186,7 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
         [(spec.name, spec.datatype, spec.shape) for spec in specs]
         for specs in (result.inputs, result.outputs)
     )
-    send_message(sock, (_READY, result.settings, inputs, outputs, result.wants_requests, result.misspelt))
+    send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:]))
 
 
 def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
@@ -193,13 +194,12 @@ def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
     (kind, *fields), _ = reader.receive()
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt = fields
+    settings, inputs, outputs, *others = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
         tuple(TensorSpec(*spec) for spec in outputs),
-        wants_requests,
-        misspelt,
+        *others,
     )
 
 

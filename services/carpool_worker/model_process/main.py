@@ -1,4 +1,4 @@
-"""The model process: receive a frame, execute it, send the outcome.
+"""The model process: receive a frame, execute it, send the outcome. `step_loop` does it for stepping models.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
@@ -24,7 +24,8 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import Items, ListItems, Outcome, StackedItems, execute
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed, OutcomeHeader, Ready
 from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
+from carpool_worker.model_process.model import LoadedModel, RequestInfo, SteppingModel, load_model
+from carpool_worker.model_process.step_loop import StepLoop
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     os.dup2(2, 1)  # what a model prints goes to the logs
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for models that log with structlog
     try:
-        model = adapt(find_model(location), device)
+        model = load_model(find_model(location), device)
     except UnusableError as error:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
@@ -53,19 +54,31 @@ def main(argv: Sequence[str]) -> int:
         frames.send_load_result(sock, LoadFailed(reason, traceback.format_exc()))
         return 1
     frames.send_load_result(sock, _ready(model))
-    reader = frames.MessageReader(sock)
-    with contextlib.suppress(frames.ProcessGoneError):
-        while True:
-            _execute_next(reader, sock, model)
+    if isinstance(model, SteppingModel):
+        StepLoop(sock, model).run()
+    else:
+        _execute_all(sock, model)
     if model.unload is not None:
         model.unload()
     return 0
 
 
-def _ready(model: LoadedModel) -> Ready:
+def _ready(model: LoadedModel | SteppingModel) -> Ready:
     return Ready(
-        model.settings.as_text(), model.inputs, model.outputs, model.wants_requests, dict(model.misspelt)
+        model.settings.as_text(),
+        model.inputs,
+        model.outputs,
+        isinstance(model, SteppingModel) or model.wants_requests,
+        dict(model.misspelt),
+        isinstance(model, SteppingModel),
     )
+
+
+def _execute_all(sock: socket.socket, model: LoadedModel) -> None:
+    reader = frames.MessageReader(sock)
+    with contextlib.suppress(frames.ProcessGoneError):
+        while True:
+            _execute_next(reader, sock, model)
 
 
 def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: LoadedModel) -> None:

@@ -1,5 +1,7 @@
 """A user's model: a plain function, or a class with some of these methods. Only `predict` is required.
 
+A stepping model has `begin` and `step` in place of `predict`, or is a generator function: see `stepping`.
+
     class Embedder:
         max_batch_size = 64
         inputs = [TensorSpec("text_ids", "INT64", (128,))]     # optional: then batches are stacked arrays
@@ -26,8 +28,9 @@ from typing import Any, Final, NamedTuple
 from carpool.model_settings import ModelSettings
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import TensorSpec
+from carpool_worker.model_process.stepping import GeneratorModel, StepRequest
 
-__all__ = ["LoadedModel", "RequestInfo", "TensorSpec", "adapt"]
+__all__ = ["LoadedModel", "RequestInfo", "SteppingModel", "TensorSpec", "adapt", "load_model"]
 
 # How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
 # letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
@@ -42,49 +45,131 @@ class RequestInfo(NamedTuple):
     fields: Mapping[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A user's model, loaded: its hooks and its declarations."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declarations:
+    """What any loaded model has: the hooks beside the one that computes, and what it declares."""
 
-    run: Callable[[Any, Sequence[RequestInfo]], Any]
     validate: Callable[[Any], object] | None = None
     unload: Callable[[], object] | None = None
-    wants_requests: bool = False
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     settings: ModelSettings = field(default_factory=ModelSettings)
     misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Declarations):
+    """A user's model, loaded, that executes batches."""
+
+    run: Callable[[Any, Sequence[RequestInfo]], Any]
+    wants_requests: bool = False
     output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_datatypes", {spec.name: spec.datatype for spec in self.outputs})
 
 
+@dataclass(frozen=True, slots=True)
+class SteppingModel(Declarations):
+    """A user's model, loaded, that generates step by step. `continues`: it can go on from chunks."""
+
+    begin: Callable[[list[StepRequest]], object]
+    step: Callable[[list[StepRequest]], object]
+    end: Callable[[StepRequest], object] | None = None
+    continues: bool = True
+
+
+def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:
+    """Load a user's model of either kind on `device`. Raises UnusableError for a wrong declaration."""
+    if inspect.isclass(model):
+        model = model()
+    return _adapt_stepping(model, device) if _is_stepping(model) else adapt(model, device)
+
+
 def adapt(model: Any, device: str) -> LoadedModel:
-    """Load a user's model on `device` and find its hooks. Raises UnusableError for a wrong declaration."""
+    """Load a user's model with `predict`, and find its hooks. Raises UnusableError, as `load_model` does."""
     if inspect.isclass(model):
         model = model()
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
-            f"the model {model!r:.80} is neither a function nor a class with a method 'predict'"
+            f"the model {model!r:.80} is neither a function nor a class with a method 'predict' or 'step'"
         )
-    if inspect.iscoroutinefunction(predict):
-        raise UnusableError("the model's 'predict' is a coroutine function: it must be a plain function")
-    load = getattr(model, "load", None)
-    if load is not None:
-        load(device)
+    _check_plain("predict", predict)
+    _load(model, device)
     wants_requests = _wants_requests(predict)
     return LoadedModel(
         run=_pipeline(model, predict, wants_requests),
-        validate=getattr(model, "validate", None),
-        unload=getattr(model, "unload", None),
         wants_requests=wants_requests,
-        inputs=_specs(model, "inputs"),
-        outputs=_specs(model, "outputs"),
-        settings=_settings(model),
-        misspelt=dict(_misspelt(model)),
+        **_declarations(model),
     )
+
+
+def _is_stepping(model: Any) -> bool:
+    if callable(getattr(model, "step", None)):
+        return True
+    return getattr(model, "predict", None) is None and _is_generator(model)
+
+
+def _is_generator(model: Any) -> bool:
+    """Whether it is a generator function, or an object that is called like one."""
+    return inspect.isgeneratorfunction(model) or (
+        callable(model) and inspect.isgeneratorfunction(model.__call__)
+    )
+
+
+def _adapt_stepping(model: Any, device: str) -> SteppingModel:
+    stepping = model if callable(getattr(model, "step", None)) else GeneratorModel(model)
+    for name in ("predict", "preprocess", "postprocess"):
+        if getattr(model, name, None) is not None:
+            raise UnusableError(
+                f"the model has {name!r} and generates step by step: it is one or the other, and a stepping "
+                "model has only 'begin', 'step' and 'end'"
+            )
+    begin = getattr(stepping, "begin", None)
+    if begin is None:
+        raise UnusableError("the model has 'step' but no 'begin', which each request needs first")
+    end = getattr(stepping, "end", None)
+    for name, hook in (("begin", begin), ("step", stepping.step), ("end", end)):
+        _check_plain(name, hook)
+        if inspect.isgeneratorfunction(hook):
+            raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
+    _load(model, device)
+    declarations = _declarations(model)
+    try:
+        declarations["settings"].check_stepping()
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+    return SteppingModel(
+        begin=begin,
+        step=stepping.step,
+        end=end,
+        continues=bool(getattr(stepping, "continues", True)),
+        **declarations,
+    )
+
+
+def _check_plain(name: str, hook: Any) -> None:
+    if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook):
+        raise UnusableError(f"the model's {name!r} is a coroutine function: it must be a plain function")
+
+
+def _load(model: Any, device: str) -> None:
+    load = getattr(model, "load", None)
+    if load is not None:
+        load(device)
+
+
+def _declarations(model: Any) -> dict[str, Any]:
+    """The fields of Declarations."""
+    return {
+        "validate": getattr(model, "validate", None),
+        "unload": getattr(model, "unload", None),
+        "inputs": _specs(model, "inputs"),
+        "outputs": _specs(model, "outputs"),
+        "settings": _settings(model),
+        "misspelt": dict(_misspelt(model)),
+    }
 
 
 def _pipeline(model: Any, predict: Callable[..., Any], wants_requests: bool) -> Callable[..., Any]:

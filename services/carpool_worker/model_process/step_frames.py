@@ -1,9 +1,9 @@
 """What crosses the boundary between a worker and the model process of a stepping model, used on both sides.
 
 The first message is the result of loading, as for any model (`frames`). From then on neither side waits for
-the other: the worker sends Admit, Drop and Resume, and the process sends a Step whenever a step of the model
-had an effect. Messages are framed as in `frames`; all of these are headers without a payload, except that the
-payload of an Admit is the request's body.
+the other: the worker sends Admit, Drop, Resume and Configure, and the process sends a Step whenever a step of
+the model had an effect. Messages are framed as in `frames`; all of these are headers without a payload,
+except that the payload of an Admit is the request's body.
 
 Chunks are bytes here: each is a packed list (`frames.pack_values`) of what the model emitted for one request
 in one step, usually of one value. The worker stores them as they are, and sends them back to the process that
@@ -20,6 +20,7 @@ from carpool_worker.model_process.frames import Failure, Part, RequestFields
 _ADMIT: Final = 0
 _DROP: Final = 1
 _RESUME: Final = 2
+_CONFIGURE: Final = 3
 
 
 class Admit(NamedTuple):
@@ -30,8 +31,9 @@ class Admit(NamedTuple):
     value. `chunks`: those that its reader may have seen, oldest first, if another process began it.
     `is_streamed`: whether chunks are wanted; if not, only the output is sent.
 
-    `is_alone`: it may have killed a process. It is begun at once and takes one step, while all others pause;
-    the Step that says so is always sent. Then everything pauses until the next message.
+    `steps_alone`, if it may have killed a process: it is begun at once and takes so many steps, fewer if it
+    ends, while all others pause. Each of these Steps is sent, with an Advance of this key. Then everything
+    pauses until the next request that is to be alone, or Resume; others that arrive meanwhile wait.
     """
 
     key: int
@@ -40,7 +42,7 @@ class Admit(NamedTuple):
     cost: int
     is_streamed: bool
     chunks: Sequence[bytes] = ()
-    is_alone: bool = False
+    steps_alone: int = 0
 
     def message(self) -> tuple[Any, ...]:
         """The header of the message."""
@@ -65,7 +67,19 @@ class Resume(NamedTuple):
         return (_RESUME,)
 
 
-WorkerMessage = Admit | Drop | Resume
+class Configure(NamedTuple):
+    """Worker to process: the settings of these names have changed. Requests that have a slot keep it."""
+
+    max_batch_size: int
+    max_batch_cost: int | None
+    max_prefill_cost: int | None
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message."""
+        return (_CONFIGURE, *self)
+
+
+WorkerMessage = Admit | Drop | Resume | Configure
 
 
 def read_worker_message(fields: Sequence[Any]) -> WorkerMessage:
@@ -75,7 +89,7 @@ def read_worker_message(fields: Sequence[Any]) -> WorkerMessage:
     return message
 
 
-_KINDS: Final[dict[int, Any]] = {_ADMIT: Admit, _DROP: Drop, _RESUME: Resume}
+_KINDS: Final[dict[int, Any]] = {_ADMIT: Admit, _DROP: Drop, _RESUME: Resume, _CONFIGURE: Configure}
 
 
 class Advance(NamedTuple):

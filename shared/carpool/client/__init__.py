@@ -10,10 +10,12 @@ entries       requests on their way to Redis, in entries
 timeouts      timers of entries
 reading       results -> values
 sinks         where values go: to futures, to a window in order, or to one array
+streams       where chunks go: to an iterator for each request
 """
 
 from carpool.client.aio import AsyncClient
 from carpool.client.sinks import Reply
+from carpool.client.streams import AsyncStream, Stream
 from carpool.client.sync import Client
 
-__all__ = ["AsyncClient", "Client", "Reply"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Reply", "Stream"]

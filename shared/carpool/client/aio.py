@@ -38,6 +38,7 @@ from carpool.client.options import (
     optional_fields,
 )
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
+from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
 from carpool.client.transport import Transport
 from carpool.errors import (
@@ -78,18 +79,21 @@ class AsyncClient:
         self._name = f"py-{secrets.token_hex(8)}"
         self._numbers = count()
         self._channels: dict[str, Channel] = {}  # by model
-        self._awaited = AwaitedRequests()
+        self._awaited = AwaitedRequests(self._withdraw)
         # Entries to be sent after this iteration of the event loop, and those that take more requests.
         self._in_full = 0  # requests in those of `_collected` that are full
         self._collected: list[OutgoingEntry] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
-        self._values, self._replies = FutureSink(), ReplySink()
+        self._values, self._replies, self._streams = FutureSink(), ReplySink(), StreamSink()
+        self._lookups: set[asyncio.Task[None]] = set()  # of models, for streams
         self._timeouts = Timeouts(self._on_timeout)
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
         url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
-        self._transport = Transport(url, self._name, self._awaited.on_results, self._awaited.fail)
+        self._transport = Transport(
+            url, self._name, self._awaited.on_results, self._awaited.fail, self._on_unconfirmed
+        )
 
     @property
     def late_results(self) -> int:
@@ -238,6 +242,24 @@ class AsyncClient:
         finally:
             self._withdraw_all(window)
 
+    def stream(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> AsyncStream:
+        """Send a request at once, and return an async iterator of its chunks.
+
+        Options are those of `infer`; `timeout` is for the whole answer. Errors are raised by the iterator.
+        After the last chunk its `reply` has the whole output. A model that does not step has one chunk.
+        Leaving the iterator early withdraws the request: see AsyncStream.
+        """
+        loop = asyncio.get_running_loop()
+        target = StreamTarget(asyncio.Queue())
+        channel = self._channels.get(model)
+        if channel is not None:
+            self._start_stream(channel, target, body, options)
+        else:
+            lookup = loop.create_task(self._start_first_stream(model, target, body, options))
+            self._lookups.add(lookup)
+            lookup.add_done_callback(self._lookups.discard)
+        return AsyncStream(target, self._close_stream, loop)
+
     async def models(self) -> list[str]:
         """Names of the registered models."""
         names = await self._call("SMEMBERS", models_key(self._prefix))
@@ -318,6 +340,33 @@ class AsyncClient:
         except InvalidArgumentError as error:
             sink.fail(target, error)
 
+    async def _start_first_stream(
+        self, model: str, target: StreamTarget, body: Any, options: RequestOptions
+    ) -> None:
+        """Look the model up, then send the request."""
+        try:
+            channel = await self._open_channel(model)
+        except Exception as error:
+            target.fail(error)
+        else:
+            self._start_stream(channel, target, body, options)
+
+    def _start_stream(
+        self, channel: Channel, target: StreamTarget, body: Any, options: RequestOptions
+    ) -> None:
+        if target.ended:  # closed by its reader meanwhile
+            return
+        try:
+            target.correlation_id = self._add(channel, body, options, self._streams, target)
+        except Exception as error:
+            target.fail(error)
+
+    def _close_stream(self, target: StreamTarget) -> None:
+        """The reader of a stream wants no more: withdraw its request."""
+        target.close()
+        if target.correlation_id is not None:
+            self._withdraw(target.correlation_id, target)
+
     async def _send_rows(
         self,
         channel: Channel,
@@ -374,13 +423,37 @@ class AsyncClient:
             return self._timeout_s, NO_FIELDS
         return checked_timeout_s(options.get("timeout", self._timeout_s)), optional_fields(options)
 
-    # --- timeouts and withdrawals --------------------------------------------------------------------------
+    # --- timeouts, withdrawals and lost connections --------------------------------------------------------
 
     def _on_timeout(self, entry: OutgoingEntry) -> None:
         self.timed_out += len(entry.awaited)
         error = self._transport.connection_error
         cause = f" ({error.detail})" if error else ""
         self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
+
+    def _on_unconfirmed(self, entry: OutgoingEntry) -> None:
+        """Begin streams anew, under other correlation IDs, that Redis may have accepted.
+
+        Sent again as they were, they might be executed twice, and a reader would get chunks of both.
+        """
+        if not isinstance(entry.sink, StreamSink):
+            return
+        unheard = [name for name, target in entry.awaited.items() if not target.index]  # others were accepted
+        names: dict[str, str] = {}
+        for correlation_id in unheard:
+            target = entry.awaited[correlation_id]
+            if correlation_id.startswith(f"{self._name}-"):
+                target.correlation_id = names[correlation_id] = f"{self._name}-{next(self._numbers)}"
+            else:
+                self._awaited.remove(correlation_id, target)
+                target.fail(
+                    UnavailableError(
+                        "the connection was lost before Redis confirmed the request",
+                        correlation_id=correlation_id,
+                    )
+                )
+        self._awaited.rename(entry, names)
+        self._transport.withdraw(entry.channel, unheard)
 
     def _withdraw(self, correlation_id: str, target: Any) -> None:
         """Withdraw a request whose caller was cancelled."""

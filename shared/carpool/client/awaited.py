@@ -1,13 +1,14 @@
-"""Requests without a result. Each result goes to the sink of its request."""
+"""Requests without a result. Each result, and each chunk, goes to the sink of its request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from carpool.client.entries import OutgoingEntry
 from carpool.client.reading import ResultReader
 from carpool.client.sinks import Sink, rows_of
+from carpool.client.streams import StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
 from carpool.errors import OK, CarpoolError
 from carpool.messages import ResultColumns
@@ -19,25 +20,38 @@ class AwaitedRequests:
 
     `entries` has the entry of each; the entry has the target that its sink needs. The sender of a request
     puts it into both. An entry's timeout is stopped when none of its requests is awaited any more.
+
+    `on_unusable` is called with the correlation ID and the target of a request that failed here because of
+    one of its chunks: it continues, and is to be withdrawn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_unusable: Callable[[str, StreamTarget], None]) -> None:
         self.entries: dict[str, OutgoingEntry] = {}
         self.late_results = 0  # that nobody awaited any more, of successful requests
         self._reader = ResultReader()
+        self._on_unusable = on_unusable
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def on_results(self, flat: Sequence[bytes]) -> None:
-        """Results from an entry of a reply stream. Those that are no longer wanted are only counted."""
+    def on_results(self, flat: Sequence[bytes]) -> bool:
+        """Results and chunks from an entry of a reply stream. Returns whether there were chunks.
+
+        Results that are no longer wanted are only counted, and such chunks are ignored.
+        """
+        has_chunks = False
         for name, packed in zip(flat[::2], flat[1::2], strict=True):
             if name == b"columns":
                 for columns in decode_columns(packed):
                     self._on_columns(columns)
             elif name == b"results":
                 for envelope in decode_results(packed):
-                    self._on_envelope(envelope)
+                    if envelope["final"]:
+                        self._on_result(envelope)
+                    else:
+                        self._on_chunk(envelope)
+                        has_chunks = True
+        return has_chunks
 
     def _on_columns(self, columns: ResultColumns) -> None:
         try:
@@ -46,7 +60,7 @@ class AwaitedRequests:
             array = None  # each result fails by itself
         if array is None:
             for result in columns.results():
-                self._on_envelope(result._asdict())
+                self._on_result(result._asdict())
             return
         ids, served = columns.correlation_ids, (columns.batch_size, columns.queue_us, columns.compute_us)
         pop = self.entries.pop
@@ -64,7 +78,21 @@ class AwaitedRequests:
             else:
                 entry.sink.put(correlation_id, self._take_target(entry, correlation_id), row, served)
 
-    def _on_envelope(self, envelope: dict[str, Any]) -> None:
+    def _on_chunk(self, envelope: dict[str, Any]) -> None:
+        correlation_id = envelope["correlation_id"]
+        entry = self.entries.get(correlation_id)
+        if entry is None or not isinstance(entry.sink, StreamSink):
+            return
+        target = entry.awaited[correlation_id]
+        try:
+            value = self._reader.value(envelope)
+            # Values that were merged without being concatenated are as many chunks for the reader.
+            entry.sink.put_chunk(target, envelope["index"], value if "values" in envelope else (value,))
+        except CarpoolError as error:
+            entry.sink.fail(target, error)
+            self._on_unusable(correlation_id, target)
+
+    def _on_result(self, envelope: dict[str, Any]) -> None:
         correlation_id = envelope["correlation_id"]
         entry = self.entries.pop(correlation_id, None)
         if entry is None:
@@ -77,7 +105,11 @@ class AwaitedRequests:
             entry.sink.fail(target, error)
             return
         served = (envelope["batch_size"], envelope["queue_us"], envelope["compute_us"])
-        entry.sink.put(correlation_id, target, value, served)
+        if isinstance(entry.sink, StreamSink):
+            index, first_us = envelope.get("index"), envelope.get("first_us")
+            entry.sink.put(correlation_id, target, value, served, index, first_us)
+        else:
+            entry.sink.put(correlation_id, target, value, served)
 
     def _take_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
         """Remove a request that has its result from its entry; return its target."""
@@ -98,6 +130,15 @@ class AwaitedRequests:
         """Fail all requests."""
         for entry in set(self.entries.values()):
             self.fail(entry, error)
+
+    def rename(self, entry: OutgoingEntry, names: Mapping[str, str]) -> None:
+        """Give requests of an entry other correlation IDs: `names` has these by their present ones. Of this
+        entry, only these requests are sent from now on.
+        """
+        entry.rename(names)
+        for old, new in names.items():
+            del self.entries[old]
+            self.entries[new] = entry
 
     def remove(self, correlation_id: str, target: Any) -> OutgoingEntry | None:
         """Remove a request, if it still has this target; return its entry."""

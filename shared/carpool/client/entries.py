@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.client.sinks import Sink
+from carpool.client.streams import StreamSink
 from carpool.keys import Keys
 from carpool.rows import BODY_TTL_MS
 from carpool.store.connection import Command
@@ -36,6 +37,7 @@ class Channel:
     entry_requests_max: int
     last_id: str = "0-0"  # of the last entry read from the reply stream
     untrimmed_entries: int = 0  # entries that were read and still take memory in Redis
+    has_chunks: bool = False  # some of these entries have chunks
     withdrawn_ids: list[str] = field(default_factory=list)  # correlation IDs to withdraw with the next flush
 
 
@@ -167,6 +169,15 @@ class OutgoingEntry:
         self.runs.append(run)
         self.awaited.update(zip(run.correlation_ids, targets, strict=True))
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Send only these requests, under other correlation IDs: `names` has these by their present ones."""
+        self.runs = [kept for run in self.runs if (kept := run.select(names)).correlation_ids]
+        for run in self.runs:
+            run.correlation_ids = [names[correlation_id] for correlation_id in run.correlation_ids]
+            if run.body_names:
+                run.body_names = list(run.correlation_ids)
+        self.awaited = {names.get(now, now): target for now, target in self.awaited.items()}
+
     def commands(self, reply_to: str) -> list[Command]:
         """What sends all requests that are still awaited: an XADD, or a transaction if bodies are stored.
 
@@ -176,10 +187,12 @@ class OutgoingEntry:
         runs = self.runs
         if len(awaited) != sum([len(run.correlation_ids) for run in runs]):
             runs = [kept for run in runs if (kept := run.select(awaited)).correlation_ids]
-            if not runs:
-                return []
+        if not runs:
+            return []
         parts: list[Any] = ["XADD", self.channel.keys.requests, "*", "content_type", self.content_type]
         parts += ["reply_to", reply_to, "reply_columns", 1]
+        if isinstance(self.sink, StreamSink):
+            parts += ["stream", 1]
         if self.timeout_s is not None:
             parts += ["expiration", self._timeout_ms]
         elements = [run.element() for run in runs]

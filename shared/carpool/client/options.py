@@ -29,6 +29,7 @@ _RESERVED_FIELDS: Final = frozenset(
         "requests",
         "row_head",
         "rows",
+        "stream",
         "withdraw",
     }
 )

@@ -19,13 +19,17 @@ COLUMN_KEPT_BYTES_MAX: Final = 256 * 1024
 
 
 class Reply(NamedTuple):
-    """A result, with the size and the times of the batch it was in."""
+    """A result, with the size and the times of the batch it was in.
+
+    `first_us`: of a stream, microseconds from arrival to the first chunk; None if there was none.
+    """
 
     value: Any
     correlation_id: str
     batch_size: int
     queue_us: int
     compute_us: int
+    first_us: int | None = None
 
 
 Served = tuple[int, int, int]  # batch_size, queue_us, compute_us

@@ -6,6 +6,8 @@ with Client("redis://127.0.0.1:6379/0") as client:
     for result in client.map("square", range(1000)): # in order, at most 1,024 in flight
         ...
     squares = client.infer_many("square", np.arange(1000.0))
+    for text in client.stream("writer", "Once"):     # as the model writes it
+        ...
 
 The thread runs uvloop where it is installed (`pip install carpool[uvloop]`).
 """
@@ -17,6 +19,8 @@ import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
@@ -25,10 +29,11 @@ import numpy as np
 from carpool.client.aio import AsyncClient
 from carpool.client.options import DEFAULT_TIMEOUT_S, IN_FLIGHT, RequestOptions, check_in_flight
 from carpool.client.sinks import Reply, ThreadFutureSink
+from carpool.client.streams import Stream, StreamTarget
 from carpool.errors import UnavailableError
 from carpool.wire.tensors import Array
 
-__all__ = ["AsyncClient", "Client", "Reply"]
+__all__ = ["AsyncClient", "Client", "Reply", "Stream"]
 
 T = TypeVar("T")
 
@@ -36,10 +41,18 @@ T = TypeVar("T")
 class _Submission(NamedTuple):
     """A request on its way from the caller's thread to the client's."""
 
-    future: Future[Any]
+    target: Future[Any] | StreamTarget
     model: str
     body: Any
     options: RequestOptions
+
+    def fail(self, error: Exception) -> None:
+        """The request cannot be sent."""
+        target = self.target
+        if isinstance(target, StreamTarget):
+            target.fail(error)
+        elif target.set_running_or_notify_cancel():
+            target.set_exception(error)
 
 
 class _ThreadClient(AsyncClient):
@@ -52,23 +65,30 @@ class _ThreadClient(AsyncClient):
         try:
             await self._open_channel(submission.model)
         except Exception as error:
-            self._thread_futures.fail(submission.future, error)
+            submission.fail(error)
         else:
             self.send(submission)
 
     def send(self, submission: _Submission) -> bool:
         """Send a request. Returns False if the model has to be looked up first."""
-        future, model, body, options = submission
+        target, model, body, options = submission
         channel = self._channels.get(model)
         if channel is None:
             return False
+        if isinstance(target, StreamTarget):
+            self._start_stream(channel, target, body, options)
+            return True
         try:
-            correlation_id = self._add(channel, body, options, self._thread_futures, future)
+            correlation_id = self._add(channel, body, options, self._thread_futures, target)
         except Exception as error:
-            self._thread_futures.fail(future, error)
+            submission.fail(error)
         else:
-            future.add_done_callback(lambda done: self._on_done(correlation_id, done))
+            target.add_done_callback(lambda done: self._on_done(correlation_id, done))
         return True
+
+    def close_stream(self, target: StreamTarget) -> None:
+        """The reader of a stream wants no more: withdraw its request."""
+        self._close_stream(target)
 
     def _on_done(self, correlation_id: str, future: Future[Any]) -> None:
         """Runs on any thread."""
@@ -132,13 +152,8 @@ class Client:
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
-        if self._closed:
-            raise UnavailableError("this client is closed")
         future: Future[Any] = Future()
-        self._submitted.append(_Submission(future, model, body, options))
-        if not self._submission_scheduled:  # all that is submitted until the loop wakes is sent together
-            self._submission_scheduled = True
-            self._loop.call_soon_threadsafe(self._send_submitted)
+        self._submit(_Submission(future, model, body, options))
         return future
 
     def infer_many(
@@ -191,6 +206,15 @@ class Client:
             for future in window:
                 future.cancel()
 
+    def stream(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Stream:
+        """Send a request, and return an iterator of its chunks; options and errors as for AsyncClient.stream.
+
+        Leaving the iterator early withdraws the request: see Stream.
+        """
+        target = StreamTarget(SimpleQueue())
+        self._submit(_Submission(target, model, body, options))
+        return Stream(target, self._close_stream)
+
     def models(self) -> list[str]:
         """Names of the registered models."""
         return self._wait(self._start(self._client.models()))
@@ -204,13 +228,26 @@ class Client:
             self._thread.join()
             self._loop.close()
             while self._submitted:  # by other threads, too late for the loop
-                self._submitted.popleft().future.set_exception(UnavailableError("this client is closed"))
+                self._submitted.popleft().fail(UnavailableError("this client is closed"))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
             coroutine.close()
             raise UnavailableError("this client is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _submit(self, submission: _Submission) -> None:
+        if self._closed:
+            raise UnavailableError("this client is closed")
+        self._submitted.append(submission)
+        if not self._submission_scheduled:  # all that is submitted until the loop wakes is sent together
+            self._submission_scheduled = True
+            self._loop.call_soon_threadsafe(self._send_submitted)
+
+    def _close_stream(self, target: StreamTarget) -> None:
+        """Runs on any thread."""
+        with suppress(RuntimeError):  # the event loop is closed, and every stream has ended
+            self._loop.call_soon_threadsafe(self._client.close_stream, target)
 
     def _send_submitted(self) -> None:
         """Runs on the loop's thread."""

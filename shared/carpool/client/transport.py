@@ -55,21 +55,25 @@ _Waiter = OutgoingEntry | _Transaction | asyncio.Future[Any] | None
 class Transport:
     """Sends entries of requests and receives results.
 
-    `on_results` is called with the fields of each entry of a reply stream: field, value, field, value.
-    `on_rejected` is called with each entry that Redis did not accept.
+    `on_results` is called with the fields of each entry of a reply stream: field, value, field, value. It
+    returns whether there were chunks in it.
+    `on_rejected` is called with each entry that Redis did not accept, and `on_unconfirmed` with each that it
+    may have accepted before a connection was lost, and that is sent again.
     """
 
     def __init__(
         self,
         url: str,
         name: str,
-        on_results: Callable[[Sequence[bytes]], None],
+        on_results: Callable[[Sequence[bytes]], bool],
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
+        on_unconfirmed: Callable[[OutgoingEntry], None],
     ) -> None:
         self._url = url
         self._name = name
         self._on_results = on_results
         self._on_rejected = on_rejected
+        self._on_unconfirmed = on_unconfirmed
         self._channels: list[Channel] = []
         self._outbox: list[OutgoingEntry] = []  # to be written with the next flush
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
@@ -92,7 +96,9 @@ class Transport:
         self._check_silence()
 
     async def close(self) -> None:
-        """Disconnect, and fail the calls that have no reply."""
+        """Disconnect, and fail the calls that have no reply. What was withdrawn before this is sent."""
+        if self._flush_scheduled:
+            await asyncio.sleep(0)  # the flush is earlier in the next iteration
         self._closed = True
         for scheduled in (self._silence_timer, self._reconnecting):
             if scheduled is not None:
@@ -164,11 +170,14 @@ class Transport:
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
-        self._outbox[:0] = [
+        unconfirmed = [
             waiter.entry if isinstance(waiter, _Transaction) else waiter
             for waiter in waiters
             if isinstance(waiter, OutgoingEntry | _Transaction)
         ]
+        for entry in unconfirmed:
+            self._on_unconfirmed(entry)
+        self._outbox[:0] = unconfirmed
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future) and not waiter.done():
                 waiter.set_exception(error)
@@ -236,7 +245,7 @@ class Transport:
             self._waiters.append(call)
         self._commands.clear()
         for channel in self._channels:
-            if channel.untrimmed_entries >= TRIM_ENTRIES or trim:
+            if channel.untrimmed_entries >= TRIM_ENTRIES or channel.has_chunks or trim:
                 commands.append(_trim(channel))
                 self._waiters.append(None)
             while channel.withdrawn_ids:
@@ -285,7 +294,10 @@ class Transport:
             channel.last_id = entries[-1][0].decode()
             channel.untrimmed_entries += len(entries)
             for _, flat in entries:
-                self._on_results(flat)
+                if self._on_results(flat):
+                    channel.has_chunks = True
+            if channel.has_chunks:  # at once: to a worker, what is in the stream is unread
+                self._schedule_flush()
         # Not at once: the callers that have just got their results come first.
         self._loop.call_soon(self._read_results)
 
@@ -293,6 +305,7 @@ class Transport:
 def _trim(channel: Channel) -> Command:
     """An XTRIM of the entries that were read."""
     channel.untrimmed_entries = 0
+    channel.has_chunks = False
     milliseconds, _, number = channel.last_id.partition("-")
     return ("XTRIM", channel.replies, "MINID", f"{milliseconds}-{int(number) + 1}")
 

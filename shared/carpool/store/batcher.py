@@ -133,11 +133,16 @@ class BatcherStore:
         return 0 if first is None else first.tickets
 
     def dispatch(
-        self, dispatches: Sequence[Dispatch], result_ttl_ms: int, arrivals: Sequence[TicketRange] = ()
+        self,
+        dispatches: Sequence[Dispatch],
+        result_ttl_ms: int,
+        arrivals: Sequence[TicketRange] = (),
+        step_settings: str = "",
     ) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
+        `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`).
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
         indexes: dict[Entry, int] = {}
@@ -145,7 +150,9 @@ class BatcherStore:
             indexes.setdefault(run.entry, len(indexes) + 1)
         remaining = {entry: parts for entry in indexes if (parts := _parts_to_put_back(entry, decided))}
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
-        batched = [self._dispatch_args(dispatch, indexes, result_ttl_ms) for dispatch in dispatches]
+        batched = [
+            self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings) for dispatch in dispatches
+        ]
         args: list[Argument] = [_arrivals_arg(arrivals), *list_args([entry.id for entry in indexes])]
         args += group_list_args(put_back)
         args += group_list_args(batched)
@@ -171,13 +178,16 @@ class BatcherStore:
         return DispatchOutcome(batches, changes, tickets if arrivals else None)
 
     def _dispatch_args(
-        self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int
+        self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int, step_settings: str
     ) -> list[Argument]:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
         fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
+        if step_settings:
+            (run,) = dispatch.runs
+            fields += ["settings", step_settings, "cost", run.cost, "stream", int(run.stream)]
         if (tickets := encode_tickets(dispatch)) is not None:
             fields += ["tickets", tickets]
         if dispatch.lane:
@@ -227,10 +237,10 @@ class BatcherStore:
             keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
             self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
 
-    def expire_in_flight(
+    def answer_in_flight(
         self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int
     ) -> set[int] | None:
-        """Answer requests of a batch in flight whose deadline passed.
+        """Answer requests of a batch in flight whose deadline passed, or that were withdrawn.
 
         Returns the positions that were answered; None if the batch has been settled meanwhile.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
@@ -34,12 +34,41 @@ _JOIN: Final = Script("join")
 _LEAVE: Final = Script("leave")
 
 
-class Reclaimed(NamedTuple):
-    """A batch taken over: positions that were answered already, and how often each was started alone."""
+class Progress(NamedTuple):
+    """What is known of a batch in flight: positions that were answered already, and how often each was
+    started alone. Of a request of a stepping model also its chunks, oldest first, and the time from its
+    arrival to the first one."""
 
-    batch: Batch
     answered: frozenset[int]
     started: Mapping[int, int]
+    chunks: Sequence[bytes] = ()
+    first_us: int | None = None
+
+    @classmethod
+    def read(cls, flat: Sequence[bytes]) -> Self:
+        """From the hash, as Redis returns it: field, value, field, value."""
+        answered: set[int] = set()
+        started: dict[int, int] = {}
+        chunks: dict[int, bytes] = {}
+        first_us: int | None = None
+        for field, value in zip(flat[::2], flat[1::2], strict=True):
+            kind, _, number = field.decode().partition(":")
+            if kind == "answered":
+                answered.add(int(number))
+            elif kind == "started":
+                started[int(number)] = int(value)
+            elif kind == "chunk":
+                chunks[int(number)] = value
+            elif kind == "first_us":
+                first_us = int(value)
+        return cls(frozenset(answered), started, [chunks[at] for at in sorted(chunks)], first_us)
+
+
+class Reclaimed(NamedTuple):
+    """A batch taken over, and what its last worker did."""
+
+    batch: Batch
+    progress: Progress
 
 
 class WorkerStore:
@@ -72,24 +101,22 @@ class WorkerStore:
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
-    def start_fetch(self, consumer: str, block_ms: int) -> None:
-        """Ask for the next batch, which Redis waits for up to `block_ms`. Until `finish_fetch`, nothing else
-        may be called."""
+    def start_fetch(self, consumer: str, block_ms: int, count: int = 1) -> None:
+        """Ask for the next batches, at most `count`, for which Redis waits up to `block_ms`. Until
+        `finish_fetch`, nothing else may be called."""
         self._link.send(
-            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", 1, "BLOCK", block_ms,
+            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", count, "BLOCK", block_ms,
             "STREAMS", self._batches, ">",
         )  # fmt: skip
 
-    def finish_fetch(self) -> Batch | None:
-        """The batch that was asked for, None if there was none; waits until `descriptor` is readable.
+    def finish_fetch(self) -> list[Batch]:
+        """The batches that were asked for, empty if there was none; waits until `descriptor` is readable.
 
         Raises CommandError with the code NOGROUP if Redis was emptied: register again.
         """
         reply = self._link.receive()
-        if not reply or not reply[0][1]:
-            return None
-        entry_id, flat = reply[0][1][0]
-        return decode_batch(entry_id, flat, epoch=1)
+        entries = reply[0][1] if reply else ()
+        return [decode_batch(entry_id, flat, epoch=1) for entry_id, flat in entries]
 
     @property
     def descriptor(self) -> int | None:
@@ -102,15 +129,7 @@ class WorkerStore:
         if reply is None:
             return None
         entry_id, flat, epoch, progress = reply
-        answered: set[int] = set()
-        started: dict[int, int] = {}
-        for field, value in zip(progress[::2], progress[1::2], strict=True):
-            kind, _, position = field.decode().partition(":")
-            if kind == "answered":
-                answered.add(int(position))
-            else:
-                started[int(position)] = int(value)
-        return Reclaimed(decode_batch(entry_id, flat, epoch), frozenset(answered), started)
+        return Reclaimed(decode_batch(entry_id, flat, epoch), Progress.read(progress))
 
     def load_bodies(self, batch: Batch, answered: Container[int] = ()) -> dict[int, str]:
         """Load the stored bodies of a batch, in one round trip, into its runs; not those of `answered`.

@@ -66,6 +66,8 @@ def _attributes_of(run: Run) -> Fields:
         attributes["reply_to"] = run.reply_to
     if run.reply_columns:
         attributes["reply_columns"] = 1
+    if run.stream:
+        attributes["stream"] = 1
     if run.lane:
         attributes["lane"] = run.lane
     if run.deadline_us is not None:

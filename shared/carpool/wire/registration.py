@@ -1,7 +1,7 @@
 """What a worker registers about its model: a Redis hash of settings and tensor declarations.
 
-Settings are text, as `ModelSettings.as_text` writes them. The fields `inputs` and `outputs` are JSON lists of
-declared tensors, with the names of the Open Inference Protocol.
+Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model. The
+fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open Inference Protocol.
 """
 
 from __future__ import annotations
@@ -13,19 +13,29 @@ from typing import Final
 from carpool.wire.tensors import TensorSpec
 
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
+_STEPPING: Final = "stepping"
 
 
 def encode_registration(
-    settings: Mapping[str, str], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    settings: Mapping[str, str],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    *,
+    is_stepping: bool = False,
 ) -> dict[str, str]:
     """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
-    fields = dict(settings)
+    fields = {**settings, _STEPPING: str(is_stepping).lower()}
     for name, specs in (("inputs", inputs), ("outputs", outputs)):
         if specs:
             fields[name] = json.dumps(
                 [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
             )
     return fields
+
+
+def is_stepping(registration: Mapping[str, str]) -> bool:
+    """Whether a registered model is a stepping model."""
+    return registration.get(_STEPPING) == "true"
 
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:

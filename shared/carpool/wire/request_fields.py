@@ -35,6 +35,7 @@ CARPOOL_FIELDS: Final = frozenset(
         "lane",
         "cost",
         "reply_columns",
+        "stream",
         *SEQUENCE_FIELDS,
         "requests",
         "arrival",

@@ -1,4 +1,4 @@
-"""Results <-> envelopes: a JSON object or a msgpack map each; on a reply stream, a msgpack array of maps.
+"""Results and chunks <-> envelopes: a JSON object or a msgpack map each; on a reply stream, an array of maps.
 
 A producer that asked for it (`reply_columns`) reads results that differ only in correlation ID and row as
 columns: one map for all of them.
@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import OK, InvalidArgumentError
-from carpool.messages import JSON, Result, ResultColumns
+from carpool.messages import JSON, Chunk, Result, ResultColumns
 from carpool.rows import Rows
 
 MAX_DETAIL_CHARS: Final = 1000
@@ -45,9 +45,11 @@ _PACKER: Final = msgpack.Packer()
 
 
 def _envelope(result: Result) -> Fields:
-    correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us = result
+    correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us, index, first_us = (
+        result
+    )
     if status == OK:
-        return {
+        envelope: Fields = {
             "correlation_id": correlation_id,
             "status": status,
             "content_type": content_type,
@@ -57,6 +59,11 @@ def _envelope(result: Result) -> Fields:
             "queue_us": queue_us,
             "compute_us": compute_us,
         }
+        if index is not None:
+            envelope["index"] = index
+        if first_us is not None:
+            envelope["first_us"] = first_us
+        return envelope
     return {
         "correlation_id": correlation_id,
         "status": status,
@@ -70,18 +77,60 @@ def _envelope(result: Result) -> Fields:
 
 
 def _json_envelope(result: Result) -> bytes:
-    correlation_id, status, _, body, _, *served = result
+    correlation_id, status, _, body, _, batch_size, queue_us, compute_us, index, first_us = result
     if status != OK:
         return _JSON_ENCODER.encode(_envelope(result)).encode()
     # The body is JSON already, and no character that a correlation ID may have is escaped in JSON.
-    return _JSON_ENVELOPE % (correlation_id.encode(), body, *served)
+    envelope = _JSON_ENVELOPE % (correlation_id.encode(), body, batch_size, queue_us, compute_us)
+    if index is None and first_us is None:
+        return envelope
+    of_stream = _JSON_FIELD % (b"index", index) if index is not None else b""
+    of_stream += _JSON_FIELD % (b"first_us", first_us) if first_us is not None else b""
+    return envelope[:-1] + of_stream + b"}"
 
 
+_JSON_FIELD: Final = b',"%b":%d'
 _JSON_ENVELOPE: Final = (
     b'{"correlation_id":"%b","status":"OK","content_type":"application/json","body":%b,"final":true,'
     b'"batch_size":%d,"queue_us":%d,"compute_us":%d}'
 )
 _JSON_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The envelope of a chunk on its request's own list: JSON where the chunk is JSON, else msgpack."""
+    if chunk.content_type != JSON:
+        return encode_chunk_envelope(chunk)
+    envelope = _JSON_CHUNK % (chunk.correlation_id.encode(), chunk.body, chunk.index)
+    merged = _JSON_FIELD % (_merged_field(chunk).encode(), chunk.merged) if chunk.merged > 1 else b""
+    return envelope + merged + b"}"
+
+
+def _merged_field(chunk: Chunk) -> str:
+    """The field that tells how many values are merged, and by its name whether the body is a list of them."""
+    return "values" if chunk.is_list else "chunks"
+
+
+_JSON_CHUNK: Final = (
+    b'{"correlation_id":"%b","status":"OK","content_type":"application/json","body":%b,"final":false,'
+    b'"index":%d'
+)
+
+
+def encode_chunk_envelope(chunk: Chunk) -> bytes:
+    """The envelope of a chunk as a msgpack map: one element of a `results` field."""
+    correlation_id, content_type, body, index, merged, _ = chunk
+    envelope: Fields = {
+        "correlation_id": correlation_id,
+        "status": OK,
+        "content_type": content_type,
+        "body": body,
+        "final": False,
+        "index": index,
+    }
+    if merged > 1:
+        envelope[_merged_field(chunk)] = merged
+    return bytes(msgpack.packb(envelope))
 
 
 def decode_results(packed: bytes) -> list[Fields]:

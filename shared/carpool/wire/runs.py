@@ -62,6 +62,8 @@ def decode_attributes(run: Run, raw: Fields, settings: ModelSettings) -> None:
         run.reply_to = read_name(raw, "reply_to", None)
         if "reply_columns" in raw:
             run.reply_columns = read_integer(raw, "reply_columns", 0, 0, 1) == 1
+        if "stream" in raw:
+            run.stream = read_integer(raw, "stream", 0, 0, 1) == 1
         run.priority = read_integer(raw, "priority", PRIORITY_DEFAULT, 0, PRIORITY_LEVELS - 1)
         run.cost = read_integer(raw, "cost", 1, 0, MAX_COST)
         run.lane = read_lane(raw)

@@ -1,0 +1,106 @@
+"""A request in a stepping model's process: what the model sees of it, and what it sends to the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from carpool.errors import ABORTED, INTERNAL
+from carpool_worker.model_process.chunks import join
+from carpool_worker.model_process.frames import Failure, pack_values
+from carpool_worker.model_process.step_frames import Admit, Advance
+from carpool_worker.model_process.stepping import StepRequest, list_header
+
+_LIST_OF_ONE = list_header(1)
+
+
+class Generation(StepRequest):
+    """One for each request that was admitted, until it has ended.
+
+    The emitted values are kept once, packed: as long as the request may be begun anew, and until they are
+    joined to its output.
+    """
+
+    __slots__ = ("_is_streamed", "_taken_bytes", "_taken_count", "is_begun", "key")
+
+    def __init__(self, admit: Admit, body: Any) -> None:
+        super().__init__(*admit.request, body, admit.cost)
+        self.key = admit.key
+        self.is_begun = False  # `end` is to be called for it
+        self._is_streamed = admit.is_streamed
+        if admit.chunks:
+            self.emitted = _strip_headers(admit.chunks, self._packed)
+        self._taken_count = self._chunks_count = self.emitted
+        self._taken_bytes = self._chunks_bytes = len(self._packed)
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether its reader may have seen a chunk."""
+        return self._is_streamed and self._taken_count > 0
+
+    def take(self) -> Advance | None:
+        """What was not taken yet; None if nothing was."""
+        count = self.emitted - self._taken_count if self._is_streamed else 0
+        has_ended = self._is_finished or self._failure is not None
+        if not (count or has_ended):
+            return None
+        chunk = b""
+        if count:
+            header = _LIST_OF_ONE if count == 1 else list_header(count)
+            chunk = header + self._packed[self._taken_bytes :]
+            self._taken_count, self._taken_bytes = self.emitted, len(self._packed)
+        if not has_ended:
+            return Advance(self.key, chunk, self.emitted)
+        output = self._final_output() if self._failure is None else None
+        return Advance(self.key, chunk, self.emitted, output, self._failure)
+
+    def reject(self, failure: Failure) -> None:
+        """End it with this failure, unless it has ended."""
+        if not self.has_ended:
+            self._failure = failure
+
+    def abort(self) -> None:
+        """End it: its model cannot continue what its reader has seen."""
+        self.reject((ABORTED, "the model cannot continue what it had begun to send: begin it again"))
+
+    def restart(self, *, continues: bool) -> None:
+        """Prepare it to be begun anew, with all that it emitted as its chunks.
+
+        A model that cannot continue begins at the start, and what was not sent is forgotten. If something was
+        sent, the request is aborted.
+        """
+        self.state = None
+        if continues:
+            self._chunks_count, self._chunks_bytes = self.emitted, len(self._packed)
+        elif self.was_sent:
+            self.abort()
+        else:
+            self.emitted = 0
+            self._packed.clear()
+
+    def _final_output(self) -> bytes | None:
+        """The output as a packed list of one value. If that cannot be made, the request fails."""
+        if self._output is not None:
+            return _LIST_OF_ONE + self._output
+        try:
+            return pack_values([join(self._unpack(self.emitted, len(self._packed)))])
+        except Exception as error:  # for example too little memory
+            self._failure = INTERNAL, f"the chunks cannot be joined: {error}"
+            return None
+
+
+def _strip_headers(chunks: Sequence[bytes], packed: bytearray) -> int:
+    """Append the values of packed lists to `packed`, one after the other. Returns their number."""
+    count = 0
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    for chunk in chunks:
+        unpacker.feed(chunk)
+        start = unpacker.tell()
+        values = unpacker.read_array_header()
+        packed += chunk[unpacker.tell() - start :]
+        for _ in range(values):
+            unpacker.skip()
+        count += values
+    return count

@@ -1,0 +1,53 @@
+"""The loop of a stepping model's process: take what the worker sent, advance, send what changed."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.model import SteppingModel
+from carpool_worker.model_process.step_frames import Admit, Configure, Drop, read_worker_message
+from carpool_worker.model_process.stepper import Stepper
+
+
+class StepLoop:
+    """Waits for the worker only while there is nothing to generate, or while the worker does not read."""
+
+    def __init__(self, sock: socket.socket, model: SteppingModel) -> None:
+        self._sock = sock
+        self._reader = frames.MessageReader(sock)
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._stepper = Stepper(model)
+
+    def run(self) -> None:
+        """Serve until the worker closes the connection; then end all requests."""
+        with contextlib.suppress(frames.ProcessGoneError):
+            while True:
+                self.run_once()
+        self._stepper.close()
+
+    def run_once(self) -> None:
+        """One turn. Raises ProcessGoneError."""
+        if not self._stepper.has_next:
+            self._receive()
+        while self._reader.has_buffered or self._readable.poll(0):
+            self._receive()
+        if self._stepper.has_next:
+            step = self._stepper.advance()
+            if step is not None:
+                frames.send_message(self._sock, step)
+
+    def _receive(self) -> None:
+        fields, payload = self._reader.receive()
+        message = read_worker_message(fields)
+        if isinstance(message, Admit):
+            self._stepper.admit(message, payload)
+        elif isinstance(message, Drop):
+            self._stepper.drop(message.keys)
+        elif isinstance(message, Configure):
+            self._stepper.configure(message)
+        else:
+            self._stepper.resume()

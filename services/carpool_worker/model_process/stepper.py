@@ -1,0 +1,198 @@
+"""Steps a model: begins requests, steps those that have a slot, and isolates the failures. Without I/O.
+
+If `begin` raises on several requests, each is begun anew, singly. If `step` does, each is begun anew from
+what it has emitted so far, and takes the step singly. The one on which the model raises alone fails, and the
+others have taken the step. If the model raises on none of them alone, all go on together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from carpool.errors import INTERNAL, INVALID_ARGUMENT
+from carpool.parts import Buffer
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.executor import StackedItems
+from carpool_worker.model_process.failures import failure_of
+from carpool_worker.model_process.generation import Generation
+from carpool_worker.model_process.model import SteppingModel
+from carpool_worker.model_process.slots import Round, Slots
+from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
+
+Requests = Sequence[Generation]
+
+
+class Stepper:
+    """The requests of a model process, and the model that generates them."""
+
+    def __init__(self, model: SteppingModel, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._model = model
+        self._now_ns = now_ns
+        settings = model.settings
+        self._slots: Slots[Generation] = Slots(
+            settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost
+        )
+        self._running_reported = 0
+        self._log = structlog.get_logger()
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `advance` has anything to do."""
+        return self._slots.has_next
+
+    def admit(self, admit: Admit, payload: Buffer) -> None:
+        """Take a request. `payload` is its body, as `Admit` says."""
+        generation = Generation(admit, _decode(admit, payload))
+        if admit.steps_alone:
+            self._slots.add_alone(generation, admit.steps_alone)
+        else:
+            self._slots.add(generation)
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """End requests that are no longer wanted; unknown keys are ignored."""
+        for key in keys:
+            generation = self._slots.drop(key)
+            if generation is not None:
+                self._end(generation)
+
+    def resume(self) -> None:
+        """No request that is to be alone follows."""
+        self._slots.resume()
+
+    def configure(self, limits: Configure) -> None:
+        """Other limits apply to the requests that get a slot from now on."""
+        self._slots.set_limits(*limits)
+
+    def advance(self) -> Step | None:
+        """Begin the requests whose turn it is, and take a step. None if nothing changed."""
+        if self._slots.lacks_space:
+            self._make_space()
+        planned = self._slots.next_round()
+        started_ns = self._now_ns()
+        if planned.begun:
+            self._begin_valid(planned.begun)
+        begun_ns = self._now_ns()
+        stepping = [generation for generation in planned.stepped if not generation.has_ended]
+        if stepping:
+            self._step(stepping)
+        step_us = (self._now_ns() - begun_ns) // 1000 if stepping else 0
+        begin_us = (begun_ns - started_ns) // 1000 if planned.begun else 0
+        return self._report(planned, step_us, begin_us, len(stepping))
+
+    def close(self) -> None:
+        """End all requests that were begun."""
+        self.drop([generation.key for generation in self._slots.running])
+
+    def _make_space(self) -> None:
+        """Put requests back, the last ones first, for one that is to be alone. They are begun anew later.
+
+        Those that could not be are kept: then more are begun than there are slots, until one ends.
+        """
+        for generation in reversed(self._slots.running):
+            if self._slots.lacks_space and (self._model.continues or not generation.was_sent):
+                self._end(generation)
+                generation.restart(continues=self._model.continues)
+                self._slots.put_back(generation.key)
+
+    def _begin_valid(self, admitted: Requests) -> None:
+        valid = [generation for generation in admitted if self._can_begin(generation)]
+        if valid:
+            self._begin(valid)
+
+    def _can_begin(self, generation: Generation) -> bool:
+        if generation.was_sent and not self._model.continues:
+            generation.abort()
+        elif self._model.validate is not None:
+            try:
+                self._model.validate(generation.body)
+            except BaseException as error:  # a library's panic, SystemExit: none may end this process
+                generation.reject(failure_of(error, INVALID_ARGUMENT))
+        return not generation.has_ended
+
+    def _begin(self, generations: Requests) -> None:
+        for generation in generations:
+            generation.is_begun = True
+        if not self._attempt(self._model.begin, generations):
+            for generation in self._restarted(generations):
+                self._begin([generation])
+
+    def _step(self, generations: Requests) -> None:
+        if not self._attempt(self._model.step, generations):
+            for generation in self._restarted(generations):
+                self._begin([generation])
+                if not generation.has_ended:
+                    self._step([generation])
+
+    def _attempt(self, call: Callable[[list[Any]], object], generations: Requests) -> bool:
+        """Call `begin` or `step`. If it raises on a single request, that one fails.
+
+        Returns False if it raised on several. The exception is freed then, with all that the model held: the
+        next attempts may need the memory.
+        """
+        try:
+            call(list(generations))
+        except BaseException as error:
+            if len(generations) > 1:
+                self._log.warning(
+                    "model raised on several requests: they are begun anew singly",
+                    requests=len(generations),
+                    error=failure_of(error, INTERNAL)[1],
+                )
+                return False
+            generations[0].reject(failure_of(error, INTERNAL))
+        return True
+
+    def _restarted(self, generations: Requests) -> Requests:
+        """End all, and prepare those that can be begun anew."""
+        open_ones = [generation for generation in generations if not generation.has_ended]
+        for generation in open_ones:
+            self._end(generation)
+            generation.restart(continues=self._model.continues)
+        return [generation for generation in open_ones if not generation.has_ended]
+
+    def _end(self, generation: Generation) -> None:
+        """Call the model's `end`, once after each `begin`."""
+        if not generation.is_begun:
+            return
+        generation.is_begun = False
+        if self._model.end is None:
+            return
+        try:
+            self._model.end(generation)
+        except BaseException as error:
+            self._log.error(
+                "the model's end raised",
+                correlation_id=generation.correlation_id,
+                error=failure_of(error, INTERNAL)[1],
+            )
+
+    def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:
+        advances: list[Advance] = []
+        for generation in planned.stepped:
+            advance = generation.take()
+            if advance is None:
+                continue
+            advances.append(advance)
+            if generation.has_ended:
+                self._end(generation)
+                self._slots.end(generation.key)
+        if planned.is_alone and not advances:  # the worker waits for it
+            (generation,) = planned.stepped
+            advances = [Advance(generation.key, b"", generation.emitted)]
+        running = self._slots.occupied
+        if not advances and running == self._running_reported:
+            return None
+        self._running_reported = running
+        return Step(step_us, begin_us, size, running, advances)
+
+
+def _decode(admit: Admit, payload: Buffer) -> Any:
+    """The body, as passed to `validate`."""
+    if admit.parts:
+        return StackedItems(frames.unstack(admit.parts, 1, payload)).item(0)
+    (body,) = frames.unpack_values(payload)
+    return body

@@ -1,0 +1,199 @@
+"""What a stepping model gets: requests that it generates step by step. And generator functions as models.
+
+    class Writer:
+        max_batch_size = 32                   # slots: requests that are generated together
+        def begin(self, requests): ...        # those that have just got a slot; `r.state` is the model's own
+        def step(self, requests): ...         # all that have a slot: r.emit(value), r.finish()
+        def end(self, request): ...           # optional: once for each begun request, however it ended
+        continues = True                      # False: it cannot go on from `r.chunks`
+
+`begin` and `step` may emit, finish and fail. `end` is called for every request that `begin` was called with,
+also if `begin` raised: `state` is then what `begin` had set, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from carpool.errors import INTERNAL, AbortedError
+from carpool_worker.model_process.failures import failure_of
+from carpool_worker.model_process.frames import Failure, pack_values, unpack_values
+
+_PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
+_PLAIN_PACKER: Final = msgpack.Packer()
+_UNSENDABLE: Final = "the model's result cannot be sent"
+_JOINED: Final = object()
+
+
+class StepRequest:
+    """A request that is being generated. `begin` and `step` call its methods, in the thread that called them.
+
+    `body`: as passed to `validate`; not to be changed, because the request may be begun anew with it. `cost`,
+    `lane` and `fields` are the producer's. `state`: the model's own, None before each `begin`.
+
+    An error in the use of these methods fails this request alone: none of them raises. Once the request has
+    ended, for example because its producer withdrew it, they have no effect.
+    """
+
+    __slots__ = (
+        "_chunks_bytes",
+        "_chunks_count",
+        "_failure",
+        "_is_finished",
+        "_output",
+        "_packed",
+        "body",
+        "correlation_id",
+        "cost",
+        "emitted",
+        "fields",
+        "lane",
+        "state",
+    )
+
+    def __init__(
+        self, correlation_id: str, lane: str, fields: Mapping[str, bytes], body: Any, cost: int = 1
+    ) -> None:
+        self.correlation_id = correlation_id
+        self.lane = lane
+        self.fields = fields
+        self.body = body
+        self.cost = cost
+        self.state: Any = None
+        self.emitted = 0  # values, those in `chunks` included
+        self._packed = bytearray()  # all emitted values, packed one after the other
+        self._chunks_count = self._chunks_bytes = 0  # how many of them `begin` was called with
+        self._is_finished = False
+        self._output: bytes | None = None  # packed; None: the emitted values, joined
+        self._failure: Failure | None = None
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The values that the request emitted before it was begun, oldest first: its reader may have them.
+
+        Empty, except if the process that generated it died, or if the model raised. Decoded at each call.
+        """
+        return self._unpack(self._chunks_count, self._chunks_bytes)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is finished or failed."""
+        return self._is_finished or self._failure is not None
+
+    def emit(self, value: Any) -> None:
+        """Send a chunk: a value as in a result."""
+        if self._is_finished or self._failure is not None:
+            self._fail(INTERNAL, "the model emitted a value after it had finished the request")
+            return
+        try:
+            self._packed += _pack(value)
+        except Exception as error:  # a model's arrays may be of any class and raise anything
+            self._fail(INTERNAL, f"{_UNSENDABLE}: {error}")
+        else:
+            self.emitted += 1
+
+    def finish(self, output: Any = _JOINED) -> None:
+        """End the request. Its output is `output`, or else the emitted values, joined."""
+        if self._is_finished or self._failure is not None:
+            self._fail(INTERNAL, "the model finished the request twice")
+            return
+        self._is_finished = True
+        if output is not _JOINED:
+            try:
+                self._output = _pack(output)
+            except Exception as error:
+                self._fail(INTERNAL, f"{_UNSENDABLE}: {error}")
+
+    def fail(self, error: BaseException | str) -> None:
+        """End the request with an error: an exception, as if the model had raised it, or a sentence."""
+        if isinstance(error, BaseException):
+            self._fail(*failure_of(error, INTERNAL))
+        else:
+            self._fail(INTERNAL, str(error))
+
+    def _fail(self, status: str, detail: str) -> None:
+        """Only the first failure counts."""
+        if self._failure is None:
+            self._failure = status, detail
+
+    def _unpack(self, count: int, size_bytes: int) -> list[Any]:
+        """The first `count` emitted values, which are `size_bytes` long."""
+        values: list[Any] = unpack_values(list_header(count) + self._packed[:size_bytes])
+        return values
+
+
+def list_header(count: int) -> bytes:
+    """What precedes `count` packed values in a packed list."""
+    return bytes(_PLAIN_PACKER.pack_array_header(count))
+
+
+def _pack(value: Any) -> bytes:
+    """A value that certainly can be unpacked. Raises if it cannot be packed, or not be unpacked."""
+    if type(value) in _PLAIN_TYPES:
+        try:
+            return _PLAIN_PACKER.pack(value)  # type: ignore[no-any-return]
+        except (OverflowError, ValueError):
+            return pack_values(value)  # which says why
+    packed = pack_values(value)
+    if type(value) is not np.ndarray:
+        unpack_values(packed)  # a map with a tuple as a key can be packed, but not unpacked
+    return packed
+
+
+class GeneratorModel:
+    """A generator function as a stepping model: each request has a generator, which a step advances once.
+
+    A request that is continued is generated anew; the values that were sent are skipped. That happens in
+    `begin`, so that the next step is the first one that was not taken.
+    """
+
+    continues = True
+
+    def __init__(self, generate: Callable[[Any], Iterator[Any]]) -> None:
+        self._generate = generate
+
+    def begin(self, requests: Sequence[StepRequest]) -> None:
+        """Create the generators."""
+        for request in requests:
+            try:
+                request.state = self._generate(request.body)
+                _skip(request.state, request.chunks)
+            except BaseException as error:  # a library's panic, SystemExit: none may end this process
+                request.fail(error)
+
+    def step(self, requests: Sequence[StepRequest]) -> None:
+        """Emit the next value of each request."""
+        for request in requests:
+            try:
+                value = next(request.state)
+            except StopIteration as stop:
+                if stop.value is None:
+                    request.finish()
+                else:
+                    request.finish(stop.value)
+            except BaseException as error:
+                request.fail(error)
+            else:
+                request.emit(value)
+
+    def end(self, request: StepRequest) -> None:
+        """Close the generator: its `finally` blocks are executed."""
+        if request.state is not None:
+            request.state.close()
+
+
+def _skip(generator: Iterator[Any], sent: Sequence[Any]) -> None:
+    """Skip the values that were sent. Raises AbortedError if the generator does not yield the same ones."""
+    for index, value in enumerate(sent):
+        try:
+            is_same = _pack(next(generator)) == _pack(value)
+        except StopIteration:
+            is_same = False
+        if not is_same:
+            raise AbortedError(
+                f"the model was run again and did not yield chunk {index} as it was sent: begin it again"
+            )

@@ -1,0 +1,16 @@
+-- hand_over: a worker that stops gives up batches, so that others reclaim them at once. Their owner becomes a consumer
+-- that is no worker, and their idle time that of a lease long over. The delivery count is lowered by what reclaiming
+-- raises it: nobody died, so no request is a suspect.
+--
+-- KEYS  1 batches
+-- ARGV  1 consumer  2 idle time (ms)  3.. batch ID and epoch of each batch
+-- Returns the number of batches that were handed over; the others belong to other workers. O(batches).
+local count = 0
+for i = 3, #ARGV, 2 do
+  if owns_batch(KEYS[1], ARGV[1], ARGV[i], ARGV[i + 1]) then
+    redis.call('XCLAIM', KEYS[1], 'workers', 'handed-over', 0, ARGV[i], 'IDLE', ARGV[2],
+      'RETRYCOUNT', tonumber(ARGV[i + 1]) - 1, 'JUSTID')
+    count = count + 1
+  end
+end
+return count

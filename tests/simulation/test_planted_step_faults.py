@@ -1,0 +1,257 @@
+"""The state machine of the stepper finds faults that are planted in the production code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pytest
+from hypothesis import HealthCheck, Phase
+from hypothesis import settings as hypothesis_settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from carpool_worker.model_process import slots
+from carpool_worker.model_process.generation import Generation
+from carpool_worker.model_process.slots import Round, Slots
+from carpool_worker.model_process.stepper import Stepper
+from simulation.test_stepper_machine import StepperMachine
+
+MACHINE_SETTINGS: Final = hypothesis_settings(
+    max_examples=1000,
+    stateful_step_count=30,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+Patch = pytest.MonkeyPatch
+
+
+def free_a_slot_twice(patch: Patch) -> None:
+    def end(held: Slots[Any], key: int) -> None:
+        original(held, key)
+        held._size += 1
+
+    original = Slots.end
+    patch.setattr(Slots, "end", end)
+
+
+def keep_the_slot_of_a_dropped_request(patch: Patch) -> None:
+    patch.setattr(Slots, "drop", lambda held, key: held._running.get(key))
+
+
+def keep_dropped_requests_waiting(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        return original(held, key) if key in held._running else None
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
+
+
+def keep_the_cost_of_a_dropped_request(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        request = original(held, key)
+        held._cost += request.cost if request else 0
+        return request
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
+
+
+def free_cost_twice(patch: Patch) -> None:
+    def end(held: Slots[Any], key: int) -> None:
+        held._cost -= held._running[key].cost
+        original(held, key)
+
+    original = Slots.end
+    patch.setattr(Slots, "end", end)
+
+
+def admit_the_last_first(patch: Patch) -> None:
+    def admit(held: Slots[Any]) -> list[Any]:
+        held._waiting = dict(reversed(held._waiting.items()))
+        return original(held)
+
+    original = Slots._admit
+    patch.setattr(Slots, "_admit", admit)
+
+
+def ignore_costs(patch: Patch) -> None:
+    patch.setattr(slots, "_is_over", lambda cost, cost_max: False)
+
+
+def stop_at_a_request_that_costs_too_much(patch: Patch) -> None:
+    """Also where nothing runs: it never gets a slot."""
+
+    def admit(held: Slots[Any]) -> list[Any]:
+        first = next(iter(held._waiting.values()), None)
+        if first is not None and slots._is_over(held._cost + first.cost, held._cost_max):
+            return []
+        return original(held)
+
+    original = Slots._admit
+    patch.setattr(Slots, "_admit", admit)
+
+
+def step_all_with_one_that_is_alone(patch: Patch) -> None:
+    def next_round(held: Slots[Any]) -> Round[Any]:
+        planned = original(held)
+        return planned._replace(stepped=held.running)
+
+    original = Slots.next_round
+    patch.setattr(Slots, "next_round", next_round)
+
+
+def lose_what_is_put_back(patch: Patch) -> None:
+    patch.setattr(Slots, "put_back", Slots.end)
+
+
+def put_back_at_the_end(patch: Patch) -> None:
+    def put_back(held: Slots[Any], key: int) -> None:
+        held._waiting[key] = held._running[key]
+        held.end(key)
+
+    patch.setattr(Slots, "put_back", put_back)
+
+
+def exceed_the_slots_by_one_that_is_alone(patch: Patch) -> None:
+    patch.setattr(Slots, "lacks_space", False)
+
+
+def go_on_after_one_that_is_alone(patch: Patch) -> None:
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, steps)
+        held._is_paused = False
+
+    original = Slots.add_alone
+    patch.setattr(Slots, "add_alone", add_alone)
+
+
+def take_only_one_step_alone(patch: Patch) -> None:
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, 1)
+
+    original = Slots.add_alone
+    patch.setattr(Slots, "add_alone", add_alone)
+
+
+def stay_alone_after_a_drop(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        left = dict(held._steps_alone)
+        request = original(held, key)
+        held._steps_alone = left
+        return request
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
+
+
+def drop_without_end(patch: Patch) -> None:
+    def drop(stepper: Stepper, keys: Sequence[int]) -> None:
+        for key in keys:
+            stepper._slots.drop(key)
+
+    patch.setattr(Stepper, "drop", drop)
+
+
+def end_dropped_requests_twice(patch: Patch) -> None:
+    def drop(stepper: Stepper, keys: Sequence[int]) -> None:
+        dropped = [generation for generation in stepper._slots.running if generation.key in keys]
+        original(stepper, keys)
+        for generation in dropped:
+            generation.is_begun = True
+            stepper._end(generation)
+
+    original = Stepper.drop
+    patch.setattr(Stepper, "drop", drop)
+
+
+def begin_anew_without_end(patch: Patch) -> None:
+    def restarted(stepper: Stepper, generations: Sequence[Generation]) -> Sequence[Generation]:
+        for generation in generations:
+            generation.restart(continues=True)
+        return generations
+
+    patch.setattr(Stepper, "_restarted", restarted)
+
+
+def fail_all_where_the_model_raised(patch: Patch) -> None:
+    def restarted(stepper: Stepper, generations: Sequence[Generation]) -> Sequence[Generation]:
+        for generation in generations:
+            generation.reject(("INTERNAL", "of all together"))
+        return []
+
+    patch.setattr(Stepper, "_restarted", restarted)
+
+
+def forget_what_was_emitted_before_the_model_raised(patch: Patch) -> None:
+    def restart(generation: Generation, *, continues: bool) -> None:
+        original(generation, continues=continues)
+        generation._chunks_count, generation._chunks_bytes = generation._taken_count, generation._taken_bytes
+
+    original = Generation.restart
+    patch.setattr(Generation, "restart", restart)
+
+
+def begin_at_the_start_what_was_sent(patch: Patch) -> None:
+    def restart(generation: Generation, *, continues: bool) -> None:
+        generation.state = None
+        generation.emitted = 0
+        generation._packed.clear()
+
+    patch.setattr(Generation, "restart", restart)
+
+
+def keep_what_is_generated_again(patch: Patch) -> None:
+    def restart(generation: Generation, *, continues: bool) -> None:
+        if continues or generation.was_sent:
+            original(generation, continues=continues)
+        generation.state = None
+
+    original = Generation.restart
+    patch.setattr(Generation, "restart", restart)
+
+
+def lose_what_is_emitted_before_the_end(patch: Patch) -> None:
+    def take(generation: Generation) -> Any:
+        advance = original(generation)
+        return advance and (advance._replace(chunk=b"") if advance.has_ended else advance)
+
+    original = Generation.take
+    patch.setattr(Generation, "take", take)
+
+
+FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
+    free_a_slot_twice,
+    keep_the_slot_of_a_dropped_request,
+    keep_dropped_requests_waiting,
+    keep_the_cost_of_a_dropped_request,
+    free_cost_twice,
+    admit_the_last_first,
+    ignore_costs,
+    stop_at_a_request_that_costs_too_much,
+    step_all_with_one_that_is_alone,
+    lose_what_is_put_back,
+    put_back_at_the_end,
+    exceed_the_slots_by_one_that_is_alone,
+    go_on_after_one_that_is_alone,
+    take_only_one_step_alone,
+    stay_alone_after_a_drop,
+    drop_without_end,
+    end_dropped_requests_twice,
+    begin_anew_without_end,
+    fail_all_where_the_model_raised,
+    forget_what_was_emitted_before_the_model_raised,
+    begin_at_the_start_what_was_sent,
+    keep_what_is_generated_again,
+    lose_what_is_emitted_before_the_end,
+)
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_planted_fault_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Exception) as found:  # which one depends on the fault
+        run_state_machine_as_test(StepperMachine, settings=MACHINE_SETTINGS)
+    assert not isinstance(found.value, TypeError), "the fault itself is broken"

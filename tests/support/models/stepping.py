@@ -1,0 +1,77 @@
+"""Stepping models whose output can be computed without them: each chunk depends on all before it.
+
+    chunk i = the first letters of a hash of the correlation ID, `seed` in the body, and all chunks before it
+
+A body is a map: `length`, the number of chunks; `seed`; `step_s`, what a step takes (the longest of those
+that take part); `gate`, a file for which the request waits at its first step; and faults at a chunk:
+`kills_at`, `raises_at`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+SLOTS = 8
+
+
+def chunk_after(correlation_id: str, seed: object, before: str) -> str:
+    """The chunk that follows the text `before`."""
+    return hashlib.sha256(f"{correlation_id}|{seed}|{before}".encode()).hexdigest()[:6] + " "
+
+
+def text_of(correlation_id: str, length: int, seed: object = None) -> str:
+    """The whole output."""
+    text = ""
+    for _ in range(length):
+        text += chunk_after(correlation_id, seed, text)
+    return text
+
+
+class Chain:
+    """Emits a chunk for each request in each step."""
+
+    max_batch_size = SLOTS
+
+    def begin(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            chunks = request.chunks
+            request.state = {"text": "".join(chunks), "at": len(chunks)}
+
+    def step(self, requests: Sequence[Any]) -> None:
+        time.sleep(max(float(request.body.get("step_s", 0)) for request in requests))
+        for request in requests:
+            self._step(request)
+
+    def _step(self, request: Any) -> None:
+        body, state = request.body, request.state
+        gate = body.get("gate")
+        if gate and not state["at"] and not Path(gate).exists():
+            return
+        if state["at"] == body.get("kills_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state["at"] == body.get("raises_at"):
+            raise ValueError(f"chunk {state['at']} is not possible")
+        if state["at"] < body["length"]:
+            chunk = chunk_after(request.correlation_id, body.get("seed"), state["text"])
+            state["text"] += chunk
+            state["at"] += 1
+            request.emit(chunk)
+        if state["at"] >= body["length"]:
+            request.finish()
+
+
+class Forgetful(Chain):
+    """Cannot go on from chunks."""
+
+    continues = False
+
+
+def countdown(body: int) -> Iterator[int]:
+    """The numbers from `body` to 1."""
+    yield from range(body, 0, -1)

@@ -1,0 +1,319 @@
+"""What a stepping model does with a request, and what of that is sent; generator functions as models."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carpool.errors import ResourceExhaustedError
+from carpool_worker.model_process.frames import Failure, pack_values, unpack_values
+from carpool_worker.model_process.generation import Generation
+from carpool_worker.model_process.step_frames import Admit, Advance
+from carpool_worker.model_process.stepping import GeneratorModel
+
+
+def generation(body: Any = "body", sent: Sequence[Any] = (), *, is_streamed: bool = True) -> Generation:
+    """A request of which these values were sent by another process, one in each chunk."""
+    chunks = [pack_values([value]) for value in sent]
+    return Generation(Admit(7, (), ("id", "lane", {"user": b"x"}), 3, is_streamed, chunks), body)
+
+
+def taken(request: Generation) -> Advance:
+    advance = request.take()
+    assert advance is not None
+    return advance
+
+
+def output(request: Generation) -> Any:
+    advance = taken(request)
+    assert advance.failure is None
+    assert advance.output is not None
+    (value,) = unpack_values(advance.output)
+    return value
+
+
+def failure(request: Generation) -> Failure:
+    advance = taken(request)
+    assert advance.output is None
+    assert advance.failure is not None
+    return advance.failure
+
+
+# --- requests ----------------------------------------------------------------------------------------------
+
+
+def test_model_sees_what_the_producer_sent() -> None:
+    request = generation({"text": "a"})
+    assert (request.correlation_id, request.lane, request.fields) == ("id", "lane", {"user": b"x"})
+    assert (request.body, request.cost, request.chunks, request.state) == ({"text": "a"}, 3, [], None)
+
+
+def test_values_of_a_step_are_one_chunk() -> None:
+    request = generation()
+    assert request.take() is None
+    request.emit("Once")
+    assert taken(request) == Advance(7, pack_values(["Once"]), 1)
+    assert request.take() is None
+    request.emit(" upon")
+    request.emit(" a")
+    assert taken(request) == Advance(7, pack_values([" upon", " a"]), 3)
+    request.emit(" time")
+    request.finish()
+    advance = taken(request)
+    assert (advance.chunk, advance.emitted) == (pack_values([" time"]), 4)
+    assert advance.output == pack_values(["Once upon a time"])
+
+
+def test_many_values_of_one_step() -> None:
+    request = generation()
+    for number in range(20_000):
+        request.emit(number)
+    assert unpack_values(taken(request).chunk) == list(range(20_000))
+    request.finish()
+    assert output(request) == list(range(20_000))
+
+
+def test_only_the_output_is_sent_if_chunks_are_not_wanted() -> None:
+    request = generation(is_streamed=False)
+    request.emit("a")
+    assert request.take() is None
+    request.emit("b")
+    request.finish()
+    assert taken(request) == Advance(7, b"", 2, pack_values(["ab"]))
+
+
+@pytest.mark.parametrize("given", [None, "whole", [1], {"a": [b"\x00"]}])
+def test_finish_with_an_output_replaces_the_chunks(given: Any) -> None:
+    request = generation()
+    request.emit("part")
+    request.finish(given)
+    assert output(request) == given
+
+
+def test_nothing_emitted_is_null() -> None:
+    request = generation()
+    request.finish()
+    assert taken(request) == Advance(7, b"", 0, pack_values([None]))
+
+
+def test_array_that_the_model_writes_to_later_is_sent_as_it_was_emitted() -> None:
+    request = generation()
+    row = np.zeros((1, 2), np.float32)
+    for number in range(3):
+        row[:] = number
+        request.emit(row)
+    request.finish()
+    assert output(request).tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_request_goes_on_from_its_chunks() -> None:
+    request = generation(sent=["Once", " upon"])
+    assert (request.chunks, request.emitted) == (["Once", " upon"], 2)
+    request.emit(" a")
+    assert taken(request) == Advance(7, pack_values([" a"]), 3)
+    assert request.chunks == ["Once", " upon"]
+    request.finish()
+    assert output(request) == "Once upon a"
+
+
+def test_chunks_of_several_values_of_every_kind() -> None:
+    values = ["text", b"\x00", 1.5, None, [1, {"a": 2}], *range(20)]
+    chunks = [pack_values(values[:2]), pack_values(values[2:]), pack_values([])]
+    request = Generation(Admit(7, (), ("id", "", {}), 1, True, chunks), "body")
+    assert request.chunks == values
+    assert request.emitted == len(values)
+    request.finish()
+    assert output(request) == values
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ResourceExhaustedError("no memory"), ("RESOURCE_EXHAUSTED", "no memory")),
+        (ValueError("why"), ("INTERNAL", "the model failed on this request: why")),
+        ("a sentence", ("INTERNAL", "a sentence")),
+    ],
+)
+def test_failed_request_has_the_status_and_detail_of_the_error(error: Any, expected: Failure) -> None:
+    request = generation()
+    request.emit("a")
+    request.fail(error)
+    advance = taken(request)
+    assert (advance.chunk, advance.output, advance.failure) == (pack_values(["a"]), None, expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "detail"),
+    [
+        ("emit", ("late",), "the model emitted a value after it had finished the request"),
+        ("finish", (), "the model finished the request twice"),
+        ("finish", ("late",), "the model finished the request twice"),
+        ("fail", ("late",), "late"),
+    ],
+)
+def test_what_follows_finish_fails_the_request(method: str, arguments: tuple[Any, ...], detail: str) -> None:
+    request = generation()
+    request.finish("output")
+    getattr(request, method)(*arguments)
+    assert failure(request) == ("INTERNAL", detail)
+
+
+def test_first_failure_counts() -> None:
+    request = generation()
+    request.fail("first")
+    request.fail("second")
+    request.emit("late")
+    request.finish()
+    assert failure(request) == ("INTERNAL", "first")
+    assert request.emitted == 0
+
+
+class Unreadable:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("on another device")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (object(), "its type is object"),
+        ({1, 2}, "its type is set"),
+        (1 << 64, "more than 64 bits"),
+        (-1 << 64, "more than 64 bits"),
+        ("\ud800", "surrogates not allowed"),
+        ({(1, 2): 3}, "unhashable"),
+        ([Unreadable()], "on another device"),
+    ],
+)
+@pytest.mark.parametrize("method", ["emit", "finish"])
+def test_value_that_cannot_be_sent_fails_its_request(method: str, value: Any, reason: str) -> None:
+    request = generation()
+    request.emit("before")
+    getattr(request, method)(value)
+    status, detail = failure(request)
+    assert status == "INTERNAL"
+    assert detail.startswith("the model's result cannot be sent: ")
+    assert reason in detail
+
+
+# --- generators --------------------------------------------------------------------------------------------
+
+
+def countdown(body: int) -> Iterator[int]:
+    yield from range(body, 0, -1)
+
+
+def stepped(function: Any, request: Generation) -> Generation:
+    """This request, generated to its end."""
+    model = GeneratorModel(function)
+    model.begin([request])
+    while not request.has_ended:
+        model.step([request])
+    return request
+
+
+def test_each_value_that_a_generator_yields_is_a_chunk() -> None:
+    model, request = GeneratorModel(countdown), generation(2)
+    model.begin([request])
+    chunks = []
+    while not request.has_ended:
+        model.step([request])
+        chunks.append(taken(request))
+    assert chunks == [
+        Advance(7, pack_values([2]), 1),
+        Advance(7, pack_values([1]), 2),
+        Advance(7, b"", 2, pack_values([[2, 1]])),
+    ]
+
+
+def test_value_that_a_generator_returns_is_the_output() -> None:
+    def total(body: Sequence[int]) -> Generator[int, None, int]:
+        yield from body
+        return sum(body)
+
+    assert output(stepped(total, generation([1, 2]))) == 3
+
+
+def test_generators_advance_together_and_the_one_that_raises_fails_alone() -> None:
+    def inverse(body: int) -> Iterator[float]:
+        yield 1 / body
+
+    model = GeneratorModel(inverse)
+    requests = [generation(body) for body in (2, 0, 4)]
+    model.begin(requests)
+    model.step(requests)
+    assert [request.emitted for request in requests] == [1, 0, 1]
+    assert failure(requests[1]) == ("INTERNAL", "the model failed on this request: division by zero")
+    assert not requests[2].has_ended
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_generator_that_wants_to_exit_fails_alone(error: BaseException) -> None:
+    def exits(_: Any) -> Iterator[int]:
+        yield 1
+        raise error
+
+    assert failure(stepped(exits, generation()))[0] == "INTERNAL"
+
+
+def test_call_that_raises_fails_the_request() -> None:
+    class Picky:
+        def __call__(self) -> Iterator[int]:
+            yield 1
+
+    assert "positional argument" in failure(stepped(Picky(), generation()))[1]
+
+
+def test_continued_generator_skips_what_was_sent() -> None:
+    request = generation(4, sent=[4, 3])
+    GeneratorModel(countdown).begin([request])
+    assert request.emitted == 2
+    assert output(stepped(countdown, generation(4, sent=[4, 3]))) == [4, 3, 2, 1]
+
+
+EMITTED = [
+    *[(1, "a"), 1, b"x", float("nan"), np.float32(0.1)],
+    *[np.arange(3), {"x": np.ones(2)}, np.array(["a", "bc"])],
+]
+
+
+def test_values_of_every_kind_are_recognised_when_they_are_continued() -> None:
+    def every_kind(_: Any) -> Generator[Any, None, str]:
+        yield from EMITTED
+        return "done"
+
+    assert output(stepped(every_kind, generation(sent=EMITTED))) == "done"
+
+
+@pytest.mark.parametrize(("sent", "index"), [([4, 2], 1), ([5], 0), ([4, 3, 2, 1, 0], 4), ([4.0], 0)])
+def test_generator_that_yields_other_values_than_were_sent_is_aborted(sent: list[Any], index: int) -> None:
+    request = stepped(countdown, generation(4, sent=sent))
+    assert failure(request) == (
+        "ABORTED",
+        f"the model was run again and did not yield chunk {index} as it was sent: begin it again",
+    )
+
+
+def test_ended_generator_is_closed() -> None:
+    closed: list[int] = []
+
+    def guarded(body: int) -> Iterator[int]:
+        try:
+            yield body
+        finally:
+            closed.append(body)
+
+    model, request = GeneratorModel(guarded), generation(1)
+    model.begin([request])
+    model.step([request])
+    model.end(request)
+    assert closed == [1]
+
+
+def test_request_whose_generator_was_never_made_can_end() -> None:
+    request = generation()
+    GeneratorModel(countdown).end(request)
+    assert request.state is None
