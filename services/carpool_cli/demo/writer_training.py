@@ -2,9 +2,9 @@
 
     OPENBLAS_NUM_THREADS=1 python -m carpool_cli.demo.writer_training --write
 
-The same releases of Python and numpy give the same weights but for rounding, which grows with every step. With
-the 1,153,362 characters of Python 3.11.7 it takes about ten minutes of one core, and reaches 1.83 bits per
-character on passages that it was not trained on.
+The same releases of Python and numpy give the same weights but for rounding, which grows with every step.
+With the 1,153,362 characters of Python 3.11.7 it takes about ten minutes of one core, and reaches 1.83 bits
+per character on passages that it was not trained on.
 """
 
 from __future__ import annotations
