@@ -204,6 +204,8 @@ class ModelBatcher:
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     self._meter.settled(batch, settled_us)
+                    if event.streamed is not None:
+                        self._meter.stream_ended(event.streamed, settled_us)
                     if is_awaited:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
@@ -318,7 +320,8 @@ class ModelBatcher:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
         for batch_id, runs in by_batch.items():
-            answers = [answer for first, run in runs for answer in _answers(first, run, *_EXPIRED)]
+            expired_while = _EXPIRED_WHILE_STEPPING if session.scheduler.is_stepping else _EXPIRED
+            answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
             answered = self._answer_in_flight(session, batch_id, answers, DEADLINE_EXCEEDED)
             session.missed.expired(batch_id, runs, answered)
 
@@ -419,6 +422,7 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
 
 # Status and detail of requests that are answered in flight.
 _EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
+_EXPIRED_WHILE_STEPPING: Final = (DEADLINE_EXCEEDED, "expired: its output was not complete by its deadline")
 _WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 
 

@@ -19,9 +19,9 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import Dispatch, DispatchReason, Refusal
-from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram
-from carpool.wire.report import BatcherReport, Gauges
+from carpool.messages import Dispatch, DispatchReason, Refusal, Streamed
+from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
+from carpool.wire.report import BatcherReport, Gauges, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
@@ -68,10 +68,13 @@ class BatcherMetrics(CommonMetrics):
             1e-6,
             registry,
         )
-        self.size = Histogram("carpool_batch_requests", "Requests in a batch", SIZES, 1, registry)
+        self.size = Histogram(
+            "carpool_batch_requests", "Requests in a batch, except of stepping models", SIZES, 1, registry
+        )
         self.fill = Histogram(
             "carpool_batch_fill_ratio",
-            "Batch size divided by max_batch_size, or batch cost by max_batch_cost, whichever is larger",
+            "Batch size divided by max_batch_size, or batch cost by max_batch_cost, whichever is larger; "
+            "except of stepping models",
             PERCENTS,
             0.01,
             registry,
@@ -119,6 +122,7 @@ class Meter:
         for status, reason in _ANSWERS:
             self._counter_of(status, reason)
         self._batches = {reason: metrics.batches.labels(model, reason) for reason in _DISPATCH_REASONS}
+        self._requests_for_slots = 0  # each alone in its batch, so it is not in the histogram of sizes
         self._missed = {cause: metrics.missed.labels(model, cause) for cause in CAUSES}
         self._totals_known: _Totals | None = None  # None: something was counted since
         self._exported: Gauges | None = None
@@ -130,8 +134,11 @@ class Meter:
         self._totals_known = None
         for batch in batches:
             self._batches[batch.reason].inc()
-        self._size.observe([batch.size for batch in batches])
-        self._fill.observe([scheduler.fill_percent(batch.runs) for batch in batches])
+        if scheduler.is_stepping:
+            self._requests_for_slots += len(batches)
+        else:
+            self._size.observe([batch.size for batch in batches])
+            self._fill.observe([scheduler.fill_percent(batch.runs) for batch in batches])
         for arrival_us, number in count_equal((run.arrival_us, len(run)) for b in batches for run in b.runs):
             self._queue.observe_equal(max(0, now_us - arrival_us), number)
 
@@ -155,6 +162,13 @@ class Meter:
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
         """This batch is settled."""
         self._recent.observe(batch.arrivals, now_us)
+
+    def stream_ended(self, streamed: Streamed, now_us: int) -> None:
+        """The request of a batch that settled was streamed."""
+        self._chunks += streamed.chunks
+        self._recent_first.observe_one(streamed.first_us, now_us)
+        if streamed.gap_us is not None:
+            self._recent_gap.observe_one(streamed.gap_us, now_us)
 
     def renewed(self, late_us: int) -> None:
         """The lease was renewed, `late_us` later than planned."""
@@ -198,6 +212,15 @@ class Meter:
             scheduler.settings.policy,
             (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
             missed=_increase(before.missed, totals.missed),
+            stepping=self._stepping_report(scheduler, now_us) if scheduler.is_stepping else None,
+        )
+
+    def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport:
+        return SteppingReport(
+            scheduler.model_processes * scheduler.settings.max_batch_size,
+            self._chunks,
+            self._recent_first.quantiles_us(now_us),
+            self._recent_gap.quantiles_us(now_us),
         )
 
     def activated(self, now_us: int) -> None:
@@ -205,6 +228,8 @@ class Meter:
         self._began_us = now_us
         self._totals_before = self._totals()
         self._recent = RecentLatency(now_us)
+        self._recent_first, self._recent_gap = RecentLatency(now_us), RecentLatency(now_us)
+        self._chunks = 0
 
     def deactivated(self) -> None:
         """This batcher is on standby; the gauges are exported by the active one."""
@@ -226,11 +251,11 @@ class Meter:
         if self._totals_known is None:
             answered = self._answered.items()
             self._totals_known = _Totals(
-                {reason: _value(counter) for reason, counter in self._batches.items()},
-                self._size.sum,
+                {reason: counter_value(counter) for reason, counter in self._batches.items()},
+                self._size.sum + self._requests_for_slots,
                 self._fill.sum,
-                {f"{status}/{reason}": _value(counter) for (status, reason), counter in answered},
-                {cause: _value(counter) for cause, counter in self._missed.items()},
+                {f"{status}/{reason}": counter_value(counter) for (status, reason), counter in answered},
+                {cause: counter_value(counter) for cause, counter in self._missed.items()},
             )
         return self._totals_known
 
@@ -248,11 +273,6 @@ def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
         scheduler.model_processes,
         scheduler.withheld,
     )
-
-
-def _value(counter: Counter) -> int:
-    (family,) = counter.collect()
-    return int(family.samples[0].value)
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How long requests took in the last 10 to 20 seconds, from arrival until their batch was settled."""
+"""How long something took in the last 10 to 20 seconds, such as requests, from arrival until settled."""
 
 from __future__ import annotations
 
@@ -31,8 +31,13 @@ class RecentLatency:
         for arrival_us, number in count_equal(arrivals):
             self._newer.observe_equal(now_us - arrival_us, number)
 
+    def observe_one(self, duration_us: int, now_us: int) -> None:
+        """Something took this long, and ended now."""
+        self._rotate(now_us)
+        self._newer.observe_equal(duration_us, 1)
+
     def quantiles_us(self, now_us: int) -> tuple[int, int] | None:
-        """p50 and p99; None if no request was settled in the window."""
+        """p50 and p99; None if nothing was observed in the window."""
         self._rotate(now_us)
         older, newer = self._older.snapshot()[0], self._newer.snapshot()[0]
         cumulative = list(accumulate(map(sum, zip(older, newer, strict=True))))

@@ -22,6 +22,7 @@ from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
+from carpool.wire.registration import is_stepping
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, build_table
@@ -29,6 +30,10 @@ from carpool_cli.screen import Screen, build_table
 SHOWN_CHARS_MAX: Final = 60
 VERDICT_S_MAX: Final = 3.0  # a batcher follows a change within a second, and reports once a second
 _POLL_S: Final = 0.1
+_MEANINGS_FOR_STEPPING: Final = {
+    "max_batch_size": "number of slots of a model process: requests that are generated together",
+    "max_batch_cost": "largest sum of the costs of the requests that have a slot",
+}
 
 
 def _split(joined: object) -> object:
@@ -47,6 +52,10 @@ class ConfigSettings(ConnectionSettings):
     """Show a model's settings, or change some while it is served. Batchers apply a change within a second.
 
     KEY=VALUE overrides the value that the model's workers register, until KEY= removes the override.
+
+    A setting without effect is refused: max_prefill_cost, stream_buffer and reader_idle_ms are for stepping
+    models, and policy, target_latency_ms, max_queue_delay_ms, preferred_batch_sizes and preserve_ordering for
+    all others.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
@@ -59,11 +68,12 @@ class ConfigSettings(ConnectionSettings):
 
 
 class ConfiguredSetting(NamedTuple):
-    """A setting as it is configured. `source`: default, model, or operator."""
+    """A setting as it is configured. `source`: default, model, or operator. `has_effect`: on this model."""
 
     value: str
     source: str
     meaning: str
+    has_effect: bool = True
 
 
 class Configured(NamedTuple):
@@ -130,6 +140,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         effective = ModelSettings.from_mapping({**registered, **wanted})
         if "preferred_batch_sizes" in values:
             effective.check_sizes()
+        if values:
+            _check_effect(effective, values, model, is_stepping=is_stepping(registered))
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
@@ -138,6 +150,18 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         directory.configure(model, values, removed)
     before = {name: _describe(registered, overrides, name) for name in (*values, *removed)}
     return Configured(resolve(registered, wanted), before)
+
+
+def _check_effect(
+    effective: ModelSettings, values: Mapping[str, str], model: str, *, is_stepping: bool
+) -> None:
+    """Raise ValueError for a setting that has no meaning for this model."""
+    if is_stepping:
+        effective.check_stepping()
+        return
+    for name in ModelSettings.names_without_effect(is_stepping=False):
+        if name in values:
+            raise ValueError(f"{name}: it has an effect only on stepping models, and {model} is not one")
 
 
 def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name: str) -> str:
@@ -232,14 +256,24 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
             return "operator"
         return "model" if of_model[name] != defaults[name] else "default"
 
-    meanings = ModelSettings.meanings()
-    return {name: ConfiguredSetting(value, source(name), meanings[name]) for name, value in effective.items()}
+    meanings, steps = ModelSettings.meanings(), is_stepping(registered)
+    if steps:
+        meanings |= _MEANINGS_FOR_STEPPING
+    without_effect = ModelSettings.names_without_effect(is_stepping=steps)
+    return {
+        name: ConfiguredSetting(value, source(name), meanings[name], name not in without_effect)
+        for name, value in effective.items()
+    }
 
 
 def show(effective: Mapping[str, ConfiguredSetting], screen: Screen) -> None:
     """Write the table of all settings; without their meanings if the terminal is too narrow for them."""
     rows = [("setting", "value", "from", "meaning")]
-    rows += [(name, _shorten(of.value), of.source, of.meaning) for name, of in effective.items()]
+    for name, of in effective.items():
+        if of.has_effect:
+            rows.append((name, _shorten(of.value), of.source, of.meaning))
+        else:
+            rows.append((name, "-", "-", "no effect on this model"))
     table = build_table(rows, has_prose=True)
     screen.print_table(table if screen.fits(table) else build_table([row[:-1] for row in rows]))
 

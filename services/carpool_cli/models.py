@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -16,11 +16,16 @@ from carpool.keys import Keys
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
-from carpool.wire.report import BatcherReport
+from carpool.wire.registration import is_stepping
+from carpool.wire.report import BatcherReport, SteppingReport
 from carpool_cli.screen import Screen, build_table, duration
 
 _HEADINGS: Final = (
     "model", "waiting", "oldest", "in flight", "processes", "batcher", "policy", "dead", "batch size",
+)  # fmt: skip
+_STEPPING_HEADINGS: Final = (
+    "stepping model", "waiting", "oldest", "slots", "prefetched", "processes", "batcher", "dead",
+    "first p50", "first p99", "gap p50", "gap p99",
 )  # fmt: skip
 
 
@@ -34,6 +39,12 @@ class ModelsSettings(ConnectionSettings):
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly
+
+    Of a stepping model:
+    slots       requests in flight that have a slot, of all slots (processes x max_batch_size)
+    prefetched  requests in flight that get a slot as soon as one is free
+    first       time from arrival to the first chunk, p50 and p99 of streams that ended lately
+    gap         mean time between two chunks of a stream, of the same streams
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
@@ -51,9 +62,14 @@ class ModelState(NamedTuple):
     workers: int
     batcher: bool
     dead: int
-    max_batch_size: int | None
+    max_batch_size: int | None  # of a stepping model, the slots of each process
     policy: str | None  # the one in force; None if no batcher reports it
     unheeded: str  # why the batcher rejects the model's settings; empty if it does not
+    stepping: SteppingReport | None = None  # None: it is not a stepping model
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain dicts, for `json.dumps`."""
+        return {**self._asdict(), "stepping": None if self.stepping is None else self.stepping._asdict()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         link.close()
     if settings.as_json:
-        print(json.dumps([state._asdict() for state in states]))
+        print(json.dumps([state.as_json() for state in states]))
     else:
         show(states, Screen())
     return 0
@@ -86,30 +102,34 @@ def _failed(error: str) -> int:
 def read_models(link: Link, prefix: str) -> list[ModelState]:
     """The present state of every registered model."""
     directory = Directory(link, prefix)
-    states = []
-    for model in directory.models():
-        keys = Keys(model, prefix)
-        clock = RedisClock()
-        snapshot = take_snapshot(link, keys, clock)
-        arrival_us = directory.oldest_arrival_us(model)
-        batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
-        report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
-        size = snapshot.registration.get("max_batch_size", "")
-        states.append(
-            ModelState(
-                model,
-                snapshot.waiting_entries,
-                None if arrival_us is None else max(0, clock.now_us() - arrival_us) // 1000,
-                snapshot.batches_in_flight,
-                len(snapshot.model_processes),
-                bool(batcher),
-                dead,
-                int(size) if size.isdigit() else None,
-                (report and report.policy) or None,
-                report.unheeded if report else "",
-            )
-        )
-    return states
+    return [_read_model(link, directory, Keys(model, prefix)) for model in directory.models()]
+
+
+def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
+    clock = RedisClock()
+    snapshot = take_snapshot(link, keys, clock)
+    arrival_us = directory.oldest_arrival_us(keys.model)
+    batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
+    report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
+    size = snapshot.registration.get("max_batch_size", "")
+    max_batch_size = int(size) if size.isdigit() else None
+    stepping = None
+    if is_stepping(snapshot.registration):
+        slots = len(snapshot.model_processes) * (max_batch_size or 0)
+        stepping = (report and report.stepping) or SteppingReport(slots, 0, None, None)
+    return ModelState(
+        keys.model,
+        snapshot.waiting_entries,
+        None if arrival_us is None else max(0, clock.now_us() - arrival_us) // 1000,
+        snapshot.batches_in_flight,
+        len(snapshot.model_processes),
+        bool(batcher),
+        dead,
+        max_batch_size,
+        (report and report.policy) or None,
+        report.unheeded if report else "",
+        stepping,
+    )
 
 
 def describe_unregistered(model: str, registered: Sequence[str]) -> str:
@@ -119,29 +139,64 @@ def describe_unregistered(model: str, registered: Sequence[str]) -> str:
 
 
 def show(states: Sequence[ModelState], screen: Screen) -> None:
-    """Write the table, or how to serve a model if there is none."""
+    """Write a table of models and one of stepping models, or how to serve a model if there is none."""
     if not states:
         screen.print("no model is registered; `carpool up square` serves one")
         return
-    rows = [_HEADINGS]
-    rows += [
-        (
-            state.model,
-            f"{state.waiting_entries:,}",
-            "-" if state.oldest_ms is None else duration(state.oldest_ms / 1000),
-            f"{state.batches_in_flight:,}",
-            f"{state.workers:,}",
-            "yes" if state.batcher else "none",
-            state.policy or "-",
-            f"{state.dead:,}",
-            "?" if state.max_batch_size is None else f"up to {state.max_batch_size}",
-        )
-        for state in states
-    ]
-    screen.print_table(build_table(rows))
+    rows = [_row(state) for state in states if state.stepping is None]
+    if rows:
+        screen.print_table(build_table([_HEADINGS, *rows]))
+    stepping = [_stepping_row(state, state.stepping) for state in states if state.stepping is not None]
+    if rows and stepping:
+        screen.print()
+    if stepping:
+        screen.print_table(build_table([_STEPPING_HEADINGS, *stepping]))
     for state in states:
         if state.unheeded:
             screen.print(
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
                 f"{state.unheeded}"
             )
+
+
+def _row(state: ModelState) -> tuple[str, ...]:
+    """The cells below `_HEADINGS`."""
+    return (
+        state.model,
+        f"{state.waiting_entries:,}",
+        _age(state),
+        f"{state.batches_in_flight:,}",
+        f"{state.workers:,}",
+        "yes" if state.batcher else "none",
+        state.policy or "-",
+        f"{state.dead:,}",
+        "?" if state.max_batch_size is None else f"up to {state.max_batch_size}",
+    )
+
+
+def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...]:
+    """The cells below `_STEPPING_HEADINGS`."""
+    slots_in_use = min(state.batches_in_flight, stepping.slots)
+    return (
+        state.model,
+        f"{state.waiting_entries:,}",
+        _age(state),
+        f"{slots_in_use:,} of {stepping.slots:,}",
+        f"{state.batches_in_flight - slots_in_use:,}",
+        f"{state.workers:,}",
+        "yes" if state.batcher else "none",
+        f"{state.dead:,}",
+        *_times(stepping.first_us),
+        *_times(stepping.gap_us),
+    )
+
+
+def _age(state: ModelState) -> str:
+    return "-" if state.oldest_ms is None else duration(state.oldest_ms / 1000)
+
+
+def _times(quantiles_us: tuple[int, int] | None) -> tuple[str, str]:
+    if quantiles_us is None:
+        return "-", "-"
+    p50_us, p99_us = quantiles_us
+    return duration(p50_us / 1e6), duration(p99_us / 1e6)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     collect_garbage_rarely()
     while not stop.wait(0.5):
-        worker.batch_log.summarize_if_due()
+        worker.summarize_if_due()
         if worker.failed.is_set():
             return 1  # what is in hand is redelivered when the lease runs out
     return 0 if worker.drain(settings.drain_s) else 1

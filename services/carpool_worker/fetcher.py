@@ -75,6 +75,10 @@ class Fetcher:
         ]
         return self._load()
 
+    def unloaded(self) -> list[tuple[str, int]]:
+        """ID and epoch of the batches that were fetched, and that the next `start` returns."""
+        return [(execution.batch.id, execution.batch.epoch) for execution in self._unloaded]
+
     def _load(self) -> list[Execution]:
         """Load the stored bodies of batches. A request whose body cannot be loaded gets its result.
 

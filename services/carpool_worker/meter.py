@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from prometheus_client import Counter, Gauge
 
@@ -18,7 +19,7 @@ from carpool.errors import (
     UNAVAILABLE,
     UNIMPLEMENTED,
 )
-from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram
+from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
 from carpool_worker.model_process.step_frames import Step
@@ -34,6 +35,14 @@ _REASONS: Final = {
 }
 # Statuses that only a model returns. All others that it makes up are counted together as "other".
 _MODEL_STATUSES: Final = frozenset((RESOURCE_EXHAUSTED, CANCELLED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND))
+
+
+class StepCounts(NamedTuple):
+    """What a stepping model did since its worker started."""
+
+    steps: int
+    step_us: int  # of all steps together
+    chunks: int
 
 
 class WorkerMetrics(CommonMetrics):
@@ -79,7 +88,7 @@ class WorkerMetrics(CommonMetrics):
             "carpool_first_chunk_seconds", "Time from a streamed request's arrival to its first chunk"
         )
         self._gap = self._histogram("carpool_chunk_gap_seconds", "Time between two chunks of a request")
-        self.slots: Gauge = Gauge(
+        self._slots: Gauge = Gauge(
             "carpool_slots_in_use",
             "Requests that a stepping model generates now",
             ("model",),
@@ -103,6 +112,12 @@ class WorkerMetrics(CommonMetrics):
 
     def committed(self, execution: Execution, counts: ResultCounts, output_us: int, now_us: int) -> None:
         """A batch was committed; encoding and committing its results took `output_us`."""
+        self.ended(execution, counts, now_us)
+        self._output.observe_equal(output_us, 1)
+        self._executions.inc(execution.frames_executed)
+
+    def ended(self, execution: Execution, counts: ResultCounts, now_us: int) -> None:
+        """The requests of a batch have their results: what is counted of a stepping model too."""
         for status, count in counts.statuses.items():
             self._counter_of(status).inc(count)
         alone_us = [max(0, now_us - run.arrival_us) for run, number in counts.of_runs if number == 1]
@@ -112,8 +127,6 @@ class WorkerMetrics(CommonMetrics):
                 self._request.observe_equal(max(0, now_us - run.arrival_us), number)
         self._input.observe_equal(execution.input_us, 1)
         self._infer.observe_equal(execution.compute_us, 1)
-        self._output.observe_equal(output_us, 1)
-        self._executions.inc(execution.frames_executed)
         if execution.dead_letters:
             self._dead.inc(len(execution.dead_letters))
 
@@ -129,18 +142,30 @@ class WorkerMetrics(CommonMetrics):
         """A stepping model took a step."""
         self._steps.inc()
         self._step.observe_equal(step.step_us, 1)
-        self.slots.set(step.running)
 
-    def chunks_written(self, request: StepExecution, write: StepWrite, now_us: int) -> None:
-        """Chunks of a request were written."""
-        if not write.chunks:
-            return
-        self._chunks.inc(sum([chunk.merged for chunk, _ in write.chunks]))
-        if write.first_us is not None:
-            self._first.observe_equal(write.first_us, 1)
-        elif request.chunk_us is not None:
-            self._gap.observe_equal(max(0, now_us - request.chunk_us), 1)
-        request.chunk_us = now_us
+    def step_counts(self) -> StepCounts:
+        """What was counted of steps. Takes microseconds."""
+        return StepCounts(counter_value(self._steps), self._step.sum, counter_value(self._chunks))
+
+    def watch_slots(self, slots_in_use: Callable[[], int]) -> None:
+        """`slots_in_use` tells each scrape how many slots are in use."""
+        self._slots.set_function(slots_in_use)
+
+    def chunks_written(self, written: Sequence[tuple[StepExecution, StepWrite]], now_us: int) -> None:
+        """What there was of these requests was written, in one script."""
+        chunks, first_us, gaps_us = 0, [], []
+        for request, write in written:
+            if not write.chunks:
+                continue
+            chunks += sum([chunk.merged for chunk, _ in write.chunks])
+            if write.first_us is not None:
+                first_us.append(write.first_us)
+            elif request.chunk_us is not None:
+                gaps_us.append(max(0, now_us - request.chunk_us))
+        if chunks:
+            self._chunks.inc(chunks)
+            self._first.observe(first_us)
+            self._gap.observe(gaps_us)
 
     def redelivered(self) -> None:
         """A batch was reclaimed from another worker."""

@@ -21,6 +21,7 @@ from typing import Final
 import structlog
 
 from carpool.clock import RedisClock
+from carpool.errors import ABORTED
 from carpool.readiness import wait_until_ready
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
@@ -151,7 +152,10 @@ class Replica:
     def take(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
         started_ns = time.monotonic_ns()
-        self._codec.prepare(execution, self._clock.now_us())
+        if execution.chunks:  # a stepping model had this name
+            execution.fail(0, ABORTED, "the model that had begun to send it was replaced: begin it again")
+        else:
+            self._codec.prepare(execution, self._clock.now_us())
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
         execution.ready_us = self._clock.now_us()
         if self._first_unfinished() is None:

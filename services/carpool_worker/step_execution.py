@@ -11,26 +11,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from carpool.errors import CANCELLED, OK, InternalError
-from carpool.messages import BatchedRun, Chunk, Result
+from carpool.errors import CANCELLED, INTERNAL, OK, InternalError
+from carpool.messages import BatchedRun, Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body
 from carpool_worker.codec import RESULT_BYTES_MAX
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.chunks import join
+from carpool_worker.model_process.chunks import concatenated
 from carpool_worker.model_process.step_frames import Advance
 
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
+UNSEEN_S_MAX: Final = 1.0  # between two looks at a reader's list: what counts of a longer time without one
+STEPS_ALONE_DOUBLINGS_MAX: Final = 16
 
 
 class Reader:
-    """How much of a streamed request is unread, and since when nothing of it was read."""
+    """How much of a streamed request is unread, and for how long nothing of it was read.
+
+    `idle_s`: for how long it was seen that there was something to read, and nothing was read. While Redis
+    cannot be reached, a reader cannot read either, so the time between two looks counts only in part.
+    """
 
     def __init__(self, now_s: float) -> None:
         self.unread = 0
+        self.idle_s = 0.0
         self._read = 0  # chunks that were read from a list
-        self._read_at_s = now_s
+        self._seen_at_s = now_s
 
     def observe(
         self, reply: StepReply, written: int, *, is_list: bool, stream_buffer: int, now_s: float
@@ -46,19 +53,16 @@ class Reader:
             self._read = written - reply.unread
         else:
             was_read = reply.unread < max(before, stream_buffer)
-        if was_read:
-            self._read_at_s = now_s
-
-    def idle_s(self, now_s: float) -> float:
-        """For how long nothing was read, although there was something to read."""
-        return now_s - self._read_at_s
+        unseen_s, self._seen_at_s = now_s - self._seen_at_s, now_s
+        self.idle_s = 0.0 if was_read else self.idle_s + min(unseen_s, UNSEEN_S_MAX)
 
 
 class StepExecution:
     """See the module. `key` is its number in the model process; `written` counts its chunks in Redis.
 
     `kept` are the chunks that another process wrote, until they are sent to the next one. `result` is its
-    final result, once it ended.
+    final result, once it ended. `is_answered`: a batcher answered it before this worker took it, so it only
+    has to be removed. `deaths_together`: how often its process or worker died while it was generated.
     """
 
     def __init__(self, execution: Execution, key: int, now_s: float) -> None:
@@ -67,11 +71,17 @@ class StepExecution:
         self.kept = execution.chunks
         self.written = len(execution.chunks)
         self.first_us = execution.first_us
-        self.is_sent = False  # the model process has it
+        self.is_sent = False  # the model process has it, and has not reported its end
+        self.is_answered = 0 in execution.answered
         self.result: Result | None = None
+        self.emitted_bytes = 0  # of the chunks that are not written
+        self.deaths_together = execution.batch.epoch - 1
+        self.has_passed = False  # it took its steps alone, which is to be recorded in Redis
+        self._steps_alone = 0  # that are left
         self.reader = Reader(now_s)
         self.chunk_us: int | None = None  # when its last chunk was written
         self._emitted: list[bytes] = []  # chunks that are not written, oldest first
+        self._emitted_total = 0  # by all processes that had it
         self._writing = 0  # how many of these are in the script under way
         self._sent_us = 0
         if 0 in execution.results:  # it could not be decoded, expired, or is a dead letter
@@ -88,9 +98,44 @@ class StepExecution:
         return self.execution.batch.stream
 
     @property
-    def emitted_bytes(self) -> int:
-        """The bytes of the chunks that are not written."""
-        return sum(map(len, self._emitted))
+    def has_ended(self) -> bool:
+        """Whether nothing more is to be generated."""
+        return self.is_answered or self.result is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the model process is to generate it, and does not have it."""
+        return not (self.is_sent or self.has_ended)
+
+    # --- suspects ------------------------------------------------------------------------------------------
+
+    def suspect(self, *, was_alone: bool) -> None:
+        """Its process died. Of several deaths only those count in which it was alone, and one other."""
+        deaths = self.execution.deaths
+        if was_alone:
+            deaths[0] = deaths.get(0, 0) + 1
+        else:
+            deaths[0] = max(deaths.get(0, 0), 1)
+            self.deaths_together += 1
+
+    def begin_alone(self) -> int:
+        """It is to take steps alone. Returns how many.
+
+        One is enough if it goes on from its chunks: then it is at once where its process died. If it begins
+        anew, that may be many steps later, so their number is doubled with each death.
+        """
+        doublings = 0 if self.kept else max(0, self.deaths_together - 1)
+        self._steps_alone = 1 << min(doublings, STEPS_ALONE_DOUBLINGS_MAX)
+        return self._steps_alone
+
+    def stepped_alone(self) -> bool:
+        """It took a step alone. Whether that was the last one: then it was not the cause."""
+        self._steps_alone -= 1
+        if self._steps_alone and self.result is None:
+            return False
+        self.execution.deaths.pop(0, None)
+        self.has_passed = True
+        return True
 
     # --- the model process ---------------------------------------------------------------------------------
 
@@ -104,14 +149,25 @@ class StepExecution:
         """Another process is to go on from what was written, the chunks `kept`."""
         self.key, self.kept, self.written = key, kept, len(kept)
         self.is_sent = False
-        self._emitted = []
+        self._forget_emitted()
+        if self.result is not None and self.result.status == OK:  # it counts chunks that Redis has lost
+            self.result = None
 
     def take(self, advance: Advance, size: int, now_us: int) -> None:
         """What a step did for it and `size - 1` others."""
+        if advance.has_ended:
+            self.is_sent = False
+        if self.result is not None:  # it was given up meanwhile
+            return
         if advance.chunk and self.is_streamed:
             self._emitted.append(advance.chunk)
+            self.emitted_bytes += len(advance.chunk)
+            self._emitted_total = advance.emitted
         self.execution.compute_us = max(0, now_us - self._sent_us)
-        if advance.failure is not None:
+        if self.emitted_bytes > RESULT_BYTES_MAX:  # its output would be too large as well
+            self.end(INTERNAL, f"the chunks that are not read exceed {RESULT_BYTES_MAX} bytes")
+            self._forget_emitted()
+        elif advance.failure is not None:
             status, detail = advance.failure
             self.end(status, detail)
         elif advance.output is not None:
@@ -122,16 +178,16 @@ class StepExecution:
         self.execution.fail(0, status, detail)
         self.result = self.execution.results[0]
 
-    def give_up_idle_reader(self, idle_ms_max: int, now_s: float) -> bool:
-        """End it if nothing of it was read for that long. Whether it was ended."""
-        if self.result is not None or not self.is_streamed:
-            return False
-        if self.reader.idle_s(now_s) * 1000 <= idle_ms_max:
-            return False
-        self.end(
-            CANCELLED, f"cancelled: nothing of the stream was read for {idle_ms_max} ms (reader_idle_ms)"
-        )
-        return True
+    def give_up_idle_reader(self, idle_ms_max: int) -> None:
+        """End it if nothing of it was read for that long."""
+        if self.result is None and self.is_streamed and self.reader.idle_s * 1000 > idle_ms_max:
+            self.end(
+                CANCELLED,
+                f"cancelled: nothing of the stream was read for {idle_ms_max} ms (reader_idle_ms)",
+            )
+
+    def _forget_emitted(self) -> None:
+        self._emitted, self.emitted_bytes = [], 0
 
     def _succeed(self, output: bytes, size: int) -> None:
         run = self.run
@@ -156,7 +212,7 @@ class StepExecution:
 
     def has_news(self, stream_buffer: int) -> bool:
         """Whether there is something to write."""
-        return self.result is not None or (bool(self._emitted) and self.reader.unread < stream_buffer)
+        return self.has_ended or (bool(self._emitted) and self.reader.unread < stream_buffer)
 
     def next_write(self, stream_buffer: int, now_us: int, *, only_final: bool = False) -> StepWrite:
         """What is to be written. `only_final`: no chunks, unless it ended."""
@@ -168,7 +224,7 @@ class StepExecution:
             try:
                 chunks = self._chunks(is_behind=self.reader.unread >= stream_buffer)
             except InternalError as error:  # what was emitted cannot be written in this content type
-                self._emitted = []
+                self._forget_emitted()
                 self.end(error.status, error.detail)
             self._writing = len(self._emitted)
         first_us = None
@@ -183,6 +239,8 @@ class StepExecution:
             execution.compute_us,
             execution.waited_us,
             execution.dead_letters[0] if execution.dead_letters else None,
+            self.has_passed,
+            self._streamed(first_us, now_us if chunks else self.chunk_us) if self.result else None,
         )
 
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
@@ -193,9 +251,20 @@ class StepExecution:
 
     def _chunk(self, offset: int, values: list[Any], kept: bytes | None = None) -> KeptChunk:
         run = self.run
-        body = _encode(run.content_type, values[0] if len(values) == 1 else join(values))
-        chunk = Chunk(run.correlation_ids[0], run.content_type, body, self.written + offset, len(values))
+        value = values[0] if len(values) == 1 else concatenated(values)
+        is_list = value is None and len(values) > 1
+        body = _encode(run.content_type, values if is_list else value)
+        index, merged = self.written + offset, len(values)
+        chunk = Chunk(run.correlation_ids[0], run.content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
+
+    def _streamed(self, first_us: int | None, last_us: int | None) -> Streamed | None:
+        """What was streamed, if the first chunk came `first_us` after its arrival, or is written."""
+        first_us = self.first_us if first_us is None else first_us
+        if first_us is None or last_us is None:
+            return None
+        since_first_us = last_us - self.run.arrival_us - first_us
+        return Streamed(self._emitted_total, first_us, max(0, since_first_us))
 
     def _final(self, chunks: int, first_us: int | None) -> Result | None:
         if self.result is None or self.result.status != OK or not self.is_streamed:
@@ -203,10 +272,16 @@ class StepExecution:
         first_us = self.first_us if first_us is None else first_us
         return self.result._replace(index=self.written + chunks, first_us=first_us)
 
-    def wrote(self, write: StepWrite, reply: StepReply, stream_buffer: int, now_s: float) -> None:
+    def wrote(
+        self, write: StepWrite, reply: StepReply, stream_buffer: int, now_s: float, now_us: int
+    ) -> None:
         """A write was carried out."""
+        if write.chunks:
+            self.chunk_us = now_us
         del self._emitted[: self._writing]
+        self.emitted_bytes = sum(map(len, self._emitted))
         self._writing = 0
+        self.has_passed = self.is_answered = False
         self.written += len(write.chunks)
         if write.first_us is not None:
             self.first_us = write.first_us

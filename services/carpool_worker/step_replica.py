@@ -7,11 +7,12 @@ request is with this replica for as long as it is generated, and there are as ma
 and a few more. Each is alone in its batch, with a lease and an epoch of its own.
 
 One thread waits for the reply to a fetch, for the model process and for the time, whichever is first. What
-the process sent meanwhile is written in one script, which is waited for. If Redis does not take it, nothing
-more is received, so that the process waits as well.
+the process sent meanwhile is written in one script, which is waited for. Chunks that Redis does not take wait
+here, up to a limit; then nothing more is received, so that the process waits as well.
 
 When the model process dies, another one goes on from the chunks in Redis. Any of the requests may be the
-cause, so each takes a step alone before they go on together; likewise those of a dead worker. When this
+cause, so each takes a step alone before they go on together; likewise those of a dead worker. Meanwhile
+nothing else is sent to the process, so that no other request can be the cause of its next death. When this
 worker stops, it hands its requests over to others.
 """
 
@@ -25,14 +26,15 @@ from typing import Final
 
 import structlog
 
-from carpool.errors import OK
+from carpool.errors import ABORTED, OK
+from carpool.messages import Batch
 from carpool.model_settings import ModelSettings
 from carpool.readiness import wait_until_ready
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
 from carpool.store.steps import StepStore, StepWrite
-from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
+from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
@@ -40,13 +42,15 @@ from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.step_execution import StepExecution
+from carpool_worker.step_log import StepLog
 
 SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: for so many slots one request more
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 WAIT_S: Final = 0.5  # a drain is noticed after this time
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
-WRITE_BYTES_MAX: Final = 16 * 1024 * 1024  # of chunks in one script
+WRITE_BYTES_MAX: Final = 16 * 1024 * 1024  # in one script, and of what waits while Redis is full
+_REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
 
 
 class StepReplica:
@@ -59,26 +63,32 @@ class StepReplica:
         codec: Codec,
         fetcher: Fetcher,
         store: StepStore,
+        committer: Committer,
         settings: ModelSettings,
         metrics: WorkerMetrics,
-        batch_log: BatchLog,
+        step_log: StepLog,
     ) -> None:
         self.consumer = consumer
         self.process = process
         self._codec = codec
         self._fetcher = fetcher
         self._store = store
+        self._committer = committer
         self._settings = settings
         self._metrics = metrics
-        self._batch_log = batch_log
+        self._step_log = step_log
         self._settings_text = settings.for_steps()
+        self._settings_of = (0, 0)  # ID of the batch that had these
         self._sent_settings: ModelSettings | None = settings  # those that the model process has
         self._keys = count()
         self._requests: dict[int, StepExecution] = {}  # by key, in the order in which they came
         self._batches: list[tuple[str, int]] = []  # of these; replaced, never changed
-        self._suspects: list[StepExecution] = []  # that are still to take a step alone
+        self._lost: list[StepExecution] = []  # to begin again; how many chunks they have is to be read
+        self._rejected: list[Execution] = []  # batches for another kind of model, to be committed
+        self._suspects: list[StepExecution] = []  # that are still to take steps alone
         self._alone: StepExecution | None = None  # the one that does
         self._is_paused = False  # the process waits for a Resume
+        self._running = 0  # requests that have a slot, as its last Step says
         self._check_at_s = 0.0
         self._full_until_s = 0.0
         self._draining = False
@@ -113,7 +123,7 @@ class StepReplica:
         of_process = process.descriptor
         if of_process is None:  # closed meanwhile
             return
-        is_received = not self._is_full
+        is_received = not (self._is_full and self._emitted_bytes() > WRITE_BYTES_MAX)
         of_fetch = fetcher.descriptor if fetcher.waiting else None
         readers = [of_process] if is_received else []
         readers += [] if of_fetch is None else [of_fetch]
@@ -140,8 +150,11 @@ class StepReplica:
 
     @property
     def _is_full(self) -> bool:
-        """Whether Redis rejects chunks, so that nothing more is received."""
+        """Whether Redis rejects chunks. What ends is written all the same, so it must still be received."""
         return time.monotonic() < self._full_until_s
+
+    def _emitted_bytes(self) -> int:
+        return sum([request.emitted_bytes for request in self._requests.values()])
 
     # --- fetching ------------------------------------------------------------------------------------------
 
@@ -156,18 +169,40 @@ class StepReplica:
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
         for execution in executions:
+            if execution.batch.size != 1:
+                self._reject(execution)
+                continue
             request = StepExecution(execution, next(self._keys), time.monotonic())
             self._requests[request.key] = request
             if execution.is_suspect:
                 self._suspects.append(request)
-            self._follow_settings(execution.batch.settings)
+            self._follow_settings(execution.batch)
         self._batches = [(held.execution.batch.id, held.execution.batch.epoch) for held in self._held()]
 
-    def _follow_settings(self, text: str) -> None:
-        """The latest batch says which settings are in effect."""
-        if text != self._settings_text:
-            self._settings_text = text
-            self._settings = self._settings.with_those_for_steps(text)
+    def _follow_settings(self, batch: Batch) -> None:
+        """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
+        later. One of a model that does not step has none."""
+        milliseconds, _, number = batch.id.partition("-")
+        dispatched = int(milliseconds), int(number)
+        if not batch.settings or dispatched < self._settings_of:
+            return
+        self._settings_of = dispatched
+        if batch.settings != self._settings_text:
+            self._settings_text = batch.settings
+            self._settings = self._settings.with_those_for_steps(batch.settings)
+
+    def _reject(self, execution: Execution) -> None:
+        """Answer a batch of several requests: it was dispatched when a model that does not step had this
+        name. A replica of such a model can execute it; this one cannot."""
+        self._log.warning(
+            "batch rejected, it is for another model of this name",
+            worker=self.consumer,
+            batch=execution.batch.id,
+            size=execution.batch.size,
+        )
+        for position in execution.unanswered:
+            execution.fail(position, ABORTED, _REPLACED)
+        self._rejected.append(execution)
 
     def _held(self) -> list[StepExecution]:
         return list(self._requests.values())
@@ -175,18 +210,22 @@ class StepReplica:
     # --- the model process ---------------------------------------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send what was fetched. Suspects are sent one at a time, each when the one before took its step."""
+        """Send what was fetched. First suspects, one at a time, each when the one before took its steps."""
+        self._begin_lost_again()
         if not self.process.ready:
             return
         self._configure_process()
-        for request in self._held():
-            if not request.is_sent and request.result is None and request not in self._suspects:
-                self._admit(request, is_alone=False)
         while self._suspects and self._alone is None:
-            suspect = self._suspects.pop(0)
-            if suspect.key in self._requests and suspect.result is None:
+            suspect = self._suspects[0]
+            if suspect.key in self._requests and suspect.is_waiting:
                 self._begin_alone(suspect)
-        if self._is_paused and self._alone is None:
+            del self._suspects[0]  # not before Redis knows that it is alone
+        if self._alone is not None:
+            return
+        for request in self._held():
+            if request.is_waiting:
+                self._admit(request)
+        if self._is_paused:
             self._is_paused = False
             self.process.send_message(Resume().message())
 
@@ -198,7 +237,7 @@ class StepReplica:
             limits = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
             self.process.send_message(Configure(*limits).message())
 
-    def _admit(self, request: StepExecution, *, is_alone: bool) -> None:
+    def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()
         frames = self._codec.frames_of_one(execution, [0], now_us)
         if not frames:  # it cannot be decoded, has expired, or is a dead letter
@@ -214,7 +253,7 @@ class StepReplica:
             batch.cost,
             request.is_streamed,
             request.kept,
-            is_alone,
+            steps_alone,
         )
         self.process.send_message(admit.message(), *frame.payload)
         request.sent(now_us)
@@ -223,11 +262,13 @@ class StepReplica:
         """Should this worker die as well, the next one knows which request was alone."""
         try:
             self._store.record_start(self.consumer, request.execution.batch)
-        except FencedError:
+        except (FencedError, CommandError) as error:
+            if isinstance(error, CommandError) and error.code != "NOGROUP":  # Redis was emptied
+                raise
             self._drop([request], is_fenced=True)
             return
         self._alone, self._is_paused = request, True
-        self._admit(request, is_alone=True)
+        self._admit(request, request.begin_alone())
 
     def _receive(self) -> None:
         """Receive a Step, or that a new model process is ready, or that the process died."""
@@ -247,47 +288,49 @@ class StepReplica:
             request = self._requests.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
-                if request is self._alone:
+                if request is self._alone and request.stepped_alone():
                     self._alone = None
+        self._running = step.running
         self._metrics.stepped(step)
 
     def _replace_process(self) -> None:
         """The model process died: start another, which goes on from the chunks in Redis."""
-        begun = [request for request in self._held() if request.is_sent and request.result is None]
-        chunks = self._store.chunks([request.execution.batch.id for request in begun])
+        begun = [request for request in self._held() if request.is_sent and not request.has_ended]
         cause = self.process.exit_cause()
         self._metrics.process_died()
         self._log.error("model process died", worker=self.consumer, how=cause, requests=len(begun))
         suspects = begun if self._alone is None else [self._alone]
         for request in suspects:
-            execution = request.execution
-            execution.deaths[0] = execution.deaths.get(0, 0) + 1
+            request.suspect(was_alone=request is self._alone)
         self._suspects = [
             request for request in self._held() if request in suspects or request in self._suspects
         ]
         self._alone, self._is_paused = None, False
-        self._begin_again(begun, chunks)
+        self._running = 0
+        for request in self._held():
+            request.is_sent = False
+        self._lost += begun
         self.process.spawn()
 
-    def _begin_again(self, requests: Sequence[StepExecution], chunks: Sequence[Sequence[bytes]]) -> None:
+    def _begin_lost_again(self) -> None:
         """Have the model process begin these, from the chunks that are in Redis."""
-        for request, kept in zip(requests, chunks, strict=True):
-            del self._requests[request.key]
-            request.begin_again(next(self._keys), kept)
-            self._requests[request.key] = request
+        lost = [request for request in self._lost if self._requests.get(request.key) is request]
+        if lost:
+            chunks = self._store.chunks([request.execution.batch.id for request in lost])
+            for request, kept in zip(lost, chunks, strict=True):
+                del self._requests[request.key]
+                request.begin_again(next(self._keys), kept)
+                self._requests[request.key] = request
+        self._lost = []
 
     # --- writing -------------------------------------------------------------------------------------------
 
     def _write_due(self) -> None:
         """Write what was emitted, and ask which requests were answered meanwhile, if either is due."""
-        held, now_s, settings = self._held(), time.monotonic(), self._settings
+        self._commit_rejected()
+        held, now_s, buffer = self._held(), time.monotonic(), self._settings.stream_buffer
         is_full = self._is_full
-        idle_ms_max = settings.reader_idle_ms
-        unread = [request for request in held if request.give_up_idle_reader(idle_ms_max, now_s)]
-        has_news = any(
-            request.result is not None or (not is_full and request.has_news(settings.stream_buffer))
-            for request in held
-        )
+        has_news = any(request.has_ended or (not is_full and request.has_news(buffer)) for request in held)
         if not held or (not has_news and now_s < self._check_at_s):
             return
         self._check_at_s = now_s + CHECK_INTERVAL_S
@@ -302,7 +345,14 @@ class StepReplica:
             self._log.warning("Redis is full, chunks wait", worker=self.consumer, requests=len(held))
             self._full_until_s = time.monotonic() + FULL_RETRY_S
             self._write(self._held(), only_final=True)
-        self._free_slots(unread)
+
+    def _commit_rejected(self) -> None:
+        while self._rejected:
+            try:
+                self._committer.commit(self._rejected[0])
+            except FencedError:
+                self._committer.discard(self._rejected[0])
+            del self._rejected[0]
 
     def _write(self, requests: Sequence[StepExecution], *, only_final: bool) -> None:
         buffer, now_us = self._settings.stream_buffer, self._store.clock.now_us()
@@ -312,6 +362,7 @@ class StepReplica:
             write = request.next_write(buffer, now_us, only_final=only_final)
             part.append((request, write))
             part_bytes += sum([len(chunk.kept) for chunk in write.chunks])
+            part_bytes += len(write.result.body or b"") if write.result is not None else 0
             if part_bytes > WRITE_BYTES_MAX:
                 self._write_part(part)
                 part, part_bytes = [], 0
@@ -319,9 +370,12 @@ class StepReplica:
             self._write_part(part)
 
     def _write_part(self, part: Sequence[tuple[StepExecution, StepWrite]]) -> None:
-        buffer = self._settings.stream_buffer
+        buffer, idle_ms_max = self._settings.stream_buffer, self._settings.reader_idle_ms
         replies = self._store.write(self.consumer, [write for _, write in part])
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
+        states = [reply.state for reply in replies]
+        written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]
+        self._metrics.chunks_written(written, now_us)
         gone: list[StepExecution] = []
         fenced: list[StepExecution] = []
         mismatched: list[StepExecution] = []
@@ -331,27 +385,24 @@ class StepReplica:
             elif reply.state != "WRITTEN":
                 (fenced if reply.state == "FENCED" else gone).append(request)
             else:
-                self._metrics.chunks_written(request, write, now_us)
-                request.wrote(write, reply, buffer, now_s)
+                request.wrote(write, reply, buffer, now_s, now_us)
                 if write.result is not None:
-                    self._finished(request, now_us)
+                    self._finished(request, write, now_us)
+                else:
+                    request.give_up_idle_reader(idle_ms_max)
         self._drop(fenced, is_fenced=True)
         self._drop(gone)  # a batcher answered them: they expired, or were withdrawn
-        if mismatched:
-            chunks = self._store.chunks([request.execution.batch.id for request in mismatched])
-            self._free_slots(mismatched)
-            self._begin_again(mismatched, chunks)
+        self._step_log.dropped(gone)
+        self._free_slots(mismatched)
+        self._lost += mismatched
 
-    def _finished(self, request: StepExecution, now_us: int) -> None:
+    def _finished(self, request: StepExecution, write: StepWrite, now_us: int) -> None:
         execution, result = request.execution, request.result
         assert result is not None
         if result.status == OK:
             execution.results[0] = result
-        counts = execution.counts()
-        self._metrics.committed(execution, counts, 0, now_us)
-        self._batch_log.committed(
-            self.consumer, execution.batch, counts.statuses, execution.compute_us, len(execution.dead_letters)
-        )
+        self._metrics.ended(execution, execution.counts(), now_us)
+        self._step_log.ended(self.consumer, request, write)
         self._forget([request])
 
     def _drop(self, requests: Sequence[StepExecution], *, is_fenced: bool = False) -> None:
@@ -360,18 +411,20 @@ class StepReplica:
             batch = request.execution.batch
             self._metrics.fenced()
             self._log.warning("request dropped, another worker has it", batch=batch.id, epoch=batch.epoch)
-        self._free_slots(requests)
         self._forget(requests)
 
     def _free_slots(self, requests: Sequence[StepExecution]) -> None:
-        """Have the model process end these requests."""
-        keys = [request.key for request in requests if request.is_sent]
-        if keys and self.process.ready:
-            self.process.send_message(Drop(keys).message())
+        """Have the model process end those of these requests that it generates."""
+        sent = [request for request in requests if request.is_sent]
+        if sent and self.process.ready:
+            self.process.send_message(Drop([request.key for request in sent]).message())
+        for request in sent:
+            request.is_sent = False
         if self._alone in requests:
             self._alone = None
 
     def _forget(self, requests: Sequence[StepExecution]) -> None:
+        self._free_slots(requests)
         for request in requests:
             self._requests.pop(request.key, None)
         self._batches = [(held.execution.batch.id, held.execution.batch.epoch) for held in self._held()]
@@ -380,8 +433,9 @@ class StepReplica:
 
     def _hand_over(self) -> None:
         """Give all requests up, so that other workers go on with them at once."""
-        if self._batches:
-            handed_over = self._store.hand_over(self.consumer, self._batches)
+        batches = [*self._batches, *self._fetcher.unloaded()]
+        if batches:
+            handed_over = self._store.hand_over(self.consumer, batches)
             self._log.info("requests handed over", worker=self.consumer, requests=handed_over)
         self._requests.clear()
         self._batches = []
@@ -391,6 +445,11 @@ class StepReplica:
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
         return self._batches
+
+    @property
+    def slots_in_use(self) -> int:
+        """How many requests have a slot. The model process does not tell when the last ones are dropped."""
+        return min(self._running, len(self._batches))
 
     def drain(self) -> None:
         """Fetch nothing more."""

@@ -46,6 +46,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
+from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
 
 AnyReplica = Replica | StepReplica
@@ -81,7 +82,9 @@ class Worker:
         self._draining = False
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
-        self.batch_log = BatchLog(keys.model, self._name)
+        self._batch_log = BatchLog(keys.model, self._name)
+        self._step_log = StepLog(keys.model, self._name, metrics, self._slots_in_use)
+        metrics.watch_slots(self._slots_in_use)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -146,10 +149,15 @@ class Worker:
         codec, metrics = Codec(ready), self._metrics
         if ready.is_stepping:
             settings = ModelSettings.from_mapping(ready.settings)
-            steps = StepStore(self._new_link("commit"), self._keys, self._clock)
+            link = self._new_link("commit")
+            steps = StepStore(link, self._keys, self._clock)
+            store = WorkerStore(link, self._keys, self._clock)
+            committer = Committer(consumer, store, metrics, self._batch_log)
             fetcher = self._new_fetcher(consumer, FETCH_BLOCK_MS)
-            return StepReplica(consumer, process, codec, fetcher, steps, settings, metrics, self.batch_log)
-        committer = Committer(consumer, self._new_store("commit"), metrics, self.batch_log)
+            return StepReplica(
+                consumer, process, codec, fetcher, steps, committer, settings, metrics, self._step_log
+            )
+        committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
         return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
 
     def _new_fetcher(self, consumer: str, block_ms: int | None = None) -> Fetcher:
@@ -186,6 +194,14 @@ class Worker:
                 )
 
         return report
+
+    def _slots_in_use(self) -> int:
+        return sum(replica.slots_in_use for replica in self._replicas if isinstance(replica, StepReplica))
+
+    def summarize_if_due(self) -> None:
+        """Log what was done since the last time, if that was a second ago."""
+        self._batch_log.summarize_if_due()
+        self._step_log.summarize_if_due()
 
     # --- health --------------------------------------------------------------------------------------------
 
@@ -248,7 +264,8 @@ class Worker:
             self._heartbeat.stop()
             loop.join(1.0)
         self._leave(self._replicas)
-        self.batch_log.summarize()
+        self._batch_log.summarize()
+        self._step_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 

@@ -53,7 +53,7 @@ class ResourceExhaustedError(CarpoolError):
 
 
 class CancelledRequestError(CarpoolError):
-    """The request was withdrawn before it was dispatched."""
+    """The request was withdrawn, or nobody read its stream."""
 
     status = CANCELLED
 

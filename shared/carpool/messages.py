@@ -326,9 +326,10 @@ class Result(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A partial result: one emitted value of a streamed request, or `merged` of them, joined.
+    """A partial result: one emitted value of a streamed request, or `merged` of them.
 
-    `index` counts the chunks of a request from 0. `body` is bytes of `content_type`.
+    Merged values are concatenated. If they cannot be, the body is a list of them (`is_list`). `index` counts
+    the chunks of a request from 0. `body` is bytes of `content_type`.
     """
 
     correlation_id: str
@@ -336,6 +337,7 @@ class Chunk(NamedTuple):
     body: bytes
     index: int  # type: ignore[assignment]  # hides tuple.index
     merged: int = 1
+    is_list: bool = False
 
 
 class ResultColumns(NamedTuple):
@@ -421,13 +423,30 @@ class DeadLetter(NamedTuple):
     attempts: int
 
 
+class Streamed(NamedTuple):
+    """What was streamed of a request that ended: how many chunks, counted before any were merged; the time
+    from its arrival to the first one; and from that to the last one, None if it expired or was withdrawn."""
+
+    chunks: int
+    first_us: int
+    first_to_last_us: int | None = None
+
+    @property
+    def gap_us(self) -> int | None:
+        """The mean time between two chunks, if that is known, and there were two."""
+        if self.first_to_last_us is None or self.chunks < 2:
+            return None
+        return self.first_to_last_us // (self.chunks - 1)
+
+
 class BatchSettled(NamedTuple):
     """A batch was committed at `settled_us`, by Redis's clock. `compute_us` is 0 if none of its requests was
     executed.
 
     `executed`: how many of its requests the model executed together in that time; 0 if its execution was not
     a normal one: none was valid, or the model raised, or they were executed one at a time.
-    `waited_us`: how long it waited until a model process could take it; None if its worker does not tell.
+    `waited_us`: how long it waited until a model process could take it.
+    `streamed`: only of a streamed request, which is alone in its batch.
     """
 
     batch_id: str
@@ -436,7 +455,8 @@ class BatchSettled(NamedTuple):
     compute_us: int
     settled_us: int
     executed: int
-    waited_us: int | None = None
+    waited_us: int = 0
+    streamed: Streamed | None = None
 
 
 class ModelProcessesChanged(NamedTuple):

@@ -333,6 +333,11 @@ class ModelSettings:
         return [spec.name for spec in fields(cls)]
 
     @classmethod
+    def names_without_effect(cls, *, is_stepping: bool) -> tuple[str, ...]:
+        """The names of the settings that have no meaning for a stepping model, or for any other one."""
+        return tuple(_UNUSABLE_WHILE_STEPPING) if is_stepping else _ONLY_OF_STEPS
+
+    @classmethod
     def meanings(cls) -> dict[str, str]:
         """The meaning of each setting, by name."""
         return {spec.name: spec.metadata["meaning"] for spec in fields(cls)}
@@ -347,13 +352,8 @@ class ModelSettings:
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
 
 
-_OF_STEPS: Final = (
-    "max_batch_size",
-    "max_batch_cost",
-    "max_prefill_cost",
-    "stream_buffer",
-    "reader_idle_ms",
-)
+_ONLY_OF_STEPS: Final = ("max_prefill_cost", "stream_buffer", "reader_idle_ms")
+_OF_STEPS: Final = ("max_batch_size", "max_batch_cost", *_ONLY_OF_STEPS)
 _UNUSABLE_WHILE_STEPPING: Final = {
     "policy": "a stepping model takes a request as soon as a slot is free, so only eager applies",
     "target_latency_ms": "it is for the policy deferred, which a stepping model cannot have",

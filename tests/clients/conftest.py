@@ -58,7 +58,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack with the models `square`, `transpose`, `vectors` and `away`; `away` has no worker."""
+    """A stack with the models of the documents and programs; `away` has no worker any more."""
     server = EmbeddedRedis(append_only=False)
     url = f"redis://services:{PASSWORD}@127.0.0.1:{server.port}/0"
     variables = {"CARPOOL_REDIS_URL": url}
@@ -72,7 +72,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.batcher()
         models = {
             "square": "square",
-            **{name.lower(): f"polyglot.py:{name}" for name in ("Transpose", "Vectors", "Away")},
+            "countdown": "stepping.py:countdown",
+            **{name.lower(): f"polyglot.py:{name}" for name in ("Transpose", "Vectors", "Away", "writer")},
         }
         workers = {name: stack.worker(f"{name}={spec}", ready=False) for name, spec in models.items()}
         for name, worker in workers.items():

@@ -83,6 +83,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "lane": "",
         "cost": 1,
         "reply_columns": False,
+        "stream": False,
         "fields": {},
     }
     assert others.keys() <= understood.keys()
@@ -142,6 +143,8 @@ def understood_requests() -> list[Case]:
             becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
         ),
         entry("an empty body", "body", "", becomes=[request(body="")]),
+        entry("chunks are wanted", "body", "7", "stream", "1", becomes=[request(stream=True)]),
+        entry("no chunks are wanted", "body", "7", "stream", "0", becomes=[request()]),
         entry(
             "a repeated field: the last value applies",
             *("body", "6", "priority", "1", "body", "7", "priority", "2"),
@@ -194,6 +197,7 @@ def refused_requests() -> list[Case]:
         "priority": ["10", "-1", "", "4.0", "+4", " 4", "4\n", "1_0", "high", "४", b"\xff"],
         "cost": ["-1", str(2**40 + 1), "9" * 30, "NaN"],
         "expiration": ["0", "-5", str(2**53 + 1), "1e3", "soon"],
+        "stream": ["2", "-1", "", "true"],
     }
     numbers = [
         case(f"{field} {value!r}", field, "body", "7", field, value)
@@ -314,6 +318,12 @@ def packed_requests() -> list[Case]:
         case("two requests", [request("a"), request("b")], packed("a"), packed("b")),
         case("one request", [request("a")], packed("a")),
         case("a body as text", [request("a", "ä7")], {"correlation_id": "a", "body": "ä7"}),
+        case(
+            "a stream beside another request, in an entry of streams",
+            [request("a", stream=True), request("b")],
+            *(packed("a"), packed("b", stream=0)),
+            shared=("stream", "1"),
+        ),
         case(
             "shared fields apply to each request that does not set its own",
             [
@@ -818,10 +828,11 @@ def results() -> list[Case]:
 def chunks() -> list[Case]:
     """Partial results: their envelopes on a list of their own, and as an element of `results`."""
 
-    def case(name: str, content_type: str, index: int, body: bytes, value: Any, merged: int = 1) -> Case:
-        chunk = {"correlation_id": "a", "content_type": content_type, "index": index, "merged": merged}
+    def case(name: str, content_type: str, index: int, body: bytes, value: Any, **merged: int) -> Case:
+        chunk = {"correlation_id": "a", "content_type": content_type, "index": index}
+        chunk |= {"merged": max(merged.values(), default=1), "is_list": "values" in merged}
         head = {"correlation_id": "a", "status": "OK", "content_type": content_type}
-        tail = {"final": False, "index": index} | ({"chunks": merged} if merged > 1 else {})
+        tail = {"final": False, "index": index} | merged
         element = pack(head | {"body": body} | tail)
         on_list = compact(head | {"body": value} | tail) if content_type == JSON else as_vector(element)
         return {
@@ -834,9 +845,11 @@ def chunks() -> list[Case]:
     return [
         case("a text in JSON", JSON, 0, '" tïme"'.encode(), " tïme"),
         case("a value in JSON", JSON, 1, b'{"final":true}', {"final": True}),
-        case("merged texts in JSON", JSON, 2, b'" upon a time"', " upon a time", merged=3),
+        case("merged texts in JSON", JSON, 2, b'" upon a time"', " upon a time", chunks=3),
+        case("numbers are a list in JSON", JSON, 2, b"[3,2,1]", [3, 2, 1], values=3),
+        case("numbers are a list", MSGPACK, 2, pack([3, 2, 1]), None, values=3),
         case("msgpack", MSGPACK, 300, pack("Once"), None),
-        case("merged bytes", RAW, 7, b"\x00\xff", None, merged=2),
+        case("merged bytes", RAW, 7, b"\x00\xff", None, chunks=2),
     ]
 
 

@@ -108,6 +108,7 @@ def described(item: Single | Refusal | Withdrawal) -> Case:
             "lane": item.lane,
             "cost": item.cost,
             "reply_columns": item.reply_columns,
+            "stream": item.stream,
             "fields": item.extra,
         }
     }

@@ -159,6 +159,19 @@ async def test_chunks_may_be_arrays(client: AsyncClient, service: StreamingServi
     assert stream.reply is not None and stream.reply.value.tolist() == [1, 2, 3, 4, 5]
 
 
+async def test_merged_values_that_cannot_be_concatenated_are_chunks_of_their_own(
+    client: AsyncClient, service: StreamingService
+) -> None:
+    stream = client.stream(MODEL, "x")
+    (request,) = await take(service)
+    service.write(request, chunk(request, 0, pack(3)))
+    service.write(request, chunk(request, 1, pack([2, [1], None])) | {"values": 3})
+    service.write(
+        request, chunk(request, 2, pack([0])), final(request, pack([3, 2, [1], None, [0]]), index=3)
+    )
+    assert await collect(stream) == [3, 2, [1], None, [0]]
+
+
 async def test_merged_chunks_are_one_value(client: AsyncClient, service: StreamingService) -> None:
     stream = client.stream(MODEL, "x")
     (request,) = await take(service)
@@ -239,6 +252,21 @@ async def test_stream_without_chunks_ends(client: AsyncClient, service: Streamin
     service.write(request, final(request, pack(None), index=0))
     assert await collect(stream) == []
     assert stream.reply is not None and stream.reply.value is None
+
+
+async def test_chunks_are_removed_from_the_reply_stream_when_they_were_read(
+    client: AsyncClient, service: StreamingService
+) -> None:
+    """At once, and not with what is sent next: workers merge the chunks of a stream that is not read."""
+    timer = client._transport._silence_timer
+    assert timer is not None
+    timer.cancel()
+    async with client.stream(MODEL, "x") as stream:
+        (request,) = await take(service)
+        for index in range(3):
+            service.write(request, chunk(request, index, pack(index)))
+            assert await anext(stream) == index
+            await wait_in_thread(lambda: service.unread(request) == 0, "the chunk is removed")
 
 
 async def test_large_body_of_a_stream_is_stored_beside_it(

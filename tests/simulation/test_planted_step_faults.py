@@ -17,7 +17,7 @@ from carpool_worker.model_process.stepper import Stepper
 from simulation.test_stepper_machine import StepperMachine
 
 MACHINE_SETTINGS: Final = hypothesis_settings(
-    max_examples=300,
+    max_examples=1000,
     stateful_step_count=30,
     deadline=None,
     database=None,
@@ -103,13 +103,48 @@ def step_all_with_one_that_is_alone(patch: Patch) -> None:
     patch.setattr(Slots, "next_round", next_round)
 
 
+def lose_what_is_put_back(patch: Patch) -> None:
+    patch.setattr(Slots, "put_back", Slots.end)
+
+
+def put_back_at_the_end(patch: Patch) -> None:
+    def put_back(held: Slots[Any], key: int) -> None:
+        held._waiting[key] = held._running[key]
+        held.end(key)
+
+    patch.setattr(Slots, "put_back", put_back)
+
+
+def exceed_the_slots_by_one_that_is_alone(patch: Patch) -> None:
+    patch.setattr(Slots, "lacks_space", False)
+
+
 def go_on_after_one_that_is_alone(patch: Patch) -> None:
-    def add_alone(held: Slots[Any], request: Any) -> None:
-        original(held, request)
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, steps)
         held._is_paused = False
 
     original = Slots.add_alone
     patch.setattr(Slots, "add_alone", add_alone)
+
+
+def take_only_one_step_alone(patch: Patch) -> None:
+    def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
+        original(held, request, 1)
+
+    original = Slots.add_alone
+    patch.setattr(Slots, "add_alone", add_alone)
+
+
+def stay_alone_after_a_drop(patch: Patch) -> None:
+    def drop(held: Slots[Any], key: int) -> Any:
+        left = dict(held._steps_alone)
+        request = original(held, key)
+        held._steps_alone = left
+        return request
+
+    original = Slots.drop
+    patch.setattr(Slots, "drop", drop)
 
 
 def drop_without_end(patch: Patch) -> None:
@@ -120,14 +155,16 @@ def drop_without_end(patch: Patch) -> None:
     patch.setattr(Stepper, "drop", drop)
 
 
-def end_twice(patch: Patch) -> None:
-    def end(stepper: Stepper, generation: Generation) -> None:
-        was_begun = generation.is_begun
-        original(stepper, generation)
-        generation.is_begun = was_begun
+def end_dropped_requests_twice(patch: Patch) -> None:
+    def drop(stepper: Stepper, keys: Sequence[int]) -> None:
+        dropped = [generation for generation in stepper._slots.running if generation.key in keys]
+        original(stepper, keys)
+        for generation in dropped:
+            generation.is_begun = True
+            stepper._end(generation)
 
-    original = Stepper._end
-    patch.setattr(Stepper, "_end", end)
+    original = Stepper.drop
+    patch.setattr(Stepper, "drop", drop)
 
 
 def begin_anew_without_end(patch: Patch) -> None:
@@ -166,6 +203,16 @@ def begin_at_the_start_what_was_sent(patch: Patch) -> None:
     patch.setattr(Generation, "restart", restart)
 
 
+def keep_what_is_generated_again(patch: Patch) -> None:
+    def restart(generation: Generation, *, continues: bool) -> None:
+        if continues or generation.was_sent:
+            original(generation, continues=continues)
+        generation.state = None
+
+    original = Generation.restart
+    patch.setattr(Generation, "restart", restart)
+
+
 def lose_what_is_emitted_before_the_end(patch: Patch) -> None:
     def take(generation: Generation) -> Any:
         advance = original(generation)
@@ -185,13 +232,19 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     ignore_costs,
     stop_at_a_request_that_costs_too_much,
     step_all_with_one_that_is_alone,
+    lose_what_is_put_back,
+    put_back_at_the_end,
+    exceed_the_slots_by_one_that_is_alone,
     go_on_after_one_that_is_alone,
+    take_only_one_step_alone,
+    stay_alone_after_a_drop,
     drop_without_end,
-    end_twice,
+    end_dropped_requests_twice,
     begin_anew_without_end,
     fail_all_where_the_model_raised,
     forget_what_was_emitted_before_the_model_raised,
     begin_at_the_start_what_was_sent,
+    keep_what_is_generated_again,
     lose_what_is_emitted_before_the_end,
 )
 

@@ -23,7 +23,7 @@ from carpool.model_settings import ModelSettings
 from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.frames import pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel
-from carpool_worker.model_process.step_frames import Admit, Advance, Step
+from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
 from carpool_worker.model_process.stepper import Stepper
 from carpool_worker.model_process.stepping import StepRequest
 
@@ -142,13 +142,14 @@ class Oracle:
 
 
 class StepperMachine(RuleBasedStateMachine):
-    """The reference is `waiting`, `waiting_alone`, `running` (keys in order), `received` (values by key)."""
+    """The reference is `waiting`, `running` (keys in order), `alone` (steps left by key, those that have not
+    begun included), `received` (values by key)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.traits: dict[int, Traits] = {}
         self.waiting: list[int] = []
-        self.waiting_alone: list[int] = []
+        self.alone: dict[int, int] = {}
         self.running: list[int] = []
         self.is_paused = False
         self.received: dict[int, list[Any]] = {}
@@ -172,29 +173,31 @@ class StepperMachine(RuleBasedStateMachine):
         )
         self.stepper._log = mock.Mock()
 
-    def _admit(self, traits: Traits, is_alone: bool) -> int:
+    def _admit(self, traits: Traits, steps_alone: int) -> int:
         key = len(self.traits)
         self.traits[key] = traits
         sent = [value(key, index) for index in range(min(traits.sent, traits.length))] * traits.is_streamed
         self.received[key] = sent
         self.was_sent[key] = bool(sent)
         chunks = [pack_values([part]) for part in sent[:1]] + ([pack_values(sent[1:])] if sent[1:] else [])
-        admit = Admit(key, (), (str(key), "", {}), traits.cost, traits.is_streamed, chunks, is_alone)
+        admit = Admit(key, (), (str(key), "", {}), traits.cost, traits.is_streamed, chunks, steps_alone)
         self.stepper.admit(admit, pack_values([key]))
         return key
 
     @rule(traits=traits)
     def add(self, traits: Traits) -> None:
-        self.waiting.append(self._admit(traits, is_alone=False))
+        self.waiting.append(self._admit(traits, steps_alone=0))
 
     @rule(traits=st.lists(traits, min_size=2, max_size=6))
     def add_several(self, traits: list[Traits]) -> None:
         for each in traits:
             self.add(each)
 
-    @rule(traits=traits, is_followed=st.sampled_from((False, False, True)))
-    def add_alone(self, traits: Traits, is_followed: bool) -> None:
-        self.waiting_alone.append(self._admit(traits, is_alone=True))
+    @rule(
+        traits=traits, steps=st.sampled_from((1, 1, 2, 5)), is_followed=st.sampled_from((False, False, True))
+    )
+    def add_alone(self, traits: Traits, steps: int, is_followed: bool) -> None:
+        self.alone[self._admit(traits, steps)] = steps
         self.is_paused = True
         if not is_followed:
             self.resume()
@@ -218,9 +221,16 @@ class StepperMachine(RuleBasedStateMachine):
     def _drop(self, keys: Sequence[int]) -> None:
         self.stepper.drop(keys)
         for key in keys:
-            for place in (self.waiting, self.waiting_alone, self.running):
+            self.alone.pop(key, None)
+            for place in (self.waiting, self.running):
                 if key in place:
                     place.remove(key)
+
+    @rule(settings=model_settings)
+    def configure(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        limits = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
+        self.stepper.configure(Configure(*limits))
 
     @rule(is_tired=st.booleans())
     def tire(self, is_tired: bool) -> None:
@@ -229,7 +239,7 @@ class StepperMachine(RuleBasedStateMachine):
     @rule()
     def advance(self) -> None:
         assert self.stepper.has_next == bool(
-            self.waiting_alone or (not self.is_paused and (self.waiting or self.running))
+            self.alone or (not self.is_paused and (self.waiting or self.running))
         )
         if not self.stepper.has_next:
             return
@@ -248,7 +258,6 @@ class StepperMachine(RuleBasedStateMachine):
             first = self.model.step_calls[0]
             assert first == [key for key in stepping if key in first], "order, or not its turn"
             assert set(first) >= set(others)
-            assert len(first) <= self.settings.max_batch_size or self._over_by_alone()
         else:
             assert not others
         self._check(step, stepping, is_alone)
@@ -261,10 +270,16 @@ class StepperMachine(RuleBasedStateMachine):
 
     def _next_round(self) -> tuple[list[int], list[int], bool]:
         """What is to be begun, what is to take a step, and whether that is alone."""
-        if self.waiting_alone:
-            key = self.waiting_alone.pop(0)
-            self.running.append(key)
-            return [key], [key], True
+        if self.alone:
+            key = next(iter(self.alone))
+            self.alone[key] -= 1
+            if not self.alone[key]:
+                del self.alone[key]
+            begun = [] if key in self.running else [key]
+            if begun:
+                self._put_back_for(key)
+            self.running += begun
+            return begun, [key], True
         if self.is_paused:
             return [], [], False
         admitted: list[int] = []
@@ -278,8 +293,14 @@ class StepperMachine(RuleBasedStateMachine):
             self.running.append(key)
         return admitted, list(self.running), False
 
-    def _over_by_alone(self) -> bool:
-        return len(self.running) > self.settings.max_batch_size
+    def _put_back_for(self, alone: int) -> None:
+        """The last ones give up their slots, if they can be begun anew, until this one fits."""
+        for key in reversed(list(self.running)):
+            fits = self._cost([*self.running, alone]) <= (self.settings.max_batch_cost or 1e9)
+            fits = fits and len(self.running) < self.settings.max_batch_size
+            if not fits and (self.continues or not self.was_sent[key]):
+                self.running.remove(key)
+                self.waiting.insert(0, key)
 
     def _cost(self, keys: Sequence[int]) -> int:
         return sum(self.traits[key].cost for key in keys)
@@ -314,6 +335,7 @@ class StepperMachine(RuleBasedStateMachine):
         if not advance.has_ended:
             return
         self.running.remove(key)
+        self.alone.pop(key, None)
         if advance.failure is None:
             assert advance.output is not None
             sent = traits.sent if traits.is_streamed else 0

@@ -95,7 +95,8 @@ class Service:
     def thaw(self) -> None:
         """Let the process and its children continue (SIGCONT)."""
         for pid in [self.pid, *self.children()]:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL; return once the process has ended."""

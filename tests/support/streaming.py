@@ -99,6 +99,11 @@ class StreamingService:
         keys: list[bytes] = self._redis.keys(self.keys.body("*"))
         return keys
 
+    def unread(self, request: Echo) -> int:
+        """The number of entries in the reply stream of the request."""
+        size: int = self._redis.xlen(self.keys.replies(request.reply_to))
+        return size
+
     def write(self, request: Echo, *envelopes: Envelope) -> None:
         """One entry on the reply stream of the request."""
         self._redis.xadd(self.keys.replies(request.reply_to), {"results": msgpack.packb(envelopes)})
@@ -134,7 +139,6 @@ class Storyteller(threading.Thread):
         self._keys = Keys(model)
         self._texts = texts
         self._error = error
-        self.answered = 0
         self._ending = threading.Event()
 
     def __enter__(self) -> Self:
@@ -158,7 +162,6 @@ class Storyteller(threading.Thread):
                 self._answer(entry_id.decode(), fields)
 
     def _answer(self, correlation_id: str, fields: dict[bytes, bytes]) -> None:
-        self.answered += 1
         request = Echo(correlation_id, fields[b"body"], JSON, "")
         texts = self._texts if fields.get(b"stream") == b"1" else ()
         envelopes = [chunk(request, index, _json(text)) for index, text in enumerate(texts)]

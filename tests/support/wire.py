@@ -33,6 +33,7 @@ request_maps = st.fixed_dictionaries(
         "cost": st.integers(0, 1 << 40),
         "tenant": names,
         "reply_columns": st.integers(0, 1),
+        "stream": st.integers(0, 1),
     },
 )
 
@@ -81,6 +82,7 @@ class Single(NamedTuple):
     extra: dict[str, bytes]
     tenant: str
     reply_columns: bool
+    stream: bool
     ticket: TicketRange | None
 
 
@@ -100,6 +102,7 @@ def singles(runs: Iterable[Run]) -> list[Single]:
             dict(run.extra or {}),
             run.tenant,
             run.reply_columns,
+            run.stream,
             ticket,
         )
         for run in runs

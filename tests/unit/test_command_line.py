@@ -111,7 +111,7 @@ def test_infer_advises_to_start_a_stack_only_if_redis_cannot_be_reached(
     async def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(infer, "_infer", fail)
+    monkeypatch.setattr(infer, "_print_result", fail)
     assert run("infer", "square", "7") == 1
     _check_advice(capsys.readouterr().err, f"carpool infer: {error}", advises=advises)
 

@@ -168,6 +168,61 @@ def test_invalid_override_can_be_removed() -> None:
     assert before == {"max_batch_size": "many (operator)"}
 
 
+STEPPING: Final = {**ModelSettings(max_batch_size=16).as_text(), "stepping": "true"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("policy=deferred", "policy=mine.py:Balanced", "target_latency_ms=5", "max_queue_delay_ms=2"),
+        *("preferred_batch_sizes=4", "preserve_ordering=true"),
+    ],
+)
+def test_setting_without_a_meaning_for_a_stepping_model_is_rejected(change: str) -> None:
+    directory: Any = FakeDirectory(STEPPING, {})
+    name = change.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{name}: .*stepping model.*; nothing was changed$"):
+        configure(directory, "m", ["max_batch_size=8", change])
+    assert not directory.configured
+
+
+@pytest.mark.parametrize("change", ["max_prefill_cost=5", "stream_buffer=10", "reader_idle_ms=100"])
+def test_setting_of_stepping_models_is_rejected_for_others(change: str) -> None:
+    directory: Any = FakeDirectory(REGISTERED, {})
+    name = change.partition("=")[0]
+    sentence = f"^{name}: it has an effect only on stepping models, and m is not one; nothing was changed$"
+    with pytest.raises(ConfigError, match=sentence):
+        configure(directory, "m", [change])
+    assert not directory.configured
+    directory = FakeDirectory(STEPPING, {})
+    assert configure(directory, "m", [change]).settings[name].source == "operator"
+
+
+def test_override_without_a_meaning_can_be_removed() -> None:
+    """Given an override from when the model did not step."""
+    directory: Any = FakeDirectory(STEPPING, {"policy": "deferred"})
+    with pytest.raises(ConfigError, match=r"^policy: "):
+        configure(directory, "m", ["max_batch_size=8"])
+    assert configure(directory, "m", []).settings["policy"].value == "deferred"
+    assert configure(directory, "m", ["policy="]).before == {"policy": "deferred (operator)"}
+
+
+def test_settings_without_an_effect_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    for registered, other in ((STEPPING, "policy"), (REGISTERED, "stream_buffer")):
+        effective = resolve(registered, {})
+        names = [name for name, of in effective.items() if not of.has_effect]
+        assert names == [
+            name
+            for name in effective
+            if name in ModelSettings.names_without_effect(is_stepping=registered is STEPPING)
+        ]
+        show(effective, Screen())
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(other)]
+        assert line.split(maxsplit=3) == [other, "-", "-", "no effect on this model"]
+    assert "slots" in resolve(STEPPING, {})["max_batch_size"].meaning
+    assert "slots" not in resolve(REGISTERED, {})["max_batch_size"].meaning
+
+
 def test_unknown_model_is_rejected() -> None:
     directory: Any = FakeDirectory({}, {})
     with pytest.raises(ConfigError, match="model 'other' is not registered; registered models: m"):

@@ -314,6 +314,7 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert plain[0].endswith("infer square 7")
     assert plain[1].startswith('redis-cli BLPOP "carpool:{square}:result:$(redis-cli XADD ')
     assert "Client()" in plain[2]
+    assert paste.lines("redis://127.0.0.1:6379/0", "m", streams=True)[0].endswith("infer m hello --stream")
     assert "redis-cli -p 7000 " in paste.lines("redis://127.0.0.1:7000/0", "square")[1]
     assert "redis-cli -s /tmp/r.sock " in paste.lines("unix:///tmp/r.sock", "square")[1]
     assert "redis-cli -u rediss://example.org/0 " in paste.lines("rediss://example.org/0", "square")[1]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, DispatchReason, Entry, Refusal, Run
+from carpool.messages import JSON, DispatchReason, Entry, Refusal, Run, Streamed
 from carpool.model_settings import ModelSettings
-from carpool.wire.report import Gauges
+from carpool.wire.report import Gauges, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter, gauges
@@ -107,6 +107,35 @@ def test_report_counts_from_the_takeover() -> None:
     assert (before.missed, report.missed) == ({"waiting": 1}, {"waiting": 4, "computed_long": 2})
     assert (before.quantiles_us, report.learned) == (None, ())
     assert report.quantiles_us == pytest.approx((SECOND_US, SECOND_US), rel=0.05)
+
+
+def test_stepping_model_has_slots_and_chunks_and_no_batch_sizes() -> None:
+    """Given requests of a stepping model, each a batch by itself, expect them in no histogram of batches."""
+    metrics = BatcherMetrics()
+    meter = Meter(metrics, "writer")
+    scheduler = Scheduler(ModelSettings(max_batch_size=8), model_processes=2, is_stepping=True)
+    assert meter.report("me", scheduler, 0).stepping == SteppingReport(16, 0, None, None)
+    dispatch(meter, scheduler, ("full", 1), ("full", 1))
+    for gap_us in (20_000, 20_000, 20_000):
+        meter.stream_ended(Streamed(11, 300_000, 10 * gap_us), SECOND_US)
+    meter.stream_ended(Streamed(1, 300_000, 0), SECOND_US)
+    meter.stream_ended(Streamed(4, 300_000), SECOND_US)  # withdrawn
+    report = meter.report("me", scheduler, SECOND_US)
+    assert (report.requests, report.batches, report.fill_percent) == (2, {"full": 2}, 0)
+    assert (sum(metrics.size.of("writer").snapshot()[0]), sum(metrics.fill.of("writer").snapshot()[0])) == (
+        0,
+        0,
+    )
+    stepping = report.stepping
+    assert stepping is not None
+    assert (stepping.slots, stepping.chunks) == (16, 38)
+    assert stepping.first_us == pytest.approx((300_000, 300_000), rel=0.05)
+    assert stepping.gap_us == pytest.approx((20_000, 20_000), rel=0.05)
+    later = meter.report("me", scheduler, SECOND_US + 2 * WINDOW_US).stepping
+    assert later == SteppingReport(16, 38, None, None), "what is recent is forgotten, what is counted is not"
+    meter.activated(60 * SECOND_US)
+    assert meter.report("me", scheduler, 60 * SECOND_US).stepping == SteppingReport(16, 0, None, None)
+    assert meter.report("me", Scheduler(ModelSettings(), 1), 60 * SECOND_US).stepping is None
 
 
 def test_report_holds_gauges_and_the_learned_latency() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from carpool.errors import CarpoolError
-from carpool.messages import RAW, Batch, BatchedRun, Result
+from carpool.messages import RAW, Batch, BatchedRun, Chunk, Result
 from carpool.metrics import (
     DURATIONS_US,
     PERCENTS,
@@ -25,9 +25,12 @@ from carpool.metrics import (
     Histogram,
 )
 from carpool.store.connection import CommandError, LinkError
+from carpool.store.steps import KeptChunk, StepWrite
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution
-from carpool_worker.meter import WorkerMetrics
+from carpool_worker.meter import StepCounts, WorkerMetrics
+from carpool_worker.model_process.step_frames import Step
+from carpool_worker.step_execution import StepExecution
 
 DOCUMENT: Final = Path(__file__).parents[2] / "ops" / "prometheus" / "README.md"
 MODEL: Final = "square"
@@ -128,6 +131,41 @@ def test_statuses_invented_by_a_model_share_one_label() -> None:
         ("other", "model"): 2,
         ("ABORTED", "dead_letter"): 1,
     }
+
+
+def test_chunks_of_one_script_are_counted_together() -> None:
+    """Given three requests with a first chunk, later ones of which some are merged, and none."""
+    metrics = WorkerMetrics(MODEL)
+    first, later, silent = [StepExecution(execution_of(), key, 0.0) for key in range(3)]
+    later.chunk_us = 40_000
+    writes = [
+        (first, StepWrite(BATCH, 0, [kept(1)], first_us=9_000)),
+        (later, StepWrite(BATCH, 4, [kept(1), kept(3)])),
+        (silent, StepWrite(BATCH, 0)),
+    ]
+    metrics.chunks_written(writes, 60_000)
+    metrics.stepped(Step(7_000, 0, 3, 3, []))
+    metrics.ended(execution_of("OK"), execution_of("OK").counts(), now_us=2_000)
+    metrics.watch_slots(lambda: 3)
+    found = {name: value for (name, _), value in samples(metrics.registry).items()}
+    assert metrics.step_counts() == StepCounts(1, 7_000, 5)
+    assert (found["carpool_chunks_total"], found["carpool_slots_in_use"]) == (5, 3)
+    assert (found["carpool_first_chunk_seconds_count"], found["carpool_first_chunk_seconds_sum"]) == (
+        1,
+        0.009,
+    )
+    assert (found["carpool_chunk_gap_seconds_count"], found["carpool_chunk_gap_seconds_sum"]) == (1, 0.02)
+    assert (found["carpool_request_seconds_count"], found["carpool_compute_output_seconds_count"]) == (1, 0)
+    assert found["carpool_executions_total"] == 0
+
+
+def kept(merged: int) -> KeptChunk:
+    return KeptChunk(Chunk("a", RAW, b"", 0, merged), b"")
+
+
+BATCH: Final = Batch(
+    "1-1", 1, [BatchedRun("1-1", ["a"], [b""], RAW, None, 1_000, None, None)], "full", 1_500, ""
+)
 
 
 def execution_of(*statuses: str) -> Execution:

@@ -566,15 +566,36 @@ def test_failure_of_one_that_is_alone_is_told() -> None:
     assert not b.stepper.has_next
 
 
-def test_one_that_is_alone_gets_a_slot_even_if_all_are_taken() -> None:
-    b = bench(max_batch_size=1, max_batch_cost=1)
-    b.admit(3)
+def test_others_give_up_their_slots_for_one_that_is_alone() -> None:
+    b = bench(max_batch_size=3, max_batch_cost=6)
+    for body in (9, 8, 7, 6):
+        b.admit(body, cost=2)
     b.advance()
-    b.admit(2, is_alone=True, cost=7)
+    b.model.calls.clear()
+    b.admit(5, is_alone=True, cost=4)
     b.advance()
+    assert b.model.taken_calls() == [("end", [7]), ("end", [8]), ("begin", [5]), ("step", [5])]
     b.stepper.resume()
-    b.admit(1)
-    assert b.finish() == {3: "012", 2: "01", 1: "0"}
-    steps = [bodies for call, bodies in b.model.calls if call == "step"]
-    assert [1] in steps
-    assert [3, 1] not in steps
+    b.advance()
+    assert b.model.taken_calls() == [("step", [9, 5])]
+    assert b.finish() == {body: "".join(map(str, range(body))) for body in (9, 8, 7, 6, 5)}
+    begun = [bodies for call, bodies in b.model.calls if call == "begin"]
+    assert begun == [[8, 7], [6]]  # as they were put back, before the one that waited
+    assert b.chunks[8] == list("01234567")
+
+
+def test_request_that_could_not_be_begun_anew_keeps_its_slot() -> None:
+    b = bench(max_batch_size=2, continues=False)
+    b.admit(9)
+    b.admit(8, is_streamed=False)
+    b.advance()
+    b.model.calls.clear()
+    for body in (7, 6):
+        b.admit(body, is_alone=True)
+        b.advance()
+    assert b.model.taken_calls() == [
+        *[("end", [8]), ("begin", [7]), ("step", [7])],
+        *[("begin", [6]), ("step", [6])],
+    ]
+    b.stepper.resume()
+    assert b.finish() == {body: "".join(map(str, range(body))) for body in (9, 8, 7, 6)}

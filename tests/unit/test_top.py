@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from carpool.errors import UnavailableError
-from carpool.wire.report import BatcherReport, Gauges
+from carpool.wire.report import BatcherReport, Gauges, SteppingReport
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
 from carpool_cli.top.command import Sample, as_json, compare, follow
-from carpool_cli.top.figures import Figures, ModelSample, Requests, figures
+from carpool_cli.top.figures import Figures, ModelSample, Requests, Stepping, figures
 from carpool_cli.top.page import Page
 
 SECOND_US = 1_000_000
@@ -152,8 +152,50 @@ def test_json_keys_are_stable() -> None:
         *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
         *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
-        *("policy", "missed"),
+        *("policy", "missed", "stepping"),
     ]
+
+
+def stepping_report(at_s: float, requests: int, chunks: int, in_flight: int = 9) -> BatcherReport:
+    """A report on a stepping model with 8 slots."""
+    gauges = Gauges(3, 99, 0.173, in_flight, in_flight, 1)
+    stepping = SteppingReport(8, chunks, (346_000, 1_100_000), (21_800, 38_700))
+    return replace(
+        report(at_s, full=requests),
+        gauges=gauges,
+        requests=requests,
+        fill_percent=0,
+        learned=(),
+        stepping=stepping,
+    )
+
+
+def test_figures_of_a_stepping_model_are_those_of_its_slots_and_chunks() -> None:
+    before, now = sample(stepping_report(10, 50, 2000)), sample(stepping_report(14, 90, 4000))
+    found = figures("Chain", before, now)
+    assert (found.requests_per_s, found.fill) == (10.0, None)
+    assert found.stepping == Stepping(8, 8, 1, 4000, 500.0, 346.0, 1100.0, 21.8, 38.7)
+    few = figures("Chain", before, sample(stepping_report(14, 90, 4000, in_flight=5))).stepping
+    assert few is not None
+    assert (few.slots_in_use, few.prefetched) == (5, 0)
+    first = figures("Chain", None, now).stepping
+    assert first is not None
+    assert first.chunks_per_s == 4000 / 14
+    quiet = SteppingReport(8, 2000, None, None)
+    (as_dict,) = json.loads(as_json([figures("Chain", before, sample(replace(report(12), stepping=quiet)))]))[
+        "models"
+    ]
+    assert as_dict["stepping"] == {
+        "slots": 8,
+        "slots_in_use": 8,
+        "prefetched": 120,
+        "chunks": 2000,
+        "chunks_per_s": 0.0,
+        "first_chunk_p50_ms": None,
+        "first_chunk_p99_ms": None,
+        "chunk_gap_p50_ms": None,
+        "chunk_gap_p99_ms": None,
+    }
 
 
 # --- pages -------------------------------------------------------------------------------------------------
@@ -191,6 +233,42 @@ WHOLE_PAGE = [
 
 def test_page_on_a_terminal() -> None:
     assert drawn(two_models(), 100) == WHOLE_PAGE
+
+
+def test_stepping_models_have_a_table_of_their_own() -> None:
+    chain = figures("Chain", sample(stepping_report(10, 50, 2000)), sample(stepping_report(14, 90, 4000)))
+    square, _ = two_models()
+    lines = drawn([square, chain], 140)
+    assert [line.split("  ")[0] for line in lines[2:7]] == ["model", "square", "", "stepping model", "Chain"]
+    assert lines[5:] == [
+        "stepping model  waiting  oldest   slots  prefetched  processes  requests/s  chunks/s"
+        "  first p50  first p99  gap p50  gap p99",
+        "Chain                 3  173 ms  8 of 8           1          1          10       500"
+        "     346 ms      1.1 s  21.8 ms  38.7 ms",
+        "",
+        *WHOLE_PAGE[6:11],
+        "",
+        "Chain",
+        "  chunks         4,000 in the streams that ended",
+        "  whole outputs  p50 12 ms  p99 31 ms",
+    ]
+    assert drawn([chain], 140)[2:4] == lines[5:7], "without any other model there is one table"
+    narrow = drawn([chain], 80)
+    assert narrow[2].split() == [
+        "stepping",
+        "model",
+        "waiting",
+        "slots",
+        *("requests/s", "chunks/s"),
+        *FIRST_AND_GAP,
+    ]
+    quiet = replace(stepping_report(14, 9, 7), stepping=SteppingReport(8, 7, None, None), quantiles_us=None)
+    assert drawn([figures("Chain", None, sample(quiet))], 140)[-1:] == [
+        "  chunks  7 in the streams that ended; none ended in the last 10 to 20 s"
+    ]
+
+
+FIRST_AND_GAP = ("first", "p99", "gap", "p99")
 
 
 def test_page_in_a_pipe_is_plain_text() -> None:
@@ -290,7 +368,9 @@ def test_no_page_is_larger_than_its_terminal(
 ) -> None:
     full, idle, refused = numbers
     before, now = sample(report(1)), sample(report(2, full, idle, refused), batcher=batcher)
-    lines = drawn([figures(model, before, now) for model in models], columns, rows)
+    stepping = sample(stepping_report(2, full, idle, refused), batcher=batcher)
+    pages = [figures(model, before, stepping if "b" in model else now) for model in models]
+    lines = drawn(pages, columns, rows)
     assert len(lines) <= rows
     assert max(map(len, lines), default=0) <= columns
 

@@ -16,6 +16,7 @@ from carpool.messages import (
     Dispatch,
     ModelProcessesChanged,
     Run,
+    Streamed,
 )
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import Tickets
@@ -24,6 +25,7 @@ from carpool.wire.batches import (
     decode_settled,
     encode_batch,
     encode_dead_letter,
+    encode_streamed,
     encode_tickets,
 )
 from carpool.wire.requests import decode_entry
@@ -146,6 +148,20 @@ def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
         "9-0", "w/0", 3, 17, 1_700_000_000_000_123, 3, 5
     )
     assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == ModelProcessesChanged("w/0")
+
+
+@pytest.mark.parametrize("streamed", [None, Streamed(5, 4000, 800), Streamed(1, 0, 0), Streamed(5, 4000)])
+def test_settled_entry_tells_what_was_streamed(streamed: Streamed | None) -> None:
+    fields = {"batch": "9-0", "size": 1, "streamed": encode_streamed(streamed)}
+    settled = decode_settled(flat_of(fields))
+    assert isinstance(settled, BatchSettled)
+    assert settled.streamed == streamed
+
+
+def test_mean_gap_is_that_between_chunks() -> None:
+    assert Streamed(5, 4000, 800).gap_us == 200
+    assert Streamed(1, 4000, 0).gap_us is None
+    assert Streamed(5, 4000).gap_us is None, "the time of the last chunk is not known"
 
 
 def test_dead_letter_is_the_request_with_reason_and_attempts() -> None:

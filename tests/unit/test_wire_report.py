@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.wire.report import BatcherReport, Gauges
+from carpool.wire.report import BatcherReport, Gauges, SteppingReport
 
 counts = st.integers(0, 1 << 53)
 seconds = st.floats(0, 1e9)
+quantiles = st.none() | st.tuples(counts, counts)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 reports = st.builds(
     BatcherReport,
@@ -25,11 +27,12 @@ reports = st.builds(
     fill_percent=counts,
     refused=st.dictionaries(texts, counts, max_size=3),
     learned=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
-    quantiles_us=st.none() | st.tuples(counts, counts),
+    quantiles_us=quantiles,
     unheeded=texts,
     policies=st.lists(texts, max_size=2).map(tuple),
     policy=texts,
     missed=st.dictionaries(texts, counts, max_size=3),
+    stepping=st.none() | st.builds(SteppingReport, counts, counts, quantiles, quantiles),
 )
 REPORT = BatcherReport(
     "b", 1, 2, Gauges(3, 4, 0.5, 1, 2, 1), {"full": 9}, 90, 900, {"INTERNAL/x": 1}, ((1, 15), (8, 25)), (7, 8)
@@ -54,9 +57,19 @@ def test_report_names_its_gauges() -> None:
     }
 
 
+def test_report_names_what_it_says_of_steps() -> None:
+    report = replace(REPORT, stepping=SteppingReport(16, 900, (5, 6), None))
+    assert json.loads(report.encode())["stepping"] == {
+        "slots": 16,
+        "chunks": 900,
+        "first_us": [5, 6],
+        "gap_us": None,
+    }
+
+
 def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None:
     fields = json.loads(REPORT.encode()) | {"of a later version": 1}
-    for name in ("unheeded", "policies", "policy", "missed"):
+    for name in ("unheeded", "policies", "policy", "missed", "stepping"):
         del fields[name]
     del fields["gauges"]["held"]
     assert BatcherReport.decode(json.dumps(fields).encode()) == REPORT
@@ -72,6 +85,7 @@ def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None
         {"learned": [1]},
         {"quantiles_us": [1, 2, 3]},
         {"missed": 7},
+        {"stepping": {"slots": 8}},
         {"at_us": 1.5},
     ],
 )

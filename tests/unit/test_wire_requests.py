@@ -262,6 +262,7 @@ def test_request_has_what_its_producer_sent(sent: dict[str, Any], extra: dict[st
         extra | tenant,
         sent.get("tenant", ""),
         sent.get("reply_columns", 0) == 1,
+        sent.get("stream", 0) == 1,
         None,
     )
 

@@ -114,6 +114,7 @@ chunks = st.builds(
     st.binary(max_size=20),
     st.integers(0, 2**40),
     st.integers(1, 9),
+    st.booleans(),
 )
 
 
@@ -125,7 +126,7 @@ def expected_chunk(chunk: Chunk) -> dict[str, Any]:
         "body": chunk.body,
         "final": False,
         "index": chunk.index,
-        **({"chunks": chunk.merged} if chunk.merged > 1 else {}),
+        **({"values" if chunk.is_list else "chunks": chunk.merged} if chunk.merged > 1 else {}),
     }
 
 

@@ -31,6 +31,7 @@ from carpool_cli.demo.writer_training import (
     initial,
     train,
 )
+from carpool_worker.model_process.model import SteppingModel, load_model
 
 TINY = Shape(recent=3, symbols=7, width=8, layers=2, heads=2, window=5)
 LOGIT_TOLERANCE = 1e-3
@@ -173,7 +174,7 @@ def test_without_a_seed_the_correlation_id_is_one(model: Writer) -> None:
 def test_higher_temperature_gives_less_likely_text(model: Writer, network: Network) -> None:
     def bits(temperature: float) -> float:
         requests = [
-            Request({"prompt": PROMPT, "length": 140, "seed": seed, "temperature": temperature})
+            Request({"prompt": PROMPT, "length": 50, "seed": seed, "temperature": temperature})
             for seed in range(32)
         ]
         text = symbols_of("".join(generate(model, requests)))
@@ -199,6 +200,14 @@ def test_text_that_ends_at_once_is_an_empty_string(model: Writer, monkeypatch: p
 
 def test_request_whose_beginning_failed_is_ended(model: Writer) -> None:
     model.end(Request("never begun"))
+
+
+def test_model_steps_and_continues() -> None:
+    loaded = load_model(Writer, "cpu")
+    assert isinstance(loaded, SteppingModel)
+    assert loaded.continues
+    assert loaded.settings.max_batch_size == Writer.max_batch_size
+    assert not loaded.misspelt
 
 
 def test_body_is_a_prompt_or_a_map_of_any_fields() -> None:

@@ -44,7 +44,7 @@ class CountOrTimeout:
         """Nothing to do: this policy does not track batches in flight."""
 
     def settle(
-        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int | None
+        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int
     ) -> None:
         """Nothing to do."""
 
@@ -85,7 +85,7 @@ class Aimd:
         """Nothing to do: `poll` has counted the batch."""
 
     def settle(
-        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int | None
+        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int
     ) -> None:
         """Adapt the size."""
         self._idle_workers += 1

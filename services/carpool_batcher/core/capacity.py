@@ -116,7 +116,6 @@ class Capacity:
         self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
-        self._sent_to_idle: set[str] = set()  # batches that did not wait for another one
         self._round_trips = RecentTimes()
         self._deliveries = RecentTimes()
         self._mean_size = 0.0
@@ -160,7 +159,6 @@ class Capacity:
         self._space_dispatches(batch)
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
-            self._sent_to_idle.add(batch_id)
             self._start_next()
 
     def settle(
@@ -169,13 +167,13 @@ class Capacity:
         execution_us: int,
         settled_us: int,
         executed: int | None = None,
-        waited_us: int | None = None,
+        waited_us: int = 0,
     ) -> None:
         """A batch settled; `executed` of its requests (None: all) took `execution_us` together, after it had
         waited `waited_us` for a model process.
 
         If either of the first two is 0 its execution was not a normal one: nothing is learned from it but the
-        turnaround. If the last is not known, it did not wait if it was sent to an idle process.
+        turnaround.
         """
         batch = self.in_flight.get(batch_id)
         if batch is None:
@@ -187,9 +185,7 @@ class Capacity:
         self._latencies.observe(
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
-        if waited_us is None and batch_id in self._sent_to_idle:
-            waited_us = 0
-        if is_normal and waited_us is not None:
+        if is_normal:
             self._round_trips.observe(turnaround_us - execution_us - waited_us)
         self.forget(batch_id, settled_us)
 
@@ -199,7 +195,6 @@ class Capacity:
         if batch is None:
             return
         self._cost -= batch.cost
-        self._sent_to_idle.discard(batch_id)
         if batch_id in self._ahead:
             self._ahead.remove(batch_id)
         else:

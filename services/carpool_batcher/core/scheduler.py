@@ -181,7 +181,7 @@ class Scheduler:
         compute_us: int,
         settled_us: int,
         executed: int | None = None,
-        waited_us: int | None = None,
+        waited_us: int = 0,
     ) -> None:
         """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
         together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a

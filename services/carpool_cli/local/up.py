@@ -163,7 +163,8 @@ def served_line(worker: WorkerService, replicas: int) -> str:
     took_s = worker.serving_since_s - worker.started_s
     size = worker.registration.get("max_batch_size", "?")
     processes = count(replicas, "process", "processes")
-    return f"  {worker.model} is served after {took_s:.1f} s: {processes}, batches of up to {size}"
+    limit = f"{size} slots each" if worker.is_stepping else f"batches of up to {size}"
+    return f"  {worker.model} is served after {took_s:.1f} s: {processes}, {limit}"
 
 
 def _warn_of_policy(supervisor: Supervisor, worker: WorkerService, screen: Screen) -> None:
@@ -194,7 +195,9 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
     if paste.needs_environment(supervisor.url):
         screen.print("  (with CARPOOL_REDIS_URL set to this URL, including the password)\n")
     for worker in supervisor.workers:
-        for line in paste.lines(supervisor.url, worker.model, settings.prefix, worker.inputs):
+        for line in paste.lines(
+            supervisor.url, worker.model, settings.prefix, worker.inputs, streams=worker.is_stepping
+        ):
             screen.print(f"  {line}")
         screen.print()
     screen.print("Press Ctrl-C to stop everything.")

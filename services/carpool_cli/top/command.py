@@ -43,6 +43,15 @@ class TopSettings(ConnectionSettings):
     fill        mean fill of those batches, relative to max_batch_size or max_batch_cost
     p50, p99    time from arrival until the batch was settled, over the last 10 to 20 seconds
 
+    Of a stepping model, each of whose requests is alone in its batch:
+    slots       requests in flight that have a slot, of all slots (processes x max_batch_size)
+    prefetched  requests in flight that get a slot as soon as one is free
+    chunks/s    emitted for streams that ended in the last 5 seconds, whole streams at a time; the metrics of
+                workers (carpool_chunks_total) count each chunk at once
+    first       time from arrival to the first chunk, of streams that ended in the last 10 to 20 seconds
+    gap         mean time between two chunks of a stream, of the same streams
+    whole outputs: time from arrival until the request was settled, streamed or not
+
     policy: the one in force; another than that of the settings if the batcher rejects them
     dispatch reasons: full, preferred (reached one of preferred_batch_sizes), deadline (a request would have
                 expired), efficient (waiting would not raise throughput), delay (max_queue_delay_ms

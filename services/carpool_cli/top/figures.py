@@ -30,6 +30,21 @@ class Requests(NamedTuple):
     per_s: float
 
 
+class Stepping(NamedTuple):
+    """What only a stepping model has. Those of chunks are of the streams that ended, because a batcher learns
+    of a stream when that ends."""
+
+    slots: int
+    slots_in_use: int  # requests in flight for which there is a slot
+    prefetched: int  # the others, which get one as soon as one is free
+    chunks: int  # since the batcher became active
+    chunks_per_s: float | None = None
+    first_chunk_p50_ms: float | None = None  # time from a request's arrival to its first chunk
+    first_chunk_p99_ms: float | None = None
+    chunk_gap_p50_ms: float | None = None  # mean time between two chunks of a stream
+    chunk_gap_p99_ms: float | None = None
+
+
 class Figures(NamedTuple):
     """A model in numbers; None where a number is unknown. The names are the keys of `carpool top --json`."""
 
@@ -56,12 +71,14 @@ class Figures(NamedTuple):
     unheeded: str = ""  # why the batcher rejects the model's settings, where it does
     policy: str | None = None  # the one in force
     missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
+    stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
         refused = {reason: requests._asdict() for reason, requests in self.refused.items()}
         missed = {cause: requests._asdict() for cause, requests in self.missed.items()}
-        return {**self._asdict(), "refused": refused, "missed": missed}
+        stepping = None if self.stepping is None else self.stepping._asdict()
+        return {**self._asdict(), "refused": refused, "missed": missed, "stepping": stepping}
 
 
 def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures:
@@ -76,7 +93,9 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     over_s = (report.at_us - base.at_us) / 1e6
     dispatched = _largest_first(_increases(base.batches, report.batches))
     batches = sum(dispatched.values())
-    gauges, quantiles_us = report.gauges, report.quantiles_us or (None, None)
+    gauges = report.gauges
+    p50_ms, p99_ms = _quantiles_ms(report.quantiles_us)
+    has_fill = batches and report.stepping is None
     return known_without_report._replace(
         model_processes=gauges.model_processes,
         waiting=gauges.waiting,
@@ -87,10 +106,10 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         over_s=over_s,
         requests_per_s=_per_s(report.requests - base.requests, over_s),
         batches_per_s=_per_s(batches, over_s),
-        fill=(report.fill_percent - base.fill_percent) / batches / 100 if batches else None,
+        fill=(report.fill_percent - base.fill_percent) / batches / 100 if has_fill else None,
         reasons={reason: number / batches for reason, number in dispatched.items()},
-        p50_ms=_ms(quantiles_us[0]),
-        p99_ms=_ms(quantiles_us[1]),
+        p50_ms=p50_ms,
+        p99_ms=p99_ms,
         learned={size: time_us / 1000 for size, time_us in report.learned},
         refused=_totals_and_rates(base.refused, report.refused, over_s),
         batches=report.batches,
@@ -99,6 +118,24 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         unheeded=report.unheeded,
         policy=report.policy or None,
         missed=_totals_and_rates(base.missed, report.missed, over_s),
+        stepping=_stepping(base, report, over_s),
+    )
+
+
+def _stepping(base: BatcherReport, report: BatcherReport, over_s: float) -> Stepping | None:
+    now, in_flight = report.stepping, report.gauges.requests_in_flight
+    if now is None:
+        return None
+    slots_in_use = min(in_flight, now.slots)
+    chunks_before = 0 if base.stepping is None else base.stepping.chunks
+    return Stepping(
+        now.slots,
+        slots_in_use,
+        in_flight - slots_in_use,
+        now.chunks,
+        _per_s(now.chunks - chunks_before, over_s),
+        *_quantiles_ms(now.first_us),
+        *_quantiles_ms(now.gap_us),
     )
 
 
@@ -131,5 +168,6 @@ def _per_s(number: int, over_s: float) -> float | None:
     return number / over_s if over_s > 0 else None
 
 
-def _ms(quantile_us: int | None) -> float | None:
-    return None if quantile_us is None else quantile_us / 1000
+def _quantiles_ms(quantiles_us: tuple[int, int] | None) -> tuple[float, float] | tuple[None, None]:
+    """p50 and p99."""
+    return (None, None) if quantiles_us is None else (quantiles_us[0] / 1000, quantiles_us[1] / 1000)

@@ -1,4 +1,6 @@
-"""The page of `carpool top`: a table of all models, then details of each. Pure: figures in, a renderable out.
+"""The page of `carpool top`: a table of models, one of stepping models, then details of each.
+
+Pure: figures in, a renderable out.
 
 The page fits itself into the console that draws it. A narrow one gets fewer columns of the table, a low one
 fewer lines; in a pipe or a file it is whole.
@@ -18,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from carpool_cli.screen import build_table, clip, count, duration
-from carpool_cli.top.figures import Figures, Requests
+from carpool_cli.top.figures import Figures, Requests, Stepping
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
@@ -27,14 +29,15 @@ _UNLIMITED_COLUMNS: Final = 100_000
 _HEADINGS: Final = (
     "model", "waiting", "oldest", "in flight", "processes", "requests/s", "fill", "p50", "p99",
 )  # fmt: skip
-_DISPENSABLE: Final = (
-    "p50",
-    "fill",
-    "in flight",
-    "processes",
-    "oldest",
-    "p99",
-)  # the first to be dropped first
+_STEPPING_HEADINGS: Final = (
+    "stepping model", "waiting", "oldest", "slots", "prefetched", "processes", "requests/s", "chunks/s",
+    "first p50", "first p99", "gap p50", "gap p99",
+)  # fmt: skip
+# The columns to be dropped where a table is too wide, the first one first.
+_DISPENSABLE: Final = ("p50", "fill", "in flight", "processes", "oldest", "p99")
+_STEPPING_DISPENSABLE: Final = (
+    "processes", "prefetched", "first p50", "gap p50", "oldest", "requests/s", "gap p99", "first p99",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,29 @@ class Page:
         if not self.models:
             yield _line("no model is registered; `carpool up square` serves one")
             return
-        yield _table(self.models, console, options)
+        yield from self._tables(console, options)
         for model in self.models:
             yield ""
             yield _line(model.model)
             yield _details(model, options)
+
+    def _tables(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        is_terminal = options.is_terminal
+        name_columns = min(NAME_COLUMNS, options.max_width // 3) if is_terminal else _UNLIMITED_COLUMNS
+        rows = [_row(model, name_columns) for model in self.models if model.stepping is None]
+        if rows:
+            yield _table([_HEADINGS, *rows], _DISPENSABLE, console, options)
+        stepping = [_stepping_row(*each, name_columns) for each in _stepping_models(self.models)]
+        if rows and stepping:
+            yield ""
+        if stepping:
+            yield _table([_STEPPING_HEADINGS, *stepping], _STEPPING_DISPENSABLE, console, options)
+
+
+def _stepping_models(models: Sequence[Figures]) -> Iterator[tuple[Figures, Stepping]]:
+    for model in models:
+        if model.stepping is not None:
+            yield model, model.stepping
 
 
 def _line(text: str) -> Text:
@@ -80,12 +101,12 @@ def _line(text: str) -> Text:
 # --- the table ---------------------------------------------------------------------------------------------
 
 
-def _table(models: Sequence[Figures], console: Console, options: ConsoleOptions) -> Table:
-    """All columns that fit."""
-    name_columns = min(NAME_COLUMNS, options.max_width // 3) if options.is_terminal else _UNLIMITED_COLUMNS
-    rows = [_HEADINGS, *(_row(model, name_columns) for model in models)]
-    columns = dict(zip(_HEADINGS, zip(*rows, strict=True), strict=True))
-    for name in ("", *_DISPENSABLE):
+def _table(
+    rows: Sequence[tuple[str, ...]], dispensable: Sequence[str], console: Console, options: ConsoleOptions
+) -> Table:
+    """All columns that fit. The first row has the headings."""
+    columns = dict(zip(rows[0], zip(*rows, strict=True), strict=True))
+    for name in ("", *dispensable):
         columns.pop(name, None)
         table = build_table(list(zip(*columns.values(), strict=True)))
         unlimited = options.update(width=_UNLIMITED_COLUMNS)
@@ -95,27 +116,58 @@ def _table(models: Sequence[Figures], console: Console, options: ConsoleOptions)
 
 
 def _row(model: Figures, name_columns: int) -> tuple[str, ...]:
+    """The cells below `_HEADINGS`."""
     in_flight = f"{model.batches_in_flight:,}"
     if model.requests_in_flight is not None:
         in_flight += f" ({model.requests_in_flight:,})"
     return (
         clip(model.model, name_columns),
         f"{model.waiting:,}",
-        "-" if model.oldest_s is None else duration(model.oldest_s),
+        _age(model.oldest_s),
         in_flight,
-        f"{model.model_processes:,}" if model.model_processes else "none",
+        _processes(model),
         _rate(model.requests_per_s) if model.batcher else "no batcher",
         "-" if model.fill is None else f"{model.fill:.0%}",
-        "-" if model.p50_ms is None else duration(model.p50_ms / 1000),
-        "-" if model.p99_ms is None else duration(model.p99_ms / 1000),
+        _time(model.p50_ms),
+        _time(model.p99_ms),
     )
+
+
+def _stepping_row(model: Figures, stepping: Stepping, name_columns: int) -> tuple[str, ...]:
+    """The cells below `_STEPPING_HEADINGS`."""
+    return (
+        clip(model.model, name_columns),
+        f"{model.waiting:,}",
+        _age(model.oldest_s),
+        f"{stepping.slots_in_use:,} of {stepping.slots:,}",
+        f"{stepping.prefetched:,}",
+        _processes(model),
+        _rate(model.requests_per_s),
+        _rate(stepping.chunks_per_s),
+        _time(stepping.first_chunk_p50_ms),
+        _time(stepping.first_chunk_p99_ms),
+        _time(stepping.chunk_gap_p50_ms),
+        _time(stepping.chunk_gap_p99_ms),
+    )
+
+
+def _processes(model: Figures) -> str:
+    return f"{model.model_processes:,}" if model.model_processes else "none"
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def _time(time_ms: float | None) -> str:
+    return "-" if time_ms is None else duration(time_ms / 1000)
 
 
 # --- the details -------------------------------------------------------------------------------------------
 
 
 def _details(model: Figures, options: ConsoleOptions) -> Table:
-    """What is missing, why batches were dispatched, what was learned, and which requests failed."""
+    """What is missing, what was done, what was learned, and which requests failed."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -135,6 +187,18 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
     if model.unheeded:
         yield "settings", [f"rejected: {model.unheeded}"]
+    if model.stepping is None:
+        yield from _of_batches(model)
+    else:
+        yield from _of_steps(model, model.stepping)
+    if model.refused:
+        yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
+    if model.missed:
+        causes = model.missed.items()
+        yield "missed deadlines", [_requests(cause.replace("_", " "), number) for cause, number in causes]
+
+
+def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
     if model.policy:
         yield "policy", [f"{model.policy}, not that of the settings" if model.unheeded else model.policy]
     if model.over_s is not None:
@@ -143,11 +207,14 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "withheld results", [f"{model.held:,}, until the results before them are delivered"]
     if model.learned:
         yield "latency model", _latency_model(model.learned)
-    if model.refused:
-        yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
-    if model.missed:
-        causes = model.missed.items()
-        yield "missed deadlines", [_requests(cause.replace("_", " "), number) for cause, number in causes]
+
+
+def _of_steps(model: Figures, stepping: Stepping) -> Iterator[tuple[str, Sequence[str]]]:
+    chunks = f"{stepping.chunks:,} in the streams that ended"
+    is_recent = stepping.first_chunk_p50_ms is not None
+    yield "chunks", [chunks if is_recent else f"{chunks}; none ended in the last 10 to 20 s"]
+    if model.p50_ms is not None:
+        yield "whole outputs", [f"p50 {_time(model.p50_ms)}", f"p99 {_time(model.p99_ms)}"]
 
 
 def _reasons(model: Figures) -> list[str]:

@@ -21,6 +21,7 @@ from carpool.settings import ConnectionSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
+from carpool.wire.registration import is_stepping
 from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
 from carpool_cli.tuning.arrivals import TraceError
@@ -90,12 +91,19 @@ def connected(settings: ConnectionSettings, command: str) -> Iterator[Link]:
 
 
 def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
-    """Read the state of a model; nothing is sent to it. Raises UnavailableModelError."""
+    """Read the state of a model; nothing is sent to it.
+
+    Raises UnavailableModelError, also for a stepping model: there is no l(n), and the simulator has no slots.
+    """
     registered = Directory(link, prefix).models()
     if model not in registered:
         raise UnavailableModelError(describe_unregistered(model, registered))
     keys = Keys(model, prefix)
     snapshot = take_snapshot(link, keys, RedisClock())
+    if is_stepping(snapshot.registration):
+        raise UnavailableModelError(
+            f"{model} is a stepping model, which forms no batches: this command is for models with predict"
+        )
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED_BATCHES)
     settled = [decode_settled(flat) for _, flat in reversed(latest)]
     return LiveModel(

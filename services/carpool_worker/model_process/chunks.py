@@ -17,6 +17,12 @@ def join(values: Sequence[Any]) -> Any:
     """
     if not values:
         return None
+    joined = concatenated(values)
+    return list(values) if joined is None else joined
+
+
+def concatenated(values: Sequence[Any]) -> Any:
+    """The values end to end; None if they are not of a kind that can be concatenated."""
     if _all_are(values, str):
         return "".join(values)
     if _all_are(values, bytes):
@@ -25,7 +31,7 @@ def join(values: Sequence[Any]) -> Any:
         return list(chain.from_iterable(values))
     if _all_are(values, np.ndarray) and _have_one_layout(values):
         return np.concatenate(values)
-    return list(values)
+    return None
 
 
 def _all_are(values: Sequence[Any], kind: Any) -> bool:

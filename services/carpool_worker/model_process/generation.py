@@ -42,12 +42,18 @@ class Generation(StepRequest):
 
     def take(self) -> Advance | None:
         """What was not taken yet; None if nothing was."""
-        if not (self._is_finished or self._failure):
-            if self.emitted == self._taken_count or not self._is_streamed:
-                return None
-            return Advance(self.key, self._take_chunk(), self.emitted)
-        output = None if self._failure else self._final_output()
-        chunk = self._take_chunk() if self._is_streamed else b""
+        count = self.emitted - self._taken_count if self._is_streamed else 0
+        has_ended = self._is_finished or self._failure is not None
+        if not (count or has_ended):
+            return None
+        chunk = b""
+        if count:
+            header = _LIST_OF_ONE if count == 1 else list_header(count)
+            chunk = header + self._packed[self._taken_bytes :]
+            self._taken_count, self._taken_bytes = self.emitted, len(self._packed)
+        if not has_ended:
+            return Advance(self.key, chunk, self.emitted)
+        output = self._final_output() if self._failure is None else None
         return Advance(self.key, chunk, self.emitted, output, self._failure)
 
     def reject(self, failure: Failure) -> None:
@@ -73,14 +79,6 @@ class Generation(StepRequest):
         else:
             self.emitted = 0
             self._packed.clear()
-
-    def _take_chunk(self) -> bytes:
-        count = self.emitted - self._taken_count
-        if not count:
-            return b""
-        packed = self._packed[self._taken_bytes :]
-        self._taken_count, self._taken_bytes = self.emitted, len(self._packed)
-        return (_LIST_OF_ONE if count == 1 else list_header(count)) + packed
 
     def _final_output(self) -> bytes | None:
         """The output as a packed list of one value. If that cannot be made, the request fails."""

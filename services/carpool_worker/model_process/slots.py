@@ -4,9 +4,10 @@ The rules:
  1. Requests get slots in the order in which they were added. At most `size` have one.
  2. Together they cost at most `cost_max`, and those that get one between two steps at most
     `prefill_cost_max`. The first one always gets a slot: the costs never stop everything.
- 3. A request that is to be alone gets a slot at once, whatever the limits are, and takes a step alone. After
-    it, nothing takes a step until `resume`, except further requests that are to be alone.
- 4. A request has a slot until `end` or `drop`.
+ 3. A request that is to be alone gets a slot at once and takes some steps alone. If it does not fit, others
+    are to be put back first: they get slots again before all that wait. After its steps, nothing takes one
+    until `resume`, except further requests that are to be alone.
+ 4. A request has a slot until `end`, `drop` or `put_back`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Slots(Generic[T]):
         self.set_limits(size, cost_max, prefill_cost_max)
         self._waiting: dict[int, T] = {}  # by key, as all of these; in order
         self._waiting_alone: dict[int, T] = {}
+        self._steps_alone: dict[int, int] = {}  # that are left to those that are to be alone, or are
         self._running: dict[int, T] = {}  # those that have a slot
         self._cost = 0  # of those
         self._is_paused = False
@@ -58,7 +60,7 @@ class Slots(Generic[T]):
     @property
     def has_next(self) -> bool:
         """Whether the next round has anything to do."""
-        if self._waiting_alone:
+        if self._steps_alone:
             return True
         return not self._is_paused and bool(self._running or self._waiting)
 
@@ -72,21 +74,34 @@ class Slots(Generic[T]):
         """A request to be generated."""
         self._waiting[request.key] = request
 
-    def add_alone(self, request: T) -> None:
-        """A request to be begun at once, which takes a step alone; then everything pauses."""
+    def add_alone(self, request: T, steps: int = 1) -> None:
+        """A request to be begun at once, which takes so many steps alone; then everything pauses."""
         self._waiting_alone[request.key] = request
+        self._steps_alone[request.key] = steps
         self._is_paused = True
 
     def resume(self) -> None:
         """All go on, after those that are still to be alone."""
         self._is_paused = False
 
+    @property
+    def lacks_space(self) -> bool:
+        """Whether the request that is to be alone next does not fit beside those that have slots."""
+        alone = self._waiting_alone.get(next(iter(self._steps_alone), -1))
+        if alone is None or not self._running:
+            return False
+        return len(self._running) >= self._size or _is_over(self._cost + alone.cost, self._cost_max)
+
+    def put_back(self, key: int) -> None:
+        """The request of this key gives its slot up, and waits before all others."""
+        request = self._running[key]
+        self.end(key)
+        self._waiting = {key: request} | self._waiting
+
     def next_round(self) -> Round[T]:
         """Give slots to the requests whose turn it is."""
-        if self._waiting_alone:
-            alone = self._waiting_alone.pop(next(iter(self._waiting_alone)))
-            self._occupy(alone)
-            return Round([alone], [alone], True)
+        if self._steps_alone:
+            return self._next_alone(next(iter(self._steps_alone)))
         if self._is_paused:
             return Round([], [], False)
         return Round(self._admit(), self.running, False)
@@ -94,6 +109,7 @@ class Slots(Generic[T]):
     def end(self, key: int) -> None:
         """The request of this key ended: its slot is free."""
         self._cost -= self._running.pop(key).cost
+        self._steps_alone.pop(key, None)
 
     def drop(self, key: int) -> T | None:
         """Forget the request of this key, if it is known. Returns it if it had a slot."""
@@ -103,7 +119,18 @@ class Slots(Generic[T]):
         else:
             self._waiting.pop(key, None)
             self._waiting_alone.pop(key, None)
+            self._steps_alone.pop(key, None)
         return request
+
+    def _next_alone(self, key: int) -> Round[T]:
+        begun: list[T] = []
+        if key in self._waiting_alone:
+            begun.append(self._waiting_alone.pop(key))
+            self._occupy(begun[0])
+        self._steps_alone[key] -= 1
+        if not self._steps_alone[key]:
+            del self._steps_alone[key]
+        return Round(begun, [self._running[key]], True)
 
     def _admit(self) -> list[T]:
         admitted: list[T] = []

@@ -31,9 +31,9 @@ class Admit(NamedTuple):
     value. `chunks`: those that its reader may have seen, oldest first, if another process began it.
     `is_streamed`: whether chunks are wanted; if not, only the output is sent.
 
-    `is_alone`: it may have killed a process. It is begun at once and takes one step, while all others pause;
-    the Step that says so is always sent, with an Advance of this key. Then everything pauses until the next
-    request that is to be alone, or Resume; other requests that arrive meanwhile wait.
+    `steps_alone`, if it may have killed a process: it is begun at once and takes so many steps, fewer if it
+    ends, while all others pause. Each of these Steps is sent, with an Advance of this key. Then everything
+    pauses until the next request that is to be alone, or Resume; others that arrive meanwhile wait.
     """
 
     key: int
@@ -42,7 +42,7 @@ class Admit(NamedTuple):
     cost: int
     is_streamed: bool
     chunks: Sequence[bytes] = ()
-    is_alone: bool = False
+    steps_alone: int = 0
 
     def message(self) -> tuple[Any, ...]:
         """The header of the message."""

@@ -47,8 +47,8 @@ class Stepper:
     def admit(self, admit: Admit, payload: Buffer) -> None:
         """Take a request. `payload` is its body, as `Admit` says."""
         generation = Generation(admit, _decode(admit, payload))
-        if admit.is_alone:
-            self._slots.add_alone(generation)
+        if admit.steps_alone:
+            self._slots.add_alone(generation, admit.steps_alone)
         else:
             self._slots.add(generation)
 
@@ -69,6 +69,8 @@ class Stepper:
 
     def advance(self) -> Step | None:
         """Begin the requests whose turn it is, and take a step. None if nothing changed."""
+        if self._slots.lacks_space:
+            self._make_space()
         planned = self._slots.next_round()
         started_ns = self._now_ns()
         if planned.begun:
@@ -84,6 +86,17 @@ class Stepper:
     def close(self) -> None:
         """End all requests that were begun."""
         self.drop([generation.key for generation in self._slots.running])
+
+    def _make_space(self) -> None:
+        """Put requests back, the last ones first, for one that is to be alone. They are begun anew later.
+
+        Those that could not be are kept: then more are begun than there are slots, until one ends.
+        """
+        for generation in reversed(self._slots.running):
+            if self._slots.lacks_space and (self._model.continues or not generation.was_sent):
+                self._end(generation)
+                generation.restart(continues=self._model.continues)
+                self._slots.put_back(generation.key)
 
     def _begin_valid(self, admitted: Requests) -> None:
         valid = [generation for generation in admitted if self._can_begin(generation)]

@@ -34,11 +34,12 @@ class AwaitedRequests:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def on_results(self, flat: Sequence[bytes]) -> None:
-        """Results and chunks from an entry of a reply stream.
+    def on_results(self, flat: Sequence[bytes]) -> bool:
+        """Results and chunks from an entry of a reply stream. Returns whether there were chunks.
 
         Results that are no longer wanted are only counted, and such chunks are ignored.
         """
+        has_chunks = False
         for name, packed in zip(flat[::2], flat[1::2], strict=True):
             if name == b"columns":
                 for columns in decode_columns(packed):
@@ -49,6 +50,8 @@ class AwaitedRequests:
                         self._on_result(envelope)
                     else:
                         self._on_chunk(envelope)
+                        has_chunks = True
+        return has_chunks
 
     def _on_columns(self, columns: ResultColumns) -> None:
         try:
@@ -82,7 +85,9 @@ class AwaitedRequests:
             return
         target = entry.awaited[correlation_id]
         try:
-            entry.sink.put_chunk(target, envelope["index"], self._reader.value(envelope))
+            value = self._reader.value(envelope)
+            # Values that were merged without being concatenated are as many chunks for the reader.
+            entry.sink.put_chunk(target, envelope["index"], value if "values" in envelope else (value,))
         except CarpoolError as error:
             entry.sink.fail(target, error)
             self._on_unusable(correlation_id, target)

@@ -37,6 +37,7 @@ class Channel:
     entry_requests_max: int
     last_id: str = "0-0"  # of the last entry read from the reply stream
     untrimmed_entries: int = 0  # entries that were read and still take memory in Redis
+    has_chunks: bool = False  # some of these entries have chunks
     withdrawn_ids: list[str] = field(default_factory=list)  # correlation IDs to withdraw with the next flush
 
 

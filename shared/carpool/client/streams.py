@@ -44,14 +44,16 @@ class StreamTarget:
         self.index = 0
         self.ended = False
 
-    def put_chunk(self, index: int, value: Any) -> None:
-        """Take a chunk, unless it was here before. Raises InternalError if some before it are missing."""
+    def put_chunk(self, index: int, values: Sequence[Any]) -> None:
+        """Take the values of a chunk, unless it was here before. Raises InternalError if some before it are
+        missing."""
         if self.ended or index < self.index:
             return
         if index > self.index:
             raise self._missing(index)
         self.index += 1
-        self.queue.put_nowait(value)
+        for value in values:
+            self.queue.put_nowait(value)
 
     def put_output(self, reply: Reply, chunks: int | None) -> None:
         """Take the final result. `chunks`: how many came before it; None if its model does not step."""
@@ -83,9 +85,9 @@ class StreamTarget:
 class StreamSink:
     """A StreamTarget for each request. Requests whose results go to this sink are sent as streams."""
 
-    def put_chunk(self, target: StreamTarget, index: int, value: Any) -> None:
-        """Pass a chunk on. Raises InternalError if some before it are missing."""
-        target.put_chunk(index, value)
+    def put_chunk(self, target: StreamTarget, index: int, values: Sequence[Any]) -> None:
+        """Pass the values of a chunk on. Raises InternalError if some chunks before it are missing."""
+        target.put_chunk(index, values)
 
     def put(
         self,

@@ -55,7 +55,8 @@ _Waiter = OutgoingEntry | _Transaction | asyncio.Future[Any] | None
 class Transport:
     """Sends entries of requests and receives results.
 
-    `on_results` is called with the fields of each entry of a reply stream: field, value, field, value.
+    `on_results` is called with the fields of each entry of a reply stream: field, value, field, value. It
+    returns whether there were chunks in it.
     `on_rejected` is called with each entry that Redis did not accept, and `on_unconfirmed` with each that it
     may have accepted before a connection was lost, and that is sent again.
     """
@@ -64,7 +65,7 @@ class Transport:
         self,
         url: str,
         name: str,
-        on_results: Callable[[Sequence[bytes]], None],
+        on_results: Callable[[Sequence[bytes]], bool],
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
         on_unconfirmed: Callable[[OutgoingEntry], None],
     ) -> None:
@@ -244,7 +245,7 @@ class Transport:
             self._waiters.append(call)
         self._commands.clear()
         for channel in self._channels:
-            if channel.untrimmed_entries >= TRIM_ENTRIES or trim:
+            if channel.untrimmed_entries >= TRIM_ENTRIES or channel.has_chunks or trim:
                 commands.append(_trim(channel))
                 self._waiters.append(None)
             while channel.withdrawn_ids:
@@ -293,7 +294,10 @@ class Transport:
             channel.last_id = entries[-1][0].decode()
             channel.untrimmed_entries += len(entries)
             for _, flat in entries:
-                self._on_results(flat)
+                if self._on_results(flat):
+                    channel.has_chunks = True
+            if channel.has_chunks:  # at once: to a worker, what is in the stream is unread
+                self._schedule_flush()
         # Not at once: the callers that have just got their results come first.
         self._loop.call_soon(self._read_results)
 
@@ -301,6 +305,7 @@ class Transport:
 def _trim(channel: Channel) -> Command:
     """An XTRIM of the entries that were read."""
     channel.untrimmed_entries = 0
+    channel.has_chunks = False
     milliseconds, _, number = channel.last_id.partition("-")
     return ("XTRIM", channel.replies, "MINID", f"{milliseconds}-{int(number) + 1}")
 

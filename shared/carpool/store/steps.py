@@ -11,13 +11,13 @@ from typing import Final, Literal, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import Batch, Chunk, DeadLetter, Result
+from carpool.messages import Batch, Chunk, DeadLetter, Result, Streamed
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import PROGRESS_TTL_MS, Owner, answer_ahead
 from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
-from carpool.wire.batches import encode_dead_letter
+from carpool.wire.batches import encode_dead_letter, encode_streamed
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
 _STEP: Final = Script("step", after=("ownership", "arguments", "deliver"))
@@ -39,7 +39,8 @@ class StepWrite(NamedTuple):
 
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
     that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
-    `BatchSettled`.
+    `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
+    `streamed`: if it ended, see `BatchSettled`.
     """
 
     batch: Batch
@@ -50,6 +51,8 @@ class StepWrite(NamedTuple):
     compute_us: int = 0
     waited_us: int = 0
     dead_letter: DeadLetter | None = None
+    has_passed: bool = False
+    streamed: Streamed | None = None
 
 
 class StepReply(NamedTuple):
@@ -96,7 +99,8 @@ class StepStore:
         final: Argument = ""
         if write.result is not None:
             final = (encode_result if is_list else encode_envelope)(write.result)
-        args += [final, write.compute_us, write.waited_us]
+        args += [final, write.compute_us, write.waited_us, int(write.has_passed)]
+        args.append(encode_streamed(write.streamed))
         args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
         args += list_args([] if write.dead_letter is None else encode_dead_letter(write.dead_letter))
         return args

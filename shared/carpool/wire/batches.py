@@ -18,6 +18,7 @@ from carpool.messages import (
     Dispatch,
     ModelProcessesChanged,
     SettledEvent,
+    Streamed,
 )
 from carpool.rows import Bodies, Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
@@ -130,7 +131,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
         return ModelProcessesChanged(worker)
-    size, waited_us = raw.get(b"size", b"0"), raw.get(b"waited_us")
+    size, streamed = raw.get(b"size", b"0"), raw.get(b"streamed")
     return BatchSettled(
         raw[b"batch"].decode(),
         worker,
@@ -138,8 +139,14 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(raw.get(b"compute_us", b"0")),
         int(raw.get(b"settled_us", b"0")),
         int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
-        None if waited_us is None else int(waited_us),
+        int(raw.get(b"waited_us", b"0")),
+        Streamed(*map(int, streamed.split())) if streamed else None,
     )
+
+
+def encode_streamed(streamed: Streamed | None) -> str:
+    """The `streamed` field of a settled entry: its numbers, separated by spaces. Empty if nothing was."""
+    return "" if streamed is None else " ".join(str(number) for number in streamed if number is not None)
 
 
 def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:

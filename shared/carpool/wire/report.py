@@ -25,6 +25,18 @@ class Gauges(NamedTuple):
     held: int = 0  # withheld results (`preserve_ordering`)
 
 
+class SteppingReport(NamedTuple):
+    """What a batcher reports of a stepping model. It learns of a stream when that ends.
+
+    `chunks` is a counter; the others are p50 and p99 over the streams that ended in the last 10 to 20 s.
+    """
+
+    slots: int  # of all model processes
+    chunks: int  # of the streams that ended, counted before any are merged
+    first_us: tuple[int, int] | None  # time from arrival to the first chunk
+    gap_us: tuple[int, int] | None  # mean time between two chunks of a stream
+
+
 @dataclass(frozen=True, slots=True)
 class BatcherReport:
     """What a batcher publishes. Counters count since `began_us`; times are Redis's."""
@@ -44,11 +56,15 @@ class BatcherReport:
     policy: str = ""  # the policy in force; empty in a report of a version that does not say it
     ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
+    stepping: SteppingReport | None = None  # None: it is not a stepping model
 
     def encode(self) -> str:
         """The report as JSON."""
         values = {name: getattr(self, name) for name in _FIELDS}  # `asdict` would copy what they hold
-        return json.dumps({**values, "gauges": self.gauges._asdict()}, separators=(",", ":"))
+        stepping = None if self.stepping is None else self.stepping._asdict()
+        return json.dumps(
+            {**values, "gauges": self.gauges._asdict(), "stepping": stepping}, separators=(",", ":")
+        )
 
     @staticmethod
     def decode(report: bytes) -> BatcherReport | None:

@@ -102,7 +102,13 @@ def encode_chunk(chunk: Chunk) -> bytes:
     if chunk.content_type != JSON:
         return encode_chunk_envelope(chunk)
     envelope = _JSON_CHUNK % (chunk.correlation_id.encode(), chunk.body, chunk.index)
-    return envelope + (_JSON_FIELD % (b"chunks", chunk.merged) if chunk.merged > 1 else b"") + b"}"
+    merged = _JSON_FIELD % (_merged_field(chunk).encode(), chunk.merged) if chunk.merged > 1 else b""
+    return envelope + merged + b"}"
+
+
+def _merged_field(chunk: Chunk) -> str:
+    """The field that tells how many values are merged, and by its name whether the body is a list of them."""
+    return "values" if chunk.is_list else "chunks"
 
 
 _JSON_CHUNK: Final = (
@@ -113,7 +119,7 @@ _JSON_CHUNK: Final = (
 
 def encode_chunk_envelope(chunk: Chunk) -> bytes:
     """The envelope of a chunk as a msgpack map: one element of a `results` field."""
-    correlation_id, content_type, body, index, merged = chunk
+    correlation_id, content_type, body, index, merged, _ = chunk
     envelope: Fields = {
         "correlation_id": correlation_id,
         "status": OK,
@@ -123,7 +129,7 @@ def encode_chunk_envelope(chunk: Chunk) -> bytes:
         "index": index,
     }
     if merged > 1:
-        envelope["chunks"] = merged
+        envelope[_merged_field(chunk)] = merged
     return bytes(msgpack.packb(envelope))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,3 +36,12 @@ class Away:
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return batch
+
+
+STORY = ("Once", " upon", ' a "time"')
+
+
+def writer(body: str) -> Iterator[str]:
+    """Steps through a story that begins with the body."""
+    yield body
+    yield from STORY[1:]

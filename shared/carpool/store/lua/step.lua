@@ -15,7 +15,9 @@
 --           kind ('list' or 'stream'); result TTL (ms); number of chunks written before; time to the first chunk (us)
 --           if it is among these, else ''; list of chunks: as another process needs it, its envelope;
 --           final envelope, '' if the request goes on; execution time (us); time that it waited for a process (us);
---           list of stored bodies to delete: index in KEYS; list of the fields of its dead letter, empty if none
+--           1 if its recorded starts are to be forgotten (see answer.lua), because it was not the cause of a death;
+--           what was streamed, if it ends: see encode_streamed; list of stored bodies to delete: index in KEYS; list of
+--           the fields of its dead letter, empty if none
 -- Returns for each request { state, number of envelopes in its list, or of entries in its reply stream }. State:
 --   WRITTEN   the chunks and the result are written
 --   FENCED    the consumer does not own the batch any more
@@ -48,8 +50,8 @@ for r = 1, tonumber(take()) do
   request.kind, request.result_ttl_ms = take(), take()
   request.written, request.first_us = tonumber(take()), take()
   request.kept, request.envelopes = take_pairs()
-  request.final, request.compute_us, request.waited_us = take(), take(), take()
-  request.bodies, request.dead = take_list(take), take_list(take)
+  request.final, request.compute_us, request.waited_us, request.has_passed = take(), take(), take(), take()
+  request.streamed, request.bodies, request.dead = take(), take_list(take), take_list(take)
   request.state, request.is_repeated = look(request)
   requests[r] = request
 end
@@ -85,6 +87,13 @@ for _, request in ipairs(requests) do
   end
 end
 
+-- After the chunks: a first write that needs no memory would let these be written as well when memory is full.
+for _, request in ipairs(requests) do
+  if request.state == 'WRITTEN' and request.has_passed == '1' then
+    redis.call('HDEL', request.progress, 'started:0')
+  end
+end
+
 local settled_us
 local function settle(request)
   redis.call('XACK', KEYS[1], 'workers', request.id)
@@ -96,11 +105,16 @@ local function settle(request)
     settled_us = now[1] .. string.format('%06d', now[2])
   end
   redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'batch', request.id, 'worker', ARGV[1], 'size', 1,
-    'compute_us', request.compute_us, 'executed', 0, 'waited_us', request.waited_us, 'settled_us', settled_us)
+    'compute_us', request.compute_us, 'executed', 0, 'waited_us', request.waited_us, 'settled_us', settled_us,
+    'streamed', request.streamed)
 end
 
 for _, request in ipairs(requests) do
-  if request.state == 'ANSWERED' then settle(request) end
+  if request.state == 'ANSWERED' then
+    local progress = redis.call('HMGET', request.progress, 'chunks', 'first_us')
+    request.streamed = progress[2] and progress[1] .. ' ' .. progress[2] or ''
+    settle(request)
+  end
   if request.state == 'WRITTEN' and request.final ~= '' then
     settle(request)
     if #request.dead > 0 then redis.pcall('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], '*', unpack(request.dead)) end

@@ -1,0 +1,458 @@
+"""Stepping models under faults: each chunk is written once, whatever is killed, frozen or cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import carpool
+from carpool.keys import Keys
+from support.models.stepping import text_of
+from support.stack import Service, Stack, frozen, frozen_with_batch
+from support.stream_load import StreamChecker, StreamLoad
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.chaos
+
+CHAIN: Final = "stepping.py:Chain"
+KEYS: Final = Keys("Chain")
+LEASE: Final = ("--lease-ms", "600")
+# Of workers that nothing happens to: none may lose its requests because this machine stands still.
+LONG_LEASE: Final = ("--lease-ms", "30000")
+
+
+def worker(stack: Stack, lease: tuple[str, ...] = LEASE, spec: str = CHAIN) -> Service:
+    return stack.worker(spec, *lease)
+
+
+def serve(stack: Stack, workers: int = 1, lease: tuple[str, ...] = LONG_LEASE) -> list[Service]:
+    stack.batcher()
+    services = [stack.worker(CHAIN, *lease, ready=False) for _ in range(workers)]
+    for service in services:
+        service.wait_for("worker ready")
+    stack.wait_for_model("Chain", workers)
+    return services
+
+
+def assert_settled(stack: Stack, model: str = "Chain") -> None:
+    """Nothing waits or is in flight, and nothing is kept of requests but what was written to readers."""
+    stack.wait_until_idle(model)
+    assert stack.pending(model) == 0
+    assert list(stack.redis.scan_iter(match=Keys(model).progress("*"))) == []
+
+
+def assert_all_ok(stack: Stack, checker: StreamChecker) -> None:
+    assert checker.faults() == {}
+    assert set(checker.statuses()) == {"OK"}
+    assert_settled(stack)
+    assert stack.redis.xlen(KEYS.dead) == 0
+
+
+def send(stack: Stack, name: str, model: str = "Chain", *, stream: int = 1, **fields: Any) -> None:
+    """Send a request whose body is made of the fields with the names of faults and of the output."""
+    body = {key: fields.pop(key) for key in [*fields] if key in BODY_FIELDS}
+    stack.send(model, correlation_id=name, body=json.dumps(body), stream=stream, **fields)
+
+
+BODY_FIELDS: Final = ("length", "seed", "step_s", "gate", "kills_at", "raises_at")
+
+
+def read_all(stack: Stack, name: str, model: str = "Chain") -> list[dict[str, Any]]:
+    """All envelopes of a request, to its end."""
+    found: list[dict[str, Any]] = []
+    while not found or not found[-1]["final"]:
+        found.append(stack.result(model, name))
+    return found
+
+
+def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -> None:
+    """Wait until so many chunks of a request are written, without reading them."""
+    wait_until(
+        lambda: stack.redis.llen(Keys(model).result(name)) >= count,
+        description=f"{count} chunks of {name} are written",
+    )
+
+
+def batch_of(stack: Stack, model: str = "Chain") -> dict[str, Any]:
+    """The pending entry of the one request in flight."""
+    (pending,) = stack.redis.xpending_range(Keys(model).batches, "workers", "-", "+", 10)
+    found: dict[str, Any] = pending
+    return found
+
+
+# --- SIGKILL
+
+
+def test_workers_are_killed_in_mid_generation(stack: Stack) -> None:
+    victim = serve(stack, workers=2, lease=LEASE)[0]
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+        for _ in range(2):
+            load.wait_for_more(8)
+            with frozen_with_batch(stack, "Chain", victim):
+                victim.kill()
+            victim = worker(stack)
+            load.wait_for_more(8)
+
+    assert_all_ok(stack, checker)
+    assert stack.events("batch reclaimed"), "no worker had a request when it was killed"
+
+
+def test_model_process_is_killed_in_mid_generation(stack: Stack) -> None:
+    """Its worker goes on with another process: nothing is redelivered, and nobody is to blame."""
+    (service,) = serve(stack)
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+        for deaths in range(1, 4):
+            load.wait_for_more(5)
+            (process,) = service.children()
+            os.kill(process, signal.SIGKILL)
+            wait_until(
+                lambda deaths=deaths: len(service.events("model process replaced")) == deaths,
+                description="the model process is replaced",
+            )
+
+    assert_all_ok(stack, checker)
+    assert not stack.events("batch reclaimed")
+
+
+def test_request_outlives_any_number_of_deaths_that_it_did_not_cause(stack: Stack) -> None:
+    """Given requests that are generated while the process dies three times, and while three workers die."""
+    service = serve(stack, lease=LEASE)[0]
+    names = [f"r{number}" for number in range(3)]
+    for name in names:
+        send(stack, name, length=200, step_s=0.05, stream=int(name != "r2"))
+    wait_for_chunks(stack, "r0", 2)
+    for deaths in range(1, 4):
+        os.kill(service.children()[0], signal.SIGKILL)
+        before = stack.redis.llen(KEYS.result("r0"))
+        wait_until(
+            lambda deaths=deaths: len(service.events("model process replaced")) == deaths,
+            description="the model process is replaced",
+        )
+        wait_for_chunks(stack, "r0", before + 3)
+    for _ in range(3):
+        service.kill()
+        before = stack.redis.llen(KEYS.result("r0"))
+        service = worker(stack)
+        wait_for_chunks(stack, "r0", before + 3)
+    for name in names:
+        final = read_all(stack, name)[-1]
+        assert (final["status"], final["body"]) == ("OK", text_of(name, 200)), final
+    assert stack.redis.xlen(KEYS.dead) == 0
+
+
+# --- SIGSTOP
+
+
+def test_worker_frozen_past_its_lease_writes_no_chunk(stack: Stack) -> None:
+    (frozen_worker,) = serve(stack, lease=LEASE)
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+        other = worker(stack)
+        with frozen_with_batch(stack, "Chain", frozen_worker):
+            other.wait_for("batch reclaimed")
+            load.wait_for_more(5)
+        frozen_worker.wait_for("request dropped, another worker has it")
+        load.wait_for_more(10)
+
+    assert_all_ok(stack, checker)
+    assert frozen_worker.alive
+
+
+# --- batchers
+
+
+def test_active_batcher_is_killed_while_another_stands_by(stack: Stack) -> None:
+    serve(stack)
+    stack.batcher()
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+        for _ in range(2):
+            load.wait_for_more(3)
+            stack.active_batcher("Chain").kill()
+            stack.batcher()
+            load.wait_for_more(20)  # more than there are slots: capacity was counted anew
+
+    assert_all_ok(stack, checker)
+    assert not stack.events("batch reclaimed")
+
+
+def test_concurrently_active_batchers_dispatch_nothing_twice(stack: Stack) -> None:
+    serve(stack)
+    batchers = [*(service for service in stack.services if "batcher" in service.name), stack.batcher()]
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+
+        def were_both_active() -> bool:
+            stack.redis.delete(KEYS.batcher)
+            load.wait_for_more(2)
+            return all(batcher.events("batcher active") for batcher in batchers)
+
+        wait_until(were_both_active, description="both batchers were active")
+        for _ in range(4):
+            were_both_active()
+
+    assert_all_ok(stack, checker)
+
+
+# --- Redis
+
+
+def test_connections_are_cut_and_scripts_are_forgotten(stack: Stack) -> None:
+    """A reply to a fetch may be lost: then its requests come when their lease runs out."""
+    (service,) = serve(stack, lease=("--lease-ms", "2000"))
+    name = service.wait_for("worker ready")["worker"]
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+        for number in range(10):
+            load.wait_for_more(1)
+            stack.redis.script_flush()
+            for connection in stack.redis.client_list():
+                if connection["name"] in (f"{name}:commit", f"{name}:{('fetch', 'heartbeat')[number % 2]}"):
+                    stack.redis.client_kill_filter(_id=connection["id"])
+
+    assert_all_ok(stack, checker)
+    assert service.events("loop failed, retrying")
+
+
+def test_chunks_wait_while_redis_is_full_and_what_ends_gets_its_result(stack: Stack, gate: Path) -> None:
+    (service,) = serve(stack)
+    send(stack, "gated", length=300, gate=str(gate), step_s=0.002)
+    for name in ("short", "long"):
+        send(stack, name, length=100 if name == "short" else 100_000, step_s=0.002)
+    wait_for_chunks(stack, "long", 2)
+    stack.redis.config_set("maxmemory", 1)
+    service.wait_for("Redis is full, chunks wait")
+    gate.touch()
+    checker = StreamChecker()
+    for name, length in (("short", 100), ("gated", 300)):
+        checker.sent(name, {"length": length})
+        for each in read_all(stack, name):
+            checker.read(name, each)
+    assert checker.faults() == {}
+    assert any(each.get("chunks", 1) > 1 for each in checker.chunks("gated")), "no chunks were merged"
+    assert stack.redis.exists(KEYS.progress(batch_of(stack)["message_id"].decode()))
+    stack.redis.config_set("maxmemory", 0)
+    written = stack.redis.llen(KEYS.result("long"))
+    wait_for_chunks(stack, "long", written + 2)
+    stack.send("Chain", withdraw="long")
+    *chunks, final = read_all(stack, "long")
+    assert final["status"] == "CANCELLED"
+    assert [each["index"] for each in chunks] == list(range(len(chunks)))
+    assert_settled(stack)
+
+
+# --- readers
+
+
+def test_reader_that_has_gone_is_given_up_and_its_slot_is_free(stack: Stack) -> None:
+    serve(stack)
+    stack.configure("Chain", max_batch_size="1", reader_idle_ms="700", stream_buffer="8")
+    send(stack, "unread", length=10**9, step_s=0.002)
+    send(stack, "next", length=3)
+    assert read_all(stack, "next")[-1]["body"] == text_of("next", 3)
+    *chunks, final = read_all(stack, "unread")
+    assert (final["status"], "reader_idle_ms" in final["detail"]) == ("CANCELLED", True)
+    assert [each["index"] for each in chunks] == list(range(len(chunks)))
+    assert 8 <= len(chunks) <= 9 + 64  # those for a full list, and what was waiting at the end
+    assert_settled(stack)
+
+
+def test_slow_reader_gets_merged_chunks_and_holds_up_nobody(stack: Stack) -> None:
+    serve(stack)
+    stack.configure("Chain", stream_buffer="4", reader_idle_ms="30000")
+    checker = StreamChecker()
+    for name, length in (("slow", 400), ("fast", 400)):
+        checker.sent(name, {"length": length})
+        send(stack, name, length=length, step_s=0.001)
+    wait_for_chunks(stack, "slow", 4)
+    for each in read_all(stack, "fast"):
+        checker.read("fast", each)
+    for each in read_all(stack, "slow"):
+        checker.read("slow", each)
+    assert checker.faults() == {}
+    assert len(checker.chunks("slow")) < 20
+    assert sum(each.get("chunks", 1) for each in checker.chunks("slow")) == 400
+
+
+def test_requests_are_withdrawn_while_they_end(stack: Stack) -> None:
+    serve(stack, workers=2)
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker, length_max=12, withdraws=True) as load:
+        load.wait_for_more(120)
+
+    assert checker.faults() == {}
+    assert set(checker.statuses()) == {"OK", "CANCELLED"}
+    assert_settled(stack)
+
+
+def test_requests_expire_in_each_state(stack: Stack, gate: Path) -> None:
+    """Given one slot: one request expires while it is generated, one while it waits in the process, and one
+    while no worker has it."""
+    (service,) = serve(stack)
+    stack.configure("Chain", max_batch_size="1")
+    send(stack, "generated", length=10**9, step_s=0.002, expiration=1500)
+    wait_for_chunks(stack, "generated", 1)
+    send(stack, "in the process", length=5, expiration=700)
+    *chunks, final = read_all(stack, "generated")
+    assert final["status"] == "DEADLINE_EXCEEDED"
+    assert "".join(each["body"] for each in chunks) == text_of("generated", len(chunks))
+    (only,) = read_all(stack, "in the process")
+    assert only["status"] == "DEADLINE_EXCEEDED"
+    with frozen(service):
+        send(stack, "nowhere", length=5, expiration=300)
+        assert read_all(stack, "nowhere")[0]["status"] == "DEADLINE_EXCEEDED"
+    send(stack, "last", length=3)
+    assert read_all(stack, "last")[-1]["body"] == text_of("last", 3)
+    assert_settled(stack)
+
+
+def test_request_answered_while_its_worker_is_dead_is_not_generated_again(stack: Stack) -> None:
+    """Also one whose stored body is not loaded any more because of that."""
+    (service,) = serve(stack, lease=LEASE)
+    body = json.dumps({"length": 10**9, "step_s": 0.002}).encode()
+    stack.redis.set(KEYS.body("large"), body, px=60_000)
+    stack.send("Chain", correlation_id="large", body_key="large", body_bytes=len(body), stream=1)
+    send(stack, "small", length=10**9, step_s=0.002)
+    for name in ("small", "large"):
+        wait_for_chunks(stack, name, 1)
+    service.kill()
+    stack.send("Chain", withdraw="small large")
+    for name in ("small", "large"):
+        assert read_all(stack, name)[-1]["status"] == "CANCELLED"
+    worker(stack)
+    assert_settled(stack)
+    assert not stack.redis.exists(KEYS.body("large"))
+    send(stack, "last", length=3)
+    assert read_all(stack, "last")[-1]["body"] == text_of("last", 3)
+    for name in ("small", "large"):
+        assert not stack.redis.exists(KEYS.result(name))
+
+
+# --- SIGTERM
+
+
+def test_terminated_worker_hands_its_requests_over(stack: Stack) -> None:
+    """They go on elsewhere although the lease is long, at the epoch that they had: nobody is a suspect."""
+    first = serve(stack, lease=LONG_LEASE)[0]
+    checker = StreamChecker()
+    with StreamLoad(stack, "Chain", checker) as load:
+        for _ in range(2):
+            second = worker(stack, LONG_LEASE)
+            load.wait_for_more(5)
+            assert first.terminate() == 0
+            assert first.events("worker stopped")[0]["clean"] is True
+            first = second
+            load.wait_for_more(5)
+
+    assert_all_ok(stack, checker)
+    assert sum(event["requests"] for event in stack.events("requests handed over")) > 0
+    assert stack.events("batch reclaimed")
+    assert {batch["epoch"] for batch in stack.events("batch")} == {1}
+    assert {batch["epoch"] for batch in stack.events("batch reclaimed")} == {1}
+
+
+# --- requests that make a model fail
+
+
+def send_with_poison(stack: Stack, model: str = "Chain", **poison: Any) -> None:
+    """Send six good requests, and one that is not, while all are generated together."""
+    for number in range(6):
+        send(stack, f"good{number}", model, length=20, step_s=0.01, stream=number % 2)
+    send(stack, "bad", model, length=20, step_s=0.01, **poison)
+
+
+def assert_good_ones_are_whole(stack: Stack, model: str = "Chain") -> None:
+    checker = StreamChecker()
+    for number in range(6):
+        name = f"good{number}"
+        checker.sent(name, {"length": 20}, is_streamed=bool(number % 2))
+        for each in read_all(stack, name, model):
+            checker.read(name, each)
+    assert checker.faults() == {}
+    assert set(checker.statuses()) == {"OK"}
+
+
+@pytest.mark.parametrize("stream", [1, 0])
+def test_request_that_kills_its_process_is_dead_lettered_alone(stack: Stack, stream: int) -> None:
+    """One that is not streamed begins anew each time, so it does not come at once to where it kills."""
+    serve(stack)
+    send_with_poison(stack, kills_at=5, stream=stream)
+    assert_good_ones_are_whole(stack)
+    *chunks, final = read_all(stack, "bad")
+    assert final["status"] == "ABORTED"
+    assert "".join(each["body"] for each in chunks) == text_of("bad", 5 * stream)
+    ((_, letter),) = stack.redis.xrange(KEYS.dead)
+    assert (letter[b"correlation_id"], letter[b"attempts"]) == (b"bad", b"2")
+    deaths = len(stack.events("model process died"))
+    assert deaths == 2 if stream else 2 < deaths <= 6
+    assert_settled(stack)
+
+
+def test_request_on_which_the_model_raises_fails_alone(stack: Stack) -> None:
+    serve(stack)
+    send_with_poison(stack, raises_at=3)
+    assert_good_ones_are_whole(stack)
+    *chunks, final = read_all(stack, "bad")
+    assert (final["status"], "chunk 3 is not possible" in final["detail"]) == ("INTERNAL", True)
+    assert "".join(each["body"] for each in chunks) == text_of("bad", 3)
+    assert not stack.events("model process died")
+
+
+def test_model_that_cannot_go_on_from_chunks_aborts_what_was_sent(stack: Stack) -> None:
+    stack.batcher()
+    service = worker(stack, LONG_LEASE, "stepping.py:Forgetful")
+    stack.wait_for_model("Forgetful")
+    send(stack, "sent", "Forgetful", length=10**9, step_s=0.002)
+    send(stack, "whole", "Forgetful", length=300, step_s=0.002, stream=0)
+    wait_for_chunks(stack, "sent", 1, "Forgetful")
+    os.kill(service.children()[0], signal.SIGKILL)
+    assert read_all(stack, "sent", "Forgetful")[-1]["status"] == "ABORTED"
+    (whole,) = read_all(stack, "whole", "Forgetful")
+    assert (whole["status"], whole["body"]) == ("OK", text_of("whole", 300))
+    assert_settled(stack, "Forgetful")
+
+
+# --- another model under the same name
+
+
+def test_batches_for_a_model_that_does_not_step_are_answered(stack: Stack) -> None:
+    """Given a batch of four and one of one for a worker that is frozen, when a stepping model registers under
+    its name and takes them, expect an answer to each request."""
+    stack.batcher()
+    echo = worker(stack, LONG_LEASE, "Chain=plain.py:Echo")
+    stack.wait_for_model("Chain")
+    with frozen(echo):
+        bodies = [{"correlation_id": f"r{number}", "body": json.dumps({"length": 3})} for number in range(4)]
+        stack.send_packed("Chain", bodies)
+        wait_until(lambda: stack.redis.xlen(KEYS.batches) > 0, description="they are dispatched")
+        worker(stack, LONG_LEASE)
+        send(stack, "after", length=3)
+        assert read_all(stack, "after")[-1]["body"] == text_of("after", 3)
+        echo.kill()
+    answers = [read_all(stack, f"r{number}")[-1] for number in range(4)]
+    assert {(each["status"], each.get("body")) for each in answers} == {("ABORTED", None)}
+    assert "does not step" in answers[0]["detail"]
+    assert_settled(stack)
+
+
+# --- planted faults, to show that the checker detects them
+
+
+def faulty_package(home: Path, file: str, pattern: str, replacement: str) -> Path:
+    """Make a directory with a copy of the package `carpool` in which a part of one script is replaced."""
+    copied = home / "carpool"
+    shutil.copytree(Path(carpool.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    script = copied / "store" / "lua" / file
+    source, count = re.subn(pattern, replacement, script.read_text())
+    assert count == 1
+    script.write_text(source)
+    return home
