@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Final
 
@@ -41,3 +41,21 @@ def cpu_time_us(pid: int) -> float:
 def child_of(pid: int) -> int:
     """The first child of a process: the model process of a worker."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+class CpuMeter:
+    """The CPU time of processes since this was made, until it is first stopped."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._used_us: dict[str, float] = {}
+        self._before_us = self._now_us()
+
+    def stop(self) -> dict[str, float]:
+        """By name, in us."""
+        if not self._used_us:
+            self._used_us = {name: us - self._before_us[name] for name, us in self._now_us().items()}
+        return self._used_us
+
+    def _now_us(self) -> dict[str, float]:
+        return {name: cpu_time_us(pid) for name, pid in self._pids.items()}

@@ -15,12 +15,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
-from host import STOLEN_MAX
+from host import STOLEN_MAX, Figures, is_disturbed
 
 from grid import machine, plots
 from grid.catalog import WAIT_MS, System
 from grid.environments import ROOT
-from grid.runner import Figures, Results, is_disturbed
+from grid.runner import Results
 from grid.workloads import Workload
 
 DOCUMENT: Final = ROOT / "docs/benchmarks.md"
@@ -220,7 +220,7 @@ class Report:
         }
         return tables[workload.name](workload)
 
-    def _measured(self, workload: Workload, cell: str) -> Iterator[tuple[System, list[Figures]]]:
+    def _measured(self, workload: Workload, cell: str) -> Iterator[tuple[System, Sequence[Figures]]]:
         """The systems with figures in a cell."""
         for system in self._systems:
             if rounds := self._results.cell(workload.name, system.name, cell):

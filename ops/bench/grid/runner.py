@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
-from host import STOLEN_MAX, CpuTime
+from host import CpuTime, Figures, is_disturbed, turns, usable
 
 from carpool.lifecycle import command_that_dies_with_parent
 from grid.catalog import System
@@ -28,8 +28,6 @@ from grid.workloads import Workload
 ANSWER_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 2.0
 OVERLOADED: Final = 0.05  # the share of requests that were answered in time
-
-Figures = dict[str, Any]  # what one order answered; see producer.py
 
 
 class FailedError(Exception):
@@ -53,15 +51,9 @@ class Results:
         """Add the figures of one round."""
         self.rounds.setdefault((workload, system, cell), []).append(figures)
 
-    def cell(self, workload: str, system: str, cell: str) -> list[Figures]:
+    def cell(self, workload: str, system: str, cell: str) -> Sequence[Figures]:
         """The figures of a cell by round; none if it was not measured."""
-        rounds = self.rounds.get((workload, system, cell), [])
-        return [figures for figures in rounds if not is_disturbed(figures)] or rounds
-
-
-def is_disturbed(figures: Figures) -> bool:
-    """Whether the host withheld too much CPU time while these were measured."""
-    return bool(figures["stolen"] > STOLEN_MAX)
+        return usable(self.rounds.get((workload, system, cell), []))
 
 
 def run_grid(
@@ -71,25 +63,24 @@ def run_grid(
     rounds: int,
     on_progress: Callable[[str], None],
 ) -> Results:
-    """Measure everything: in each round every system, in an order that is reversed from round to round.
-
-    Further rounds, up to as many again, repeat what the host disturbed.
-    """
+    """Measure everything, in turns: see `host.turns`."""
     results = Results()
     started_s = time.monotonic()
-    for number in range(2 * rounds):
-        for workload in workloads:
-            wanted = 1 if workload.once else rounds
-            for system in systems if number % 2 == 0 else reversed(systems):
-                key = (workload.name, system.name)
-                is_part = system.runs(workload) or workload.name in system.left_out
-                if not is_part or key in results.left_out or results.undisturbed[key] >= wanted:
-                    continue
-                _measure(system, workload, environments, number, results)
-                of = f"of {rounds}" if number < rounds else "repeats"
-                where = f"{time.monotonic() - started_s:4.0f} s  round {number + 1} {of}  "
-                outcome = _progress(results, workload, system)
-                on_progress(f"{where}{workload.name:12} {system.name:32} {outcome}")
+
+    def is_done(pair: tuple[Workload, System]) -> bool:
+        workload, system = pair
+        key = (workload.name, system.name)
+        is_part = system.runs(workload) or workload.name in system.left_out
+        wanted = 1 if workload.once else rounds
+        return not is_part or key in results.left_out or results.undisturbed[key] >= wanted
+
+    pairs = [(workload, system) for workload in workloads for system in systems]
+    for number, (workload, system) in turns(pairs, rounds, is_done):
+        _measure(system, workload, environments, number, results)
+        of = f"of {rounds}" if number < rounds else "repeats"
+        where = f"{time.monotonic() - started_s:4.0f} s  round {number + 1} {of}  "
+        outcome = _progress(results, workload, system)
+        on_progress(f"{where}{workload.name:12} {system.name:32} {outcome}")
     return results
 
 

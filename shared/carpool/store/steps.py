@@ -7,12 +7,14 @@ another model process needs them to go on (`carpool_worker.model_process.step_fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import msgpack
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.messages import Batch, Chunk, DeadLetter, Result, Streamed
-from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
+from carpool.store.arguments import ScriptKeys
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import PROGRESS_TTL_MS, Owner, answer_ahead
@@ -20,11 +22,18 @@ from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
 from carpool.wire.batches import encode_dead_letter, encode_streamed
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
-_STEP: Final = Script("step", after=("ownership", "arguments", "deliver"))
+_STEP: Final = Script("step", after=("deliver",))
 _HAND_OVER: Final = Script("hand_over", after=("ownership",))
+_ARGS_BEFORE_FINALS: Final = 4  # of `step.lua`
 _HANDED_OVER_IDLE_MS: Final = 7 * 24 * 3600 * 1000  # longer than any lease
 
 State = Literal["WRITTEN", "FENCED", "ANSWERED", "MISMATCH"]
+_STATES: Final[dict[bytes, State]] = {
+    b"WRITTEN": "WRITTEN",
+    b"FENCED": "FENCED",
+    b"ANSWERED": "ANSWERED",
+    b"MISMATCH": "MISMATCH",
+}
 
 
 class KeptChunk(NamedTuple):
@@ -40,7 +49,8 @@ class StepWrite(NamedTuple):
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
     that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
     `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
-    `streamed`: if it ended, see `BatchSettled`.
+    `streamed`: if it ended, see `BatchSettled`. `is_renewed`: with these chunks, what is kept of it in Redis
+    is to expire later; as with the first ones.
     """
 
     batch: Batch
@@ -53,6 +63,7 @@ class StepWrite(NamedTuple):
     dead_letter: DeadLetter | None = None
     has_passed: bool = False
     streamed: Streamed | None = None
+    is_renewed: bool = True
 
 
 class StepReply(NamedTuple):
@@ -76,34 +87,44 @@ class StepStore:
         Raises CommandError with the code OOM if Redis is full, and one of the requests that go on has chunks.
         """
         keys = self._keys
-        script_keys = ScriptKeys(keys.batches, keys.settled, keys.dead)
-        args: list[Argument] = [
-            consumer, PROGRESS_TTL_MS, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
-            *group_list_args(self._write_args(script_keys, write) for write in writes),
-        ]  # fmt: skip
-        replies = self._link.run(_STEP, script_keys.keys, args)
-        return [StepReply(state.decode(), unread) for state, unread in replies]
+        script_keys = ScriptKeys(keys.batches, keys.settled, keys.dead, keys.progress(""))
+        finals: list[Argument] = []
+        requests = [self._element(script_keys, finals, write) for write in writes]
+        packed = msgpack.packb(requests, use_bin_type=False)  # Lua's cmsgpack does not know the type bin
+        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, packed, *finals]
+        flat = self._link.run(_STEP, script_keys.keys, args)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return [StepReply(_STATES[state], unread) for state, unread in pairs]
 
-    def _write_args(self, script_keys: ScriptKeys, write: StepWrite) -> Group:
-        batch, keys = write.batch, self._keys
+    def _element(self, script_keys: ScriptKeys, finals: list[Argument], write: StepWrite) -> list[Any]:
+        """A request as `step.lua` reads it. Its final envelope, if it has one, is appended to `finals`."""
+        batch, written, chunks, result = write.batch, write.written, write.chunks, write.result
         (run,) = batch.runs
-        is_list = run.reply_to is None
-        target = keys.result(run.correlation_ids[0]) if run.reply_to is None else keys.replies(run.reply_to)
-        args: list[Argument] = [
-            batch.id, batch.epoch, script_keys.index(keys.progress(batch.id)), script_keys.index(target),
-            "list" if is_list else "stream", batch.result_ttl_ms, write.written,
-            "" if write.first_us is None else write.first_us,
-        ]  # fmt: skip
-        encode = encode_chunk if is_list else encode_chunk_envelope
-        args += group_list_args([(kept, encode(chunk)) for chunk, kept in write.chunks])
-        final: Argument = ""
-        if write.result is not None:
-            final = (encode_result if is_list else encode_envelope)(write.result)
-        args += [final, write.compute_us, write.waited_us, int(write.has_passed)]
-        args.append(encode_streamed(write.streamed))
-        args += list_args([script_keys.index(keys.body(name)) for name in batch.body_names])
-        args += list_args([] if write.dead_letter is None else encode_dead_letter(write.dead_letter))
-        return args
+        correlation_id, reply_to = run.correlation_ids[0], run.reply_to
+        if reply_to is None:
+            target, kind, encode = self._keys.result(correlation_id), "list", encode_chunk
+        else:
+            target, kind, encode = self._keys.replies(reply_to), "stream", encode_chunk_envelope
+        element: list[Any] = [
+            batch.id,
+            batch.epoch,
+            script_keys.index(target),
+            kind,
+            batch.result_ttl_ms,
+            written,
+            [encode(chunk) for chunk, _ in chunks],
+            _progress_fields(written, chunks, write.first_us) if chunks else (),
+            PROGRESS_TTL_MS if write.is_renewed else 0,
+            write.compute_us,
+            write.waited_us,
+            [script_keys.index(self._keys.body(name)) for name in batch.body_names],
+            write.has_passed,
+        ]
+        if result is not None:
+            finals.append(encode_result(result) if reply_to is None else encode_envelope(result))
+            dead = () if write.dead_letter is None else encode_dead_letter(write.dead_letter)
+            element += _ARGS_BEFORE_FINALS + len(finals), encode_streamed(write.streamed), dead
+        return element
 
     def record_start(self, consumer: str, batch: Batch) -> None:
         """Record that a request takes a step alone. Raises FencedError."""
@@ -122,3 +143,13 @@ class StepStore:
             args += [batch_id, epoch]
         count: int = self._link.run(_HAND_OVER, [self._keys.batches], args)
         return count
+
+
+def _progress_fields(written: int, chunks: Sequence[KeptChunk], first_us: int | None) -> list[str | bytes]:
+    """Fields and values of a request's progress, once these chunks follow the `written` ones."""
+    fields: list[str | bytes] = ["chunks", str(written + len(chunks))]
+    if first_us is not None:
+        fields += "first_us", str(first_us)
+    for index, (_, kept) in enumerate(chunks, written):
+        fields += f"chunk:{index}", kept
+    return fields

@@ -1,4 +1,5 @@
--- deliver(key, kind, payload, ttl_ms): write results where their producer looks for them. O(1).
+-- deliver(key, kind, payload, ttl_ms): write results where their producer looks for them. Returns the length of a list.
+-- O(1).
 --   kind 'list'     RPUSH an envelope on the result's own list
 --   kind 'stream'   XADD one entry, field `results`, on a reply stream; entries older than the TTL are trimmed
 --   kind 'columns'  the same, with a field `columns`
@@ -24,5 +25,6 @@ local function deliver(key, kind, payload, ttl_ms)
     error(reply.err)
   end
   redis.call('PEXPIRE', key, ttl_ms)
+  return reply
 end
 

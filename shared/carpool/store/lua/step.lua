@@ -9,117 +9,112 @@
 -- Chunks of requests that go on are written first, so that they are rejected then, and nothing else is written either:
 -- the caller repeats the call without them. A request that ends frees memory, so its last chunks are not rejected.
 --
--- KEYS  1 batches   2 settled   3 dead   4.. progress of each batch, lists and reply streams, stored bodies
--- ARGV  1 consumer  2 TTL of progress (ms)  3 maximum length of `settled`, 4 of `dead`
---       5.. list of requests: batch ID; epoch; index in KEYS of its progress, and of the list or reply stream;
---           kind ('list' or 'stream'); result TTL (ms); number of chunks written before; time to the first chunk (us)
---           if it is among these, else ''; list of chunks: as another process needs it, its envelope;
---           final envelope, '' if the request goes on; execution time (us); time that it waited for a process (us);
---           1 if its recorded starts are to be forgotten (see answer.lua), because it was not the cause of a death;
---           what was streamed, if it ends: see encode_streamed; list of stored bodies to delete: index in KEYS; list of
---           the fields of its dead letter, empty if none
--- Returns for each request { state, number of envelopes in its list, or of entries in its reply stream }. State:
+-- This runs for each token, so all requests are one argument, and what can be done once for all of them is.
+--
+-- KEYS  1 batches   2 settled   3 dead   4 progress prefix (the key of batch ID ''; the ID is appended)
+--       5.. lists and reply streams, stored bodies
+-- ARGV  1 consumer  2 maximum length of `settled`, 3 of `dead`  4 requests, a msgpack array  5.. final envelopes
+-- A request is an array:
+--       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind, 'list' or 'stream'  5 result TTL (ms)
+--       6 number of chunks written before  7 envelopes of its chunks  8 fields and values of its progress that have
+--       them, as another process needs them  9 TTL of its progress (ms), 0 to leave it as it is  10 execution time (us)
+--       11 time that it waited for a process (us)  12 stored bodies to delete at its end: indexes in KEYS
+--       13 true if its recorded starts are to be forgotten (see answer.lua): it was not the cause of a death
+--     if it ended:
+--       14 index in ARGV of its final envelope  15 what was streamed: see encode_streamed
+--       16 fields and values of its dead letter, empty if none
+-- Returns for each request its state, and the number of envelopes in its list, or of entries in its reply stream:
 --   WRITTEN   the chunks and the result are written
 --   FENCED    the consumer does not own the batch any more
 --   ANSWERED  a batcher answered it, because it expired or was withdrawn. Its batch is removed
 --   MISMATCH  another number of chunks was written: Redis lost its last writes. Begin again from what is there
--- O(requests + chunks), and O(bytes).
-local take = argument_reader(5)
-local ttl_ms, requests = ARGV[2], {}
+-- O(requests + chunks + batches of the consumer), and O(bytes).
+local ID, EPOCH, TARGET, KIND, RESULT_TTL, WRITTEN, ENVELOPES, KEPT = 1, 2, 3, 4, 5, 6, 7, 8
+local TTL, COMPUTE_US, WAITED_US, BODIES, PASSED, FINAL, STREAMED, DEAD = 9, 10, 11, 12, 13, 14, 15, 16
+local requests = cmsgpack.unpack(ARGV[4])
 
-local function take_pairs()
-  local first, second = {}, {}
-  for i = 1, tonumber(take()) do first[i], second[i] = take(), take() end
-  return first, second
+local epochs = {}  -- of the batches that the consumer owns, by ID
+for _, pending in ipairs(redis.call('XPENDING', KEYS[1], 'workers', '-', '+', 1000000, ARGV[1])) do
+  epochs[pending[1]] = pending[4]
 end
 
 -- The state of a request before anything is written, and whether its chunks were written by an earlier call.
-local function look(request)
-  if not owns_batch(KEYS[1], ARGV[1], request.id, request.epoch) then return 'FENCED' end
-  local progress = redis.call('HMGET', request.progress, 'answered:0', 'chunks')
+local function look(id, epoch, written, added)
+  if epochs[id] ~= epoch then return 'FENCED' end
+  local progress = redis.call('HMGET', KEYS[4] .. id, 'answered:0', 'chunks')
   if progress[1] then return 'ANSWERED' end
   local chunks = tonumber(progress[2] or 0)
-  if chunks == request.written then return 'WRITTEN' end
-  if chunks == request.written + #request.kept then return 'WRITTEN', true end
+  if chunks == written then return 'WRITTEN' end
+  if chunks == written + added then return 'WRITTEN', true end
   return 'MISMATCH'
 end
 
-for r = 1, tonumber(take()) do
-  local request = { id = take(), epoch = take() }
-  request.progress, request.target = KEYS[tonumber(take())], KEYS[tonumber(take())]
-  request.kind, request.result_ttl_ms = take(), take()
-  request.written, request.first_us = tonumber(take()), take()
-  request.kept, request.envelopes = take_pairs()
-  request.final, request.compute_us, request.waited_us, request.has_passed = take(), take(), take(), take()
-  request.streamed, request.bodies, request.dead = take(), take_list(take), take_list(take)
-  request.state, request.is_repeated = look(request)
-  requests[r] = request
+local states, repeated = {}, {}
+for r, request in ipairs(requests) do
+  states[r], repeated[r] = look(request[ID], request[EPOCH], request[WRITTEN], #request[ENVELOPES])
 end
 
-local streams, stream_keys = {}, {}
+local streams, stream_keys = {}, {}  -- the envelopes for each reply stream
+local lengths = {}                   -- of lists and reply streams
 local function write(request, envelope)
-  if request.kind == 'list' then return deliver(request.target, 'list', envelope, request.result_ttl_ms) end
-  local of_stream = streams[request.target]
+  local key, ttl_ms = KEYS[request[TARGET]], request[RESULT_TTL]
+  if request[KIND] == 'list' then
+    lengths[key] = deliver(key, 'list', envelope, ttl_ms)
+    return
+  end
+  local of_stream = streams[key]
   if not of_stream then
-    of_stream = { ttl_ms = request.result_ttl_ms }
-    streams[request.target] = of_stream
-    stream_keys[#stream_keys + 1] = request.target
+    of_stream = { ttl_ms = ttl_ms }
+    streams[key] = of_stream
+    stream_keys[#stream_keys + 1] = key
   end
   of_stream[#of_stream + 1] = envelope
 end
 
-local function write_chunks(request)
-  if request.is_repeated then return end
-  for _, envelope in ipairs(request.envelopes) do write(request, envelope) end
-end
-
-for _, request in ipairs(requests) do
-  if request.state == 'WRITTEN' and request.final == '' and #request.kept > 0 and not request.is_repeated then
-    local fields = { 'chunks', request.written + #request.kept }
-    if request.first_us ~= '' then fields[3], fields[4] = 'first_us', request.first_us end
-    for i, kept in ipairs(request.kept) do
-      fields[#fields + 1] = 'chunk:' .. request.written + i - 1
-      fields[#fields + 1] = kept
-    end
-    redis.call('HSET', request.progress, unpack(fields))
-    redis.call('PEXPIRE', request.progress, ttl_ms)
-    write_chunks(request)
+for r, request in ipairs(requests) do
+  local envelopes = request[ENVELOPES]
+  if states[r] == 'WRITTEN' and not request[FINAL] and #envelopes > 0 and not repeated[r] then
+    local progress = KEYS[4] .. request[ID]
+    redis.call('HSET', progress, unpack(request[KEPT]))
+    if request[TTL] > 0 then redis.call('PEXPIRE', progress, request[TTL]) end
+    for _, envelope in ipairs(envelopes) do write(request, envelope) end
   end
 end
 
 -- After the chunks: a first write that needs no memory would let these be written as well when memory is full.
-for _, request in ipairs(requests) do
-  if request.state == 'WRITTEN' and request.has_passed == '1' then
-    redis.call('HDEL', request.progress, 'started:0')
-  end
+for r, request in ipairs(requests) do
+  if states[r] == 'WRITTEN' and request[PASSED] then redis.call('HDEL', KEYS[4] .. request[ID], 'started:0') end
 end
 
 local settled_us
-local function settle(request)
-  redis.call('XACK', KEYS[1], 'workers', request.id)
-  redis.call('XDEL', KEYS[1], request.id)
-  redis.call('DEL', request.progress)
-  for _, body in ipairs(request.bodies) do redis.pcall('UNLINK', KEYS[tonumber(body)]) end
+local function settle(request, streamed)
+  local id = request[ID]
+  redis.call('XACK', KEYS[1], 'workers', id)
+  redis.call('XDEL', KEYS[1], id)
+  redis.call('DEL', KEYS[4] .. id)
+  for _, body in ipairs(request[BODIES]) do redis.pcall('UNLINK', KEYS[body]) end
   if not settled_us then
     local now = redis.call('TIME')
     settled_us = now[1] .. string.format('%06d', now[2])
   end
-  redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'batch', request.id, 'worker', ARGV[1], 'size', 1,
-    'compute_us', request.compute_us, 'executed', 0, 'waited_us', request.waited_us, 'settled_us', settled_us,
-    'streamed', request.streamed)
+  redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'batch', id, 'worker', ARGV[1], 'size', 1,
+    'compute_us', request[COMPUTE_US], 'executed', 0, 'waited_us', request[WAITED_US], 'settled_us', settled_us,
+    'streamed', streamed)
 end
 
-for _, request in ipairs(requests) do
-  if request.state == 'ANSWERED' then
-    local progress = redis.call('HMGET', request.progress, 'chunks', 'first_us')
-    request.streamed = progress[2] and progress[1] .. ' ' .. progress[2] or ''
-    settle(request)
+for r, request in ipairs(requests) do
+  if states[r] == 'ANSWERED' then
+    local progress = redis.call('HMGET', KEYS[4] .. request[ID], 'chunks', 'first_us')
+    settle(request, progress[2] and progress[1] .. ' ' .. progress[2] or '')
   end
-  if request.state == 'WRITTEN' and request.final ~= '' then
-    settle(request)
-    if #request.dead > 0 then redis.pcall('XADD', KEYS[3], 'MAXLEN', '~', ARGV[4], '*', unpack(request.dead)) end
-    write_chunks(request)
-    write(request, request.final)
+  if states[r] == 'WRITTEN' and request[FINAL] then
+    local dead = request[DEAD]
+    settle(request, request[STREAMED])
+    if #dead > 0 then redis.pcall('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', unpack(dead)) end
+    if not repeated[r] then
+      for _, envelope in ipairs(request[ENVELOPES]) do write(request, envelope) end
+    end
+    write(request, ARGV[request[FINAL]])
   end
 end
 
@@ -134,14 +129,15 @@ for _, key in ipairs(stream_keys) do
   deliver(key, 'stream', array_head(#envelopes) .. table.concat(envelopes), envelopes.ttl_ms)
 end
 
-local replies, unread = {}, {}
+local replies = {}
 for r, request in ipairs(requests) do
-  local seen = unread[request.target]
-  if not seen then
-    seen = request.kind == 'list' and redis.pcall('LLEN', request.target) or redis.pcall('XLEN', request.target)
-    if type(seen) ~= 'number' then seen = 0 end  -- its producer made the key another type
-    unread[request.target] = seen
+  local key = KEYS[request[TARGET]]
+  local length = lengths[key]
+  if not length then
+    length = redis.pcall(request[KIND] == 'list' and 'LLEN' or 'XLEN', key)
+    if type(length) ~= 'number' then length = 0 end  -- its producer made the key another type
+    lengths[key] = length
   end
-  replies[r] = { request.state, seen }
+  replies[2 * r - 1], replies[2 * r] = states[r], length
 end
 return replies
