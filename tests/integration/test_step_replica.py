@@ -410,11 +410,11 @@ def replace_in_script(patch: pytest.MonkeyPatch, name: str, pattern: str, replac
 
 
 def write_without_the_count_of_chunks(patch: pytest.MonkeyPatch) -> None:
-    replace_in_script(patch, "_STEP", r"if chunks == request.written then", "if true then")
+    replace_in_script(patch, "_STEP", r"if chunks == written then", "if true then")
 
 
 def write_without_being_the_owner(patch: pytest.MonkeyPatch) -> None:
-    replace_in_script(patch, "_STEP", r"if not owns_batch\(.*\) then return 'FENCED' end", "")
+    replace_in_script(patch, "_STEP", r"if epochs\[id\] ~= epoch then return 'FENCED' end", "")
 
 
 def write_although_it_was_answered(patch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def write_although_it_was_answered(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_a_result_without_its_last_chunks(patch: pytest.MonkeyPatch) -> None:
-    replace_in_script(patch, "_STEP", r"    write_chunks\(request\)\n    write\(", "    write(")
+    replace_in_script(patch, "_STEP", r"for _, envelope in ipairs\(request\[ENVELOPES\]\) do .* end", "")
 
 
 def keep_slots_of_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -452,7 +452,9 @@ def test_planted_fault_is_found(
     machine: type[Replicas], plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    planted = hypothesis_settings(MACHINE, phases=[Phase.generate], database=None, derandomize=True)
+    planted = hypothesis_settings(
+        MACHINE, max_examples=200, phases=[Phase.generate], database=None, derandomize=True
+    )
     with pytest.raises(Exception) as found:  # which one depends on the fault
         run_state_machine_as_test(machine, settings=planted)
     assert not isinstance(found.value, TypeError | AttributeError), "the fault itself is broken"
