@@ -496,7 +496,7 @@ def test_checker_detects_chunks_merged_without_being_joined(stack: Stack, tmp_pa
     stream_with(stack, faulty, "r", 20)
     stack.configure("Chain", stream_buffer="4")
     send(stack, "merged", length=100, step_s=0.001)
-    wait_for_chunks(stack, "merged", 4)
+    stack.wait_until_idle("Chain")
     assert set(checked(stack, "merged", 100)) == {"chunks are not the output", "other chunks"}
 
 
