@@ -3,7 +3,8 @@
     .venv/bin/python ops/bench/metrics_cost.py [--batch N]
 
 Calls what batcher and worker call for each batch, on prepared requests, and compares it with the CPU time
-that all processes together spend on a request (31 us; see README.md). No Redis, no processes.
+that all processes together spend on a request (31 us; see README.md). Then the same for a stepping model: a
+step with one chunk for each of N requests, and the end of a request. No Redis, no processes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from typing import Final
 
 from prometheus_client import generate_latest
 
-from carpool.messages import MSGPACK, Batch, BatchedRun, BatchSettled, Entry, Run
+from carpool.messages import MSGPACK, Batch, BatchedRun, BatchSettled, Chunk, Entry, Run, Streamed
 from carpool.model_settings import ModelSettings
+from carpool.store.steps import KeptChunk, StepWrite
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import MissedDeadlines
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.model_process.step_frames import Step
+from carpool_worker.step_execution import StepExecution
 
 REQUEST_CPU_US: Final = 31.0  # CPU time of a request over all processes: `make bench`, 1,024 in flight
 MODEL: Final = "noop"
@@ -64,6 +68,45 @@ def committed(size: int) -> tuple[Callable[[], None], WorkerMetrics]:
     return lambda: metrics.committed(execution, execution.counts(), 70, 5_000), metrics
 
 
+def stepped(size: int) -> Callable[[], None]:
+    """What a worker records for a step with a chunk for each of `size` requests."""
+    metrics = WorkerMetrics(MODEL)
+    run = BatchedRun("1-1", ["1"], [b""], MSGPACK, None, 1000, None, None)
+    batch = Batch("1-1", 1, [run], "full", 2_000, "", stream=True)
+    requests = [StepExecution(Execution(batch), key, 0.0) for key in range(size)]
+    for request in requests:
+        request.chunk_us = 30_000
+    write = StepWrite(batch, 1, [KeptChunk(Chunk("1", MSGPACK, b"", 1), b"")])
+    written = [(request, write) for request in requests]
+    step = Step(19_000, 0, size, size, [])
+
+    def record() -> None:
+        metrics.stepped(step)
+        metrics.chunks_written(written, 50_000)
+
+    return record
+
+
+def generated() -> tuple[Callable[[], None], Callable[[], None]]:
+    """What a batcher and a worker record for a request of a stepping model, from dispatch to its end."""
+    meter = Meter(BatcherMetrics(), MODEL)
+    scheduler = Scheduler(ModelSettings(), model_processes=1, is_stepping=True)
+    batches = [Dispatch([Run(Entry("1-1", 1000), ["1"], [b""], arrival_us=1000)], "full", "")]
+    in_flight = InFlightBatch(2_000, 1, "", {}, [(1000, 1)])
+    streamed = Streamed(50, 40_000, 980_000)
+    worker = WorkerMetrics(MODEL)
+    run = BatchedRun("1-1", ["1"], [b""], MSGPACK, None, 1000, None, None)
+    execution = Execution(Batch("1-1", 1, [run], "full", 2_000, ""), input_us=30, compute_us=900_000)
+    execution.succeed(run, 0, [0], [b""])
+
+    def of_batcher() -> None:
+        meter.dispatched(batches, scheduler, 5_000)
+        meter.settled(in_flight, 1_000_000)
+        meter.stream_ended(streamed, 1_000_000)
+
+    return of_batcher, lambda: worker.ended(execution, execution.counts(), 1_000_000)
+
+
 def best_us(work: Callable[[], object], times: int) -> float:
     """CPU time of one call in us: the best of several rounds, because disturbances only add to it."""
 
@@ -95,6 +138,12 @@ def main() -> None:
             f"{name:10}{one_us - each_us:9.1f} us{each_us:11.2f} us{many_us / size:17.2f} us{cpu_share:14.1%}"
         )
     print(f"{'total':10}{total_us:46.2f} us{total_us / REQUEST_CPU_US:14.1%}")
+    step_us, chunks_us = best_us(stepped(0), BATCHES), best_us(stepped(size), BATCHES)
+    batcher_us, worker_us = (best_us(record, BATCHES) for record in generated())
+    print(
+        f"stepping model: a step {step_us:.1f} us, each chunk in it {(chunks_us - step_us) / size:.2f} us; a "
+        f"request {batcher_us:.1f} us in the batcher, {worker_us:.1f} us in the worker"
+    )
     for name, prepare in (("batcher", dispatched), ("worker", committed)):
         record, metrics = prepare(size)
         record()

@@ -248,6 +248,55 @@ ROWS: Final[dict[str, list[Panel]]] = {
             width=6,
         ),
     ],
+    "Do streams flow?": [  # of stepping models; others have no slots, steps or chunks
+        Panel(
+            "Slots",
+            "short",
+            "Requests that are generated now, and how many could be. All in use while requests wait: start "
+            "workers, or allow more slots (max_batch_size) if steps stay short enough. Free slots while "
+            "requests wait: max_batch_cost is the limit, or look at the batcher's log.",
+            {
+                "in use {{model}}": "sum by (model) (carpool_slots_in_use{M}) "
+                "and sum by (model) (carpool_slots{M}) > 0",
+                "all {{model}}": "sum by (model) (carpool_slots{M}) > 0",
+            },
+        ),
+        Panel(
+            "Time to first chunk",
+            "s",
+            "From a streamed request's arrival to its first chunk. If it is far above a step, requests wait "
+            "for a slot (see Slots and Queue), or the model takes long to begin them.",
+            quantiles("carpool_first_chunk_seconds"),
+        ),
+        Panel(
+            "Time between chunks",
+            "s",
+            "Should be as long as a step, or the time between two steps if others begin there: then lower "
+            "max_prefill_cost. Far longer: the model emits nothing in some steps, or readers are slow, and "
+            "chunks are merged (stream_buffer).",
+            quantiles("carpool_chunk_gap_seconds"),
+        ),
+        Panel(
+            "Chunks",
+            "ops",
+            "Values that the model emits for streams, in each second. If it does not grow with the number of "
+            "slots in use, steps take as much longer: more slots gain nothing.",
+            {"{{model}}": "sum by (model) (rate(carpool_chunks_total{M}[T])) > 0"},
+        ),
+        Panel(
+            "Steps",
+            "ops",
+            "How often the model steps. Chunks divided by steps is how many requests a step serves.",
+            {"{{model}}": "sum by (model) (rate(carpool_steps_total{M}[T])) > 0"},
+        ),
+        Panel(
+            "Step",
+            "s",
+            "The model's work on a step, without beginning requests. If it grew without more slots in use, "
+            "requests are longer, or something else uses the device.",
+            quantiles("carpool_step_seconds"),
+        ),
+    ],
     "Which requests fail, and why?": [
         Panel(
             "Results by status",
@@ -339,7 +388,7 @@ def dashboard() -> Json:
     return {
         "uid": "carpool",
         "title": "Carpool",
-        "description": "Is it healthy, where is time spent, are batches full, which requests fail?",
+        "description": "Is it healthy, where is time spent, are batches full, do streams flow, which fail?",
         "tags": ["carpool"],
         "schemaVersion": 39,
         "version": 1,

@@ -65,6 +65,10 @@ class Screen:
         """Write a line and flush it. It is not wrapped, so that commands in it can be copied."""
         self.console.print(text, style=style, soft_wrap=True)
 
+    def write(self, text: str) -> None:
+        """Write a part of a line and flush it."""
+        self.console.print(text, end="", soft_wrap=True)
+
     def title(self, text: str) -> None:
         """Write the heading of a section."""
         self.print(f"\n{text}", style="bold")

@@ -94,6 +94,9 @@ class WorkerMetrics(CommonMetrics):
             ("model",),
             registry=self.registry,
         ).labels(model)
+        self._slots_in_all: Gauge = Gauge(
+            "carpool_slots", "Slots of a stepping model; 0 of others", ("model",), registry=self.registry
+        ).labels(model)
         self.in_hand: Gauge = Gauge(
             "carpool_batches_in_hand",
             "Batches that this worker has fetched and not committed",
@@ -147,9 +150,10 @@ class WorkerMetrics(CommonMetrics):
         """What was counted of steps. Takes microseconds."""
         return StepCounts(counter_value(self._steps), self._step.sum, counter_value(self._chunks))
 
-    def watch_slots(self, slots_in_use: Callable[[], int]) -> None:
-        """`slots_in_use` tells each scrape how many slots are in use."""
-        self._slots.set_function(slots_in_use)
+    def watch_slots(self, in_use: Callable[[], int], in_all: Callable[[], int]) -> None:
+        """These tell each scrape how many slots are in use, and how many there are."""
+        self._slots.set_function(in_use)
+        self._slots_in_all.set_function(in_all)
 
     def chunks_written(self, written: Sequence[tuple[StepExecution, StepWrite]], now_us: int) -> None:
         """What there was of these requests was written, in one script."""
@@ -157,7 +161,8 @@ class WorkerMetrics(CommonMetrics):
         for request, write in written:
             if not write.chunks:
                 continue
-            chunks += sum([chunk.merged for chunk, _ in write.chunks])
+            for chunk, _ in write.chunks:
+                chunks += chunk.merged
             if write.first_us is not None:
                 first_us.append(write.first_us)
             elif request.chunk_us is not None:

@@ -447,6 +447,11 @@ class StepReplica:
         return self._batches
 
     @property
+    def slots(self) -> int:
+        """How many requests may have a slot."""
+        return self._settings.max_batch_size
+
+    @property
     def slots_in_use(self) -> int:
         """How many requests have a slot. The model process does not tell when the last ones are dropped."""
         return min(self._running, len(self._batches))

@@ -84,7 +84,7 @@ class Worker:
         self._log = structlog.get_logger().bind(model=keys.model)
         self._batch_log = BatchLog(keys.model, self._name)
         self._step_log = StepLog(keys.model, self._name, metrics, self._slots_in_use)
-        metrics.watch_slots(self._slots_in_use)
+        metrics.watch_slots(self._slots_in_use, self._slots)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -194,6 +194,9 @@ class Worker:
                 )
 
         return report
+
+    def _slots(self) -> int:
+        return sum(replica.slots for replica in self._replicas if isinstance(replica, StepReplica))
 
     def _slots_in_use(self) -> int:
         return sum(replica.slots_in_use for replica in self._replicas if isinstance(replica, StepReplica))

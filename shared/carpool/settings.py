@@ -200,7 +200,7 @@ class WorkerSettings(CommonSettings):
     """Execute batches with a model."""
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, square or docsearch; "
+        description="module:Name, path/file.py:Name, onnx:FILE, square, docsearch or writer; "
         "NAME=MODEL serves it under another name"
     )
     replicas: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(

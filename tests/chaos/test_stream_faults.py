@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 import carpool
+import carpool_worker
 from carpool.keys import Keys
 from support.models.stepping import text_of
 from support.stack import Service, Stack, frozen, frozen_with_batch
@@ -80,6 +82,14 @@ def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -
     )
 
 
+def wait_for_process(service: Service, deaths: int) -> None:
+    """Wait until the model process was replaced so many times."""
+    wait_until(
+        lambda: len(service.events("model process replaced")) == deaths,
+        description="the model process is replaced",
+    )
+
+
 def batch_of(stack: Stack, model: str = "Chain") -> dict[str, Any]:
     """The pending entry of the one request in flight."""
     (pending,) = stack.redis.xpending_range(Keys(model).batches, "workers", "-", "+", 10)
@@ -114,38 +124,28 @@ def test_model_process_is_killed_in_mid_generation(stack: Stack) -> None:
             load.wait_for_more(5)
             (process,) = service.children()
             os.kill(process, signal.SIGKILL)
-            wait_until(
-                lambda deaths=deaths: len(service.events("model process replaced")) == deaths,
-                description="the model process is replaced",
-            )
+            wait_for_process(service, deaths)
 
     assert_all_ok(stack, checker)
     assert not stack.events("batch reclaimed")
 
 
 def test_request_outlives_any_number_of_deaths_that_it_did_not_cause(stack: Stack) -> None:
-    """Given requests that are generated while the process dies three times, and while three workers die."""
-    service = serve(stack, lease=LEASE)[0]
+    """Given requests that are generated while the process dies three times and the worker once."""
+    (service,) = serve(stack, lease=LEASE)
     names = [f"r{number}" for number in range(3)]
     for name in names:
-        send(stack, name, length=200, step_s=0.05, stream=int(name != "r2"))
-    wait_for_chunks(stack, "r0", 2)
+        send(stack, name, length=30, step_s=0.04, stream=int(name != "r2"))
     for deaths in range(1, 4):
+        wait_for_chunks(stack, "r0", stack.redis.llen(KEYS.result("r0")) + 2)
         os.kill(service.children()[0], signal.SIGKILL)
-        before = stack.redis.llen(KEYS.result("r0"))
-        wait_until(
-            lambda deaths=deaths: len(service.events("model process replaced")) == deaths,
-            description="the model process is replaced",
-        )
-        wait_for_chunks(stack, "r0", before + 3)
-    for _ in range(3):
-        service.kill()
-        before = stack.redis.llen(KEYS.result("r0"))
-        service = worker(stack)
-        wait_for_chunks(stack, "r0", before + 3)
+        wait_for_process(service, deaths)
+    wait_for_chunks(stack, "r0", stack.redis.llen(KEYS.result("r0")) + 2)
+    service.kill()
+    worker(stack)
     for name in names:
         final = read_all(stack, name)[-1]
-        assert (final["status"], final["body"]) == ("OK", text_of(name, 200)), final
+        assert (final["status"], final["body"]) == ("OK", text_of(name, 30)), final
     assert stack.redis.xlen(KEYS.dead) == 0
 
 
@@ -153,10 +153,9 @@ def test_request_outlives_any_number_of_deaths_that_it_did_not_cause(stack: Stac
 
 
 def test_worker_frozen_past_its_lease_writes_no_chunk(stack: Stack) -> None:
-    (frozen_worker,) = serve(stack, lease=LEASE)
+    frozen_worker, other = serve(stack, workers=2, lease=LEASE)
     checker = StreamChecker()
     with StreamLoad(stack, "Chain", checker) as load:
-        other = worker(stack)
         with frozen_with_batch(stack, "Chain", frozen_worker):
             other.wait_for("batch reclaimed")
             load.wait_for_more(5)
@@ -175,11 +174,9 @@ def test_active_batcher_is_killed_while_another_stands_by(stack: Stack) -> None:
     stack.batcher()
     checker = StreamChecker()
     with StreamLoad(stack, "Chain", checker) as load:
-        for _ in range(2):
-            load.wait_for_more(3)
-            stack.active_batcher("Chain").kill()
-            stack.batcher()
-            load.wait_for_more(20)  # more than there are slots: capacity was counted anew
+        load.wait_for_more(3)
+        stack.active_batcher("Chain").kill()
+        load.wait_for_more(30)  # more than there are slots: capacity was counted anew
 
     assert_all_ok(stack, checker)
     assert not stack.events("batch reclaimed")
@@ -294,18 +291,18 @@ def test_requests_are_withdrawn_while_they_end(stack: Stack) -> None:
     assert_settled(stack)
 
 
-def test_requests_expire_in_each_state(stack: Stack, gate: Path) -> None:
+def test_requests_expire_in_each_state(stack: Stack) -> None:
     """Given one slot: one request expires while it is generated, one while it waits in the process, and one
     while no worker has it."""
     (service,) = serve(stack)
     stack.configure("Chain", max_batch_size="1")
     send(stack, "generated", length=10**9, step_s=0.002, expiration=1500)
     wait_for_chunks(stack, "generated", 1)
-    send(stack, "in the process", length=5, expiration=700)
+    send(stack, "waiting", length=5, expiration=700)
     *chunks, final = read_all(stack, "generated")
     assert final["status"] == "DEADLINE_EXCEEDED"
     assert "".join(each["body"] for each in chunks) == text_of("generated", len(chunks))
-    (only,) = read_all(stack, "in the process")
+    (only,) = read_all(stack, "waiting")
     assert only["status"] == "DEADLINE_EXCEEDED"
     with frozen(service):
         send(stack, "nowhere", length=5, expiration=300)
@@ -342,16 +339,13 @@ def test_request_answered_while_its_worker_is_dead_is_not_generated_again(stack:
 
 def test_terminated_worker_hands_its_requests_over(stack: Stack) -> None:
     """They go on elsewhere although the lease is long, at the epoch that they had: nobody is a suspect."""
-    first = serve(stack, lease=LONG_LEASE)[0]
+    first, _ = serve(stack, workers=2)
     checker = StreamChecker()
     with StreamLoad(stack, "Chain", checker) as load:
-        for _ in range(2):
-            second = worker(stack, LONG_LEASE)
-            load.wait_for_more(5)
-            assert first.terminate() == 0
-            assert first.events("worker stopped")[0]["clean"] is True
-            first = second
-            load.wait_for_more(5)
+        load.wait_for_more(5)
+        assert first.terminate() == 0
+        assert first.events("worker stopped")[0]["clean"] is True
+        load.wait_for_more(10)
 
     assert_all_ok(stack, checker)
     assert sum(event["requests"] for event in stack.events("requests handed over")) > 0
@@ -428,13 +422,13 @@ def test_batches_for_a_model_that_does_not_step_are_answered(stack: Stack) -> No
     """Given a batch of four and one of one for a worker that is frozen, when a stepping model registers under
     its name and takes them, expect an answer to each request."""
     stack.batcher()
-    echo = worker(stack, LONG_LEASE, "Chain=plain.py:Echo")
+    echo = worker(stack, LEASE, "Chain=plain.py:Echo")
     stack.wait_for_model("Chain")
     with frozen(echo):
         bodies = [{"correlation_id": f"r{number}", "body": json.dumps({"length": 3})} for number in range(4)]
         stack.send_packed("Chain", bodies)
         wait_until(lambda: stack.redis.xlen(KEYS.batches) > 0, description="they are dispatched")
-        worker(stack, LONG_LEASE)
+        worker(stack, LEASE)
         send(stack, "after", length=3)
         assert read_all(stack, "after")[-1]["body"] == text_of("after", 3)
         echo.kill()
@@ -451,8 +445,186 @@ def faulty_package(home: Path, file: str, pattern: str, replacement: str) -> Pat
     """Make a directory with a copy of the package `carpool` in which a part of one script is replaced."""
     copied = home / "carpool"
     shutil.copytree(Path(carpool.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    script = copied / "store" / "lua" / file
+    script = copied / "store" / file
     source, count = re.subn(pattern, replacement, script.read_text())
     assert count == 1
     script.write_text(source)
     return home
+
+
+def stream_with(stack: Stack, package: Path, name: str, length: int) -> Service:
+    """Begin a request at a worker with a fault; return once it has written two chunks of it."""
+    stack.batcher()
+    service = stack.worker(CHAIN, *LONG_LEASE, faulty_package=package)
+    stack.wait_for_model("Chain")
+    send(stack, name, length=length, step_s=0.01)
+    wait_for_chunks(stack, name, 2)
+    return service
+
+
+def checked(stack: Stack, name: str, length: int) -> dict[str, list[str]]:
+    """Read a request to its end; return the faults that the checker finds."""
+    checker = StreamChecker()
+    checker.sent(name, {"length": length})
+    for found in read_all(stack, name):
+        checker.read(name, found)
+    return checker.faults()
+
+
+def test_checker_detects_chunks_written_without_the_count(stack: Stack, tmp_path: Path) -> None:
+    """A repeated script writes its chunks again, although the first one was carried out: its reply is lost
+    here, because the fault lets it fail after it has written."""
+    faulty = faulty_package(
+        tmp_path / "faulty",
+        "lua/step.lua",
+        r"local chunks = tonumber\(progress\[2\] or 0\)\n",
+        "if true then return 'WRITTEN' end\n  local chunks = 0\n",
+    )
+    connection = faulty / "carpool" / "store" / "steps.py"
+    source = connection.read_text()
+    lost = "        replies = self._link.run(_STEP, script_keys.keys, args)\n"
+    assert source.count(lost) == 1
+    repeated = lost * 2  # what a caller does whose first call got no reply
+    connection.write_text(source.replace(lost, repeated))
+    stream_with(stack, faulty, "r", 20)
+    assert "indexes" in checked(stack, "r", 20)
+
+
+def test_checker_detects_chunks_merged_without_being_joined(stack: Stack, tmp_path: Path) -> None:
+    """Only the last value of those for a slow reader is written."""
+    faulty = tmp_path / "faulty"
+    package = faulty / "carpool_worker"
+    shutil.copytree(
+        Path(carpool_worker.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    file = package / "step_execution.py"
+    source, count = re.subn(r"\bconcatenated\(values\)", "values[-1]", file.read_text())
+    assert count == 1
+    file.write_text(source)
+    stream_with(stack, faulty, "r", 20)
+    stack.configure("Chain", stream_buffer="4")
+    send(stack, "merged", length=100, step_s=0.001)
+    wait_for_chunks(stack, "merged", 4)
+    assert checked(stack, "r", 20) == {}
+    assert set(checked(stack, "merged", 100)) == {"chunks are not the output", "other chunks"}
+
+
+def test_checker_detects_a_hand_over_that_raises_the_delivery_count(stack: Stack, tmp_path: Path) -> None:
+    """What is handed over would be suspected, and a few deployments would raise the epoch without end."""
+    faulty = faulty_package(
+        tmp_path / "faulty",
+        "lua/hand_over.lua",
+        r"'RETRYCOUNT', tonumber\(ARGV\[i \+ 1\]\) - 1, ",
+        "",
+    )
+    service = stream_with(stack, faulty, "r", 10**9)
+    other = worker(stack, LONG_LEASE)
+    assert service.terminate() == 0
+    other.wait_for("batch reclaimed")
+    stack.send("Chain", withdraw="r")
+    assert read_all(stack, "r")[-1]["status"] == "CANCELLED"
+    assert {batch["epoch"] for batch in stack.events("batch reclaimed")} == {2}
+
+
+# --- memory
+
+
+LONG: Final = 10_000
+
+
+def rss_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Memory:
+    """What Redis, a worker and its model process use more than when this was made; the most of each."""
+
+    def __init__(self, stack: Stack, service: Service) -> None:
+        self._stack = stack
+        self._pids = [service.pid, *service.children()]
+        self._before = self._now()
+        self.used_bytes = [0, 0, 0]
+
+    def _now(self) -> list[int]:
+        redis: int = self._stack.redis.info("memory")["used_memory"]
+        return [redis, *map(rss_bytes, self._pids)]
+
+    def look(self) -> None:
+        used = [now - before for now, before in zip(self._now(), self._before, strict=True)]
+        self.used_bytes = list(map(max, self.used_bytes, used))
+
+    def __str__(self) -> str:
+        names = ("Redis", "worker", "model process")
+        used = zip(names, self.used_bytes, strict=True)
+        return ", ".join(f"{name} +{used_bytes / 1e6:.1f} MB" for name, used_bytes in used)
+
+
+def values_of(found: dict[str, Any]) -> list[int]:
+    """The emitted values in a chunk: `values` says that they are a list."""
+    values: list[int] = found["body"] if "values" in found else [found["body"]]
+    return values
+
+
+@pytest.fixture(scope="module")
+def countdown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Service]]:
+    with Stack(tmp_path_factory.mktemp("countdown")) as stack:
+        stack.batcher()
+        service = worker(stack, LONG_LEASE, "stepping.py:countdown")
+        stack.wait_for_model("countdown")
+        stack.configure("countdown", reader_idle_ms="1000")
+        stack.send("countdown", correlation_id="warm", body="1000", stream=1)
+        read_all(stack, "warm", "countdown")
+        yield stack, service
+
+
+@pytest.mark.parametrize("pace", [1, 10])
+def test_memory_of_a_long_conversation_is_bounded(countdown: tuple[Stack, Service], pace: int) -> None:
+    """A reader that reads at once, and one that reads only when ten times as much is there."""
+    stack, service = countdown
+    memory, values, envelopes_read = Memory(stack, service), list[int](), 0
+    stack.send("countdown", correlation_id="r", body=str(LONG), stream=1)
+    while True:
+        if pace > 1:
+            wait_until(
+                lambda: (
+                    stack.redis.llen(Keys("countdown").result("r")) >= 25 * pace
+                    or not stack.redis.xlen(Keys("countdown").batches)
+                ),
+                description="more is written, or the request has ended",
+            )
+        for _ in range(25):
+            found = stack.result("countdown", "r")
+            if found["final"]:
+                break
+            values += values_of(found)
+            envelopes_read += 1
+        memory.look()
+        if found["final"]:
+            break
+    print(f"read at a pace of 1/{pace}: {memory}; {LONG} values in {envelopes_read} chunks")
+    assert values == found["body"] == list(range(LONG, 0, -1))
+    assert max(memory.used_bytes) < 32 * 1024 * 1024
+    assert_settled(stack, "countdown")
+
+
+def test_memory_of_a_conversation_whose_reader_stops_is_bounded(countdown: tuple[Stack, Service]) -> None:
+    stack, service = countdown
+    memory = Memory(stack, service)
+    stack.send("countdown", correlation_id="r", body=str(10**9), stream=1)
+    values: list[int] = []
+    while len(values) < LONG // 5:
+        values += values_of(stack.result("countdown", "r"))
+
+    def has_ended() -> bool:
+        memory.look()
+        return not stack.redis.xlen(Keys("countdown").batches)
+
+    wait_until(has_ended, description="the request is cancelled")
+    *chunks, final = read_all(stack, "r", "countdown")
+    for found in chunks:
+        values += values_of(found)
+    print(f"read in part: {memory}; {len(values)} values in all")
+    assert final["status"] == "CANCELLED"
+    assert values == list(range(10**9, 10**9 - len(values), -1))
+    assert max(memory.used_bytes) < 64 * 1024 * 1024

@@ -27,6 +27,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool_batcher.meter import BatcherMetrics
 from carpool_worker.meter import WorkerMetrics
+from support.models.stepping import SLOTS
 from support.stack import Service, Stack, wait_for
 from support.waiting import wait_until
 
@@ -34,6 +35,9 @@ OPS: Final = Path(__file__).parents[2] / "ops"
 DASHBOARD: Final = OPS / "grafana" / "dashboards" / "carpool.json"
 ALERTS: Final = OPS / "prometheus" / "alerts.yml"
 MODEL: Final = "Plotted"
+WRITER: Final = "Chain"  # a stepping model
+CHUNKS: Final = 10  # of each stream
+STEP_S: Final = 0.02
 SCRAPE: Final = "200ms"
 HTTP: Final = ("--http-port", "0")
 LEASE: Final = ("--lease-ms", "600")
@@ -54,14 +58,16 @@ def tool(name: str) -> str:
     return path
 
 
-def queries() -> dict[str, str]:
-    """The queries of the dashboard, by the title and legend of their panels."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return {
-        f"{panel['title']}: {target['legendFormat']}": target["expr"]
-        for panel in panels
-        for target in panel.get("targets", [])
-    }
+def queries(of_row: str | None = None) -> dict[str, str]:
+    """The queries of the dashboard, or of one row, by the title and legend of their panels."""
+    found: dict[str, str] = {}
+    row = ""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        row = panel["title"] if panel["type"] == "row" else row
+        if of_row in (None, row):
+            for target in panel.get("targets", []):
+                found[f"{panel['title']}: {target['legendFormat']}"] = target["expr"]
+    return found
 
 
 # --- without Prometheus ------------------------------------------------------------------------------------
@@ -304,7 +310,7 @@ def running_prometheus(home: Path, services: list[Service]) -> Iterator[Promethe
 
 
 class MixedLoad:
-    """Sends requests that end in every way, at a constant rate, and counts them."""
+    """Sends requests that end in every way, at a constant rate, and counts them; and streams, not counted."""
 
     requests_per_interval = 12
     interval_s = 0.05
@@ -332,6 +338,8 @@ class MixedLoad:
             pipeline = self._redis.pipeline(transaction=False)
             for fields in self._requests(interval):
                 pipeline.xadd(self._keys.requests, {"reply_to": "mixed", **fields})
+            stream = {"stream": 1, "body": json.dumps({"length": CHUNKS, "step_s": STEP_S})}
+            pipeline.xadd(Keys(WRITER).requests, stream)
             pipeline.execute()
             sent += self.requests_per_interval + (PACKED_REQUESTS if interval % 10 == 0 else 0)
             self.sent.append((time.monotonic(), sent))
@@ -367,8 +375,11 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
     tool("prometheus")
     batcher = stack.batcher(*HTTP)
     workers = [stack.worker("metered.py:Plotted", *HTTP, *LEASE, ready=False) for _ in range(2)]
+    writer = stack.worker(f"stepping.py:{WRITER}", *HTTP, ready=False)
     stack.wait_for_model(MODEL, workers=2)
-    with running_prometheus(tmp_path / "prometheus", [batcher, *workers]) as prometheus:
+    stack.wait_for_model(WRITER)
+    of_streams = queries("Do streams flow?")
+    with running_prometheus(tmp_path / "prometheus", [batcher, *workers, writer]) as prometheus:
         reclaim(stack, workers, tmp_path / "gate")
         stack.send(MODEL, body='"die"', reply_to="mixed")
         with MixedLoad(stack) as load:
@@ -379,7 +390,8 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
             )
 
             def panel(title: str, window: str = f"{WINDOW_S}s") -> dict[tuple[str, ...], float]:
-                expression = queries()[title].replace("$model", ".*").replace("$__rate_interval", window)
+                model = WRITER if title in of_streams else MODEL
+                expression = queries()[title].replace("$model", model).replace("$__rate_interval", window)
                 return prometheus.query(expression)
 
             def empty() -> list[str]:
@@ -394,6 +406,7 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
                 for title in ("Dead letters", "Model process deaths", "Redeliveries", "Fenced commits")
             }
         assert_correct(shown, rate)
+        assert_streams_correct(shown, rate)
         assert all(count > 0 for count in incidents.values()), incidents
         assert_alerts(prometheus)
 
@@ -443,6 +456,21 @@ def assert_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_per_seco
         value(f"Requests and executions: {of} {{{{model}}}}") for of in ("requests", "executions")
     )
     assert requests > executions > 0
+
+
+def assert_streams_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: float) -> None:
+    """Compare the panels of streams with the load, which has one in each interval, with a tolerance."""
+
+    def value(title: str) -> float:
+        (only,) = shown[f"{title}{{{{model}}}}"].values()
+        return only
+
+    streams_per_second = sent_per_second / (MixedLoad.requests_per_interval + PACKED_REQUESTS / 10)
+    assert 0 <= value("Slots: in use ") <= value("Slots: all ") == SLOTS
+    assert value("Chunks: ") == pytest.approx(CHUNKS * streams_per_second, rel=0.3)
+    assert 0 < value("Steps: ") < 1.2 / STEP_S
+    for title in ("Step", "Time between chunks", "Time to first chunk"):
+        assert 0.01 <= value(f"{title}: p50 ") <= value(f"{title}: p99 ") < 5, title
 
 
 def assert_alerts(prometheus: Prometheus) -> None:

@@ -19,6 +19,7 @@ from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
 from carpool.messages import DispatchReason
 from carpool.wire.tensors import TensorSpec
+from carpool_cli.demo import writing
 from carpool_cli.demo.docsearch import DocSearch
 from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, percentile, same_answer, send_all
 from carpool_cli.demo.report import REASON_MEANINGS, Measured, show_figures
@@ -390,6 +391,27 @@ def test_missing_result_is_a_problem(scenario: Scenario) -> None:
         scenario, run_with([reply(answer(0.9, 0.5)), InternalError("oh"), InternalError("no")])
     )
     assert problem == "no result: 2 requests; the first: 'query 1', INTERNAL: oh"
+
+
+async def test_chunks_that_are_not_the_output_are_a_problem(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: object) -> writing.Writing:
+        return writing.Writing(
+            [writing.Written("ab", [0.1, 0.2], "ab"), writing.Written("c", [0.1], "cd")], 1.0
+        )
+
+    monkeypatch.setattr(writing, "write_in_steps", write)
+    monkeypatch.setattr(writing, "write_whole", write)
+    await scenario._write_texts(cast(AsyncClient, FakeClient()))
+    assert scenario.problems == ["chunks differ from the output: 1 text; the first: 'c'"]
+
+
+def test_orders_are_of_many_lengths_and_always_the_same() -> None:
+    bodies = writing.orders()
+    assert bodies == writing.orders()
+    assert len(bodies) == 1 + writing.TEXTS
+    assert len({body["length"] for body in bodies}) > 20
 
 
 async def test_wrong_square_is_a_problem(scenario: Scenario) -> None:

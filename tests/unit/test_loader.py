@@ -54,12 +54,14 @@ def test_spec_without_a_valid_name_is_rejected(spec: str) -> None:
 
 
 def test_registered_models_are_those_that_the_documents_name() -> None:
-    assert registered_names() == ["docsearch", "square"]
+    assert registered_names() == ["docsearch", "square", "writer"]
 
 
-@pytest.mark.parametrize("name", ["docsearch", "square"])
-def test_registered_model_is_found_by_its_name(name: str) -> None:
-    assert callable(find_model(name).predict)
+@pytest.mark.parametrize(
+    ("name", "method"), [("docsearch", "predict"), ("square", "predict"), ("writer", "step")]
+)
+def test_registered_model_is_found_by_its_name(name: str, method: str) -> None:
+    assert callable(getattr(find_model(name), method))
 
 
 def test_another_package_can_register_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +72,7 @@ def test_another_package_can_register_a_model(tmp_path: Path, monkeypatch: pytes
     (metadata / "entry_points.txt").write_text("[carpool.models]\ncube = carpool_test_plugin:cube\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_model("cube")([2]) == [8]
-    with pytest.raises(ValueError, match=r"or a registered name \(cube, docsearch, square\)"):
+    with pytest.raises(ValueError, match=r"or a registered name \(cube, docsearch, square, writer\)"):
         find_model("sphere")
 
 
@@ -109,7 +111,9 @@ def test_model_in_a_file_can_import_modules_beside_it(
 
 @pytest.mark.parametrize("location", ["", "cube", "models.py", ":Name", "module:", ":"])
 def test_location_of_no_known_form_is_rejected(location: str) -> None:
-    with pytest.raises(ValueError, match=r"write module:Name, .* or a registered name \(docsearch, square\)"):
+    with pytest.raises(
+        ValueError, match=r"write module:Name, .* or a registered name \(docsearch, square, writer\)"
+    ):
         find_model(location)
 
 

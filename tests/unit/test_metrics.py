@@ -146,10 +146,10 @@ def test_chunks_of_one_script_are_counted_together() -> None:
     metrics.chunks_written(writes, 60_000)
     metrics.stepped(Step(7_000, 0, 3, 3, []))
     metrics.ended(execution_of("OK"), execution_of("OK").counts(), now_us=2_000)
-    metrics.watch_slots(lambda: 3)
+    metrics.watch_slots(lambda: 3, lambda: 8)
     found = {name: value for (name, _), value in samples(metrics.registry).items()}
     assert metrics.step_counts() == StepCounts(1, 7_000, 5)
-    assert (found["carpool_chunks_total"], found["carpool_slots_in_use"]) == (5, 3)
+    assert (found["carpool_chunks_total"], found["carpool_slots_in_use"], found["carpool_slots"]) == (5, 3, 8)
     assert (found["carpool_first_chunk_seconds_count"], found["carpool_first_chunk_seconds_sum"]) == (
         1,
         0.009,

@@ -5,6 +5,7 @@ The main thread supervises the stack, as `carpool up` does; another thread runs 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -29,7 +30,8 @@ class DemoSettings(CarpoolSettings):
 
     The demo starts its own Redis, a batcher and workers. One producer sends real queries, each as its own
     request and many at once; then it sends some of them again, one at a time. The demo prints answers and
-    figures, and compares a sample of the results with direct calls of the model.
+    figures, and compares a sample of the results with direct calls of the model. At the end, a small language
+    model writes texts, which appear as they are written.
     """
 
     queries: int = Field(5000, ge=1, le=1_000_000, description="number of queries to send")
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(DemoSettings, argv, "carpool demo")
     configure_logs("warning", "supervisor")
     stop = stop_on_signals()
+    # The models share the cores of this machine: threads of one's matrix products would disturb the others.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     screen = Screen()
     logs = Path(tempfile.mkdtemp(prefix="carpool-demo-"))
     supervisor = Supervisor(StackPlan(models=MODELS, logs=logs))

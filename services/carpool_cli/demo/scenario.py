@@ -14,6 +14,7 @@ from typing import Any, Final
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import CarpoolError
 from carpool.keys import DEFAULT_PREFIX
+from carpool_cli.demo import writing
 from carpool_cli.demo.docsearch import DocSearch
 from carpool_cli.demo.docsearch_corpus import SHOWN_QUERIES, queries
 from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, same_answer, send_all
@@ -22,7 +23,8 @@ from carpool_cli.local import paste
 from carpool_cli.local.supervisor import Supervisor
 from carpool_cli.screen import Progress, Screen, count, duration
 
-MODELS: Final = ("docsearch", "square")
+READY_MADE: Final = ("docsearch", "square", writing.WRITER)
+MODELS: Final = ("docsearch", "square", *writing.MODELS)
 SEQUENTIAL_QUERIES_MAX: Final = 400
 SEQUENTIAL_S_MAX: Final = 10.0
 CHECKED_QUERIES: Final = 50
@@ -68,6 +70,7 @@ class Scenario:
             direct_s = self._compare_sample(concurrent, direct_model)
             show_figures(Measured(self._in_flight, concurrent, sequential, direct_s, reasons), self._screen)
             await self._send_squares(client)
+            await self._write_texts(client)
         if not self.problems:
             self._conclude(url)
 
@@ -78,7 +81,7 @@ class Scenario:
         assert redis is not None
         server = f"{redis.server.binary.name} {redis.server.version}"
         screen.print(f"Carpool {version('carpool')}: documentation search on this machine", style="bold")
-        screen.print(f"\nStarting {server}, a batcher and two workers on {os.cpu_count()} CPU cores.")
+        screen.print(f"\nStarting {server}, a batcher and four workers on {os.cpu_count()} CPU cores.")
         screen.print(
             "The model docsearch indexes the docstrings of Python's standard library. Docstrings of the"
         )
@@ -148,6 +151,24 @@ class Scenario:
             f"{sequential.duration_s / concurrent.duration_s:.0f} times as fast."
         )
 
+    # --- the texts -----------------------------------------------------------------------------------------
+
+    async def _write_texts(self, client: AsyncClient) -> None:
+        screen, bodies = self._screen, writing.orders()
+        screen.title(
+            f"A text by a small language model, as it is written, while {writing.TEXTS} others are written"
+        )
+        screen.write(f"\n  {writing.SHOWN_PROMPT}")
+        in_steps = await writing.write_in_steps(client, bodies, screen.write)
+        screen.print("\n")
+        whole = await writing.write_whole(client, bodies)
+        writing.show_writing(in_steps, whole, screen)
+        self._requests += len(in_steps.texts) + len(whole.texts)
+        wrong = [written for written in in_steps.texts if written.text != written.output]
+        if wrong:
+            first = f"the first: {wrong[0].text!r:.80}"
+            self.problems.append(f"chunks differ from the output: {count(len(wrong), 'text')}; {first}")
+
     # --- the end -------------------------------------------------------------------------------------------
 
     def _conclude(self, url: str) -> None:
@@ -155,15 +176,15 @@ class Scenario:
         took = duration(time.monotonic() - self._started_s)
         screen.title(f"{self._requests:,} requests, each with a result, in {took}")
         screen.print(
-            f"  Checked: {self._checked} sampled results equal those of direct calls, and every square is "
-            "correct."
+            f"  Checked: {self._checked} sampled results equal those of direct calls, every square is\n"
+            "  correct, and the chunks of every text make up its output."
         )
         if not self.keep:
             screen.print(f"  {carpool} demo --keep   keeps the stack running, and prints commands to try")
             screen.print(f"  {carpool} up MODEL      serves a model of your own")
             return
         screen.title(f"Serving at {url} until Ctrl-C. Commands to try in another terminal:\n")
-        for model in MODELS:
+        for model in READY_MADE:
             for line in paste.lines(url, model):
                 screen.print(f"  {line}")
             screen.print()

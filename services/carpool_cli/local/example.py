@@ -11,7 +11,7 @@ from carpool.wire.bodies import MAX_JSON_ITEMS
 from carpool.wire.tensors import TensorSpec
 
 # For ready-made models. Any other model that declares no tensors gets a text.
-_BODIES: Final = {"square": 7, "docsearch": "how do I read a zip file"}
+_BODIES: Final = {"square": 7, "docsearch": "how do I read a zip file", "writer": "Return the"}
 _TEXT: Final = "hello"
 _VARIABLE_SIZE: Final = 2  # for a dimension of any size; more than 1, to show that it is one
 _WRITTEN_NUMBERS_MAX: Final = 32  # more are made by a Python expression

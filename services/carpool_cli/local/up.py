@@ -45,7 +45,7 @@ class UpSettings(RedisSettings):
 
     model: CliPositionalArg[Listed] = Field(
         min_length=1,
-        description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch; "
+        description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer; "
         "NAME=MODEL serves it under another name",
     )
     redis_url: RedisUrl | None = Field(

@@ -49,8 +49,8 @@ class StepWrite(NamedTuple):
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
     that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
     `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
-    `streamed`: if it ended, see `BatchSettled`. `is_renewed`: what is kept of it in Redis is to expire later;
-    always so with the first chunk.
+    `streamed`: if it ended, see `BatchSettled`. `is_renewed`: with these chunks, what is kept of it in Redis
+    is to expire later; as with the first ones.
     """
 
     batch: Batch

@@ -1,0 +1,55 @@
+"""The model `writer` in batches, for comparison: each is written to the end of its longest text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from carpool_cli.demo.writer import Writer
+from carpool_worker.model_process.model import RequestInfo
+
+
+class WholeTexts:
+    """Bodies and texts are those of `writer`."""
+
+    max_batch_size = Writer.max_batch_size
+
+    def load(self, device: str) -> None:
+        """Read the weights."""
+        self._writer = Writer()
+        self._writer.load(device)
+
+    def validate(self, body: object) -> None:
+        """As that of `writer`."""
+        self._writer.validate(body)
+
+    def predict(self, batch: Sequence[Any], requests: Sequence[RequestInfo]) -> list[str]:
+        """Write all texts to their ends."""
+        texts = [_Text(info.correlation_id, body) for info, body in zip(requests, batch, strict=True)]
+        self._writer.begin(texts)
+        while running := [text for text in texts if not text.is_finished]:
+            self._writer.step(running)
+        for text in texts:
+            self._writer.end(text)
+        return ["".join(text.characters) for text in texts]
+
+
+class _Text:
+    """What `writer` needs of a request."""
+
+    chunks: Sequence[str] = ()
+
+    def __init__(self, correlation_id: str, body: Any) -> None:
+        self.correlation_id = correlation_id
+        self.body = body
+        self.state: Any = None
+        self.characters: list[str] = []
+        self.is_finished = False
+
+    def emit(self, character: str) -> None:
+        """Append a character."""
+        self.characters.append(character)
+
+    def finish(self, _output: str = "") -> None:
+        """The text is complete."""
+        self.is_finished = True
