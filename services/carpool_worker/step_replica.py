@@ -326,16 +326,23 @@ class StepReplica:
     # --- writing -------------------------------------------------------------------------------------------
 
     def _write_due(self) -> None:
-        """Write what was emitted, and ask which requests were answered meanwhile, if either is due."""
+        """Write what was emitted; from time to time, ask which of all requests were answered meanwhile."""
         self._commit_rejected()
         held, now_s, buffer = self._held(), time.monotonic(), self._settings.stream_buffer
-        is_full = self._is_full
-        has_news = any(request.has_ended or (not is_full and request.has_news(buffer)) for request in held)
-        if not held or (not has_news and now_s < self._check_at_s):
+        is_full, is_check = self._is_full, now_s >= self._check_at_s
+        due = (
+            held
+            if is_check
+            else [
+                request for request in held if request.has_ended or (not is_full and request.has_news(buffer))
+            ]
+        )
+        if not due:
             return
-        self._check_at_s = now_s + CHECK_INTERVAL_S
+        if is_check:
+            self._check_at_s = now_s + CHECK_INTERVAL_S
         try:
-            self._write(held, only_final=is_full)
+            self._write(due, only_final=is_full)
         except CommandError as error:
             if error.code == "NOGROUP":  # Redis was emptied
                 self._drop(held, is_fenced=True)
