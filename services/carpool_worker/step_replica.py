@@ -48,6 +48,7 @@ SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: for so
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 WAIT_S: Final = 0.5  # a drain is noticed after this time
+GATHER_S: Final = 0.002  # how long an idle process waits for the next part of requests that came together
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
 WRITE_BYTES_MAX: Final = 16 * 1024 * 1024  # in one script, and of what waits while Redis is full
 _REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
@@ -89,6 +90,8 @@ class StepReplica:
         self._alone: StepExecution | None = None  # the one that does
         self._is_paused = False  # the process waits for a Resume
         self._running = 0  # requests that have a slot, as its last Step says
+        self._asked = 0  # how many requests the last fetch asked for
+        self._gather_until_s = 0.0
         self._check_at_s = 0.0
         self._full_until_s = 0.0
         self._draining = False
@@ -141,12 +144,18 @@ class StepReplica:
         if has_step or of_process in readable:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
-            self._take(fetcher.finish())
+            fetched = fetcher.finish()
+            if len(fetched) == self._asked:
+                self._gather_until_s = time.monotonic() + GATHER_S
+            self._take(fetched)
 
     def _timeout_s(self) -> float:
         if not self._requests:
             return WAIT_S
-        return min(WAIT_S, max(0.0, max(self._check_at_s, self._full_until_s) - time.monotonic()))
+        until_s = max(self._check_at_s, self._full_until_s)
+        if self._is_gathering:
+            until_s = min(until_s, self._gather_until_s)
+        return min(WAIT_S, max(0.0, until_s - time.monotonic()))
 
     @property
     def _is_full(self) -> bool:
@@ -164,7 +173,16 @@ class StepReplica:
         space = slots + prefetched - len(self._requests)
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
             # A few at a time: other workers may have free slots too.
-            self._take(self._fetcher.start(min(space, prefetched)))
+            self._asked = min(space, prefetched)
+            self._take(self._fetcher.start(self._asked))
+
+    @property
+    def _is_gathering(self) -> bool:
+        """Whether more requests are probably there, and the process, which has none, should begin them with
+        these: a prefill of one more takes little longer, and the next prefill comes after a step."""
+        if not self._fetcher.waiting or time.monotonic() >= self._gather_until_s:
+            return False
+        return not any(request.is_sent for request in self._held())
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
@@ -220,14 +238,15 @@ class StepReplica:
             if suspect.key in self._requests and suspect.is_waiting:
                 self._begin_alone(suspect)
             del self._suspects[0]  # not before Redis knows that it is alone
-        if self._alone is not None:
+        if self._alone is not None or self._is_gathering:
             return
         for request in self._held():
             if request.is_waiting:
                 self._admit(request)
         if self._is_paused:
             self._is_paused = False
-            self.process.send_message(Resume().message())
+            self.process.put_message(Resume().message())
+        self.process.flush()  # together, so that the process begins them together
 
     def _configure_process(self) -> None:
         """Send the limits of the slots, if an operator changed them."""
@@ -255,7 +274,7 @@ class StepReplica:
             request.kept,
             steps_alone,
         )
-        self.process.send_message(admit.message(), *frame.payload)
+        self.process.put_message(admit.message(), *frame.payload)
         request.sent(now_us)
 
     def _begin_alone(self, request: StepExecution) -> None:
@@ -269,6 +288,7 @@ class StepReplica:
             return
         self._alone, self._is_paused = request, True
         self._admit(request, request.begin_alone())
+        self.process.flush()
 
     def _receive(self) -> None:
         """Receive a Step, or that a new model process is ready, or that the process died."""
