@@ -145,8 +145,8 @@ class StepReplica:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             fetched = fetcher.finish()
-            if len(fetched) == self._asked:
-                self._gather_until_s = time.monotonic() + GATHER_S
+            is_part = len(fetched) == self._asked
+            self._gather_until_s = time.monotonic() + GATHER_S if is_part else 0.0
             self._take(fetched)
 
     def _timeout_s(self) -> float:
