@@ -48,7 +48,6 @@ SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: for so
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 WAIT_S: Final = 0.5  # a drain is noticed after this time
-GATHER_S: Final = 0.002  # how long an idle process waits for the next part of requests that came together
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
 WRITE_BYTES_MAX: Final = 16 * 1024 * 1024  # in one script, and of what waits while Redis is full
 _REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
@@ -91,7 +90,7 @@ class StepReplica:
         self._is_paused = False  # the process waits for a Resume
         self._running = 0  # requests that have a slot, as its last Step says
         self._asked = 0  # how many requests the last fetch asked for
-        self._gather_until_s = 0.0
+        self._is_part = False  # it got as many: there may be more
         self._check_at_s = 0.0
         self._full_until_s = 0.0
         self._draining = False
@@ -145,17 +144,13 @@ class StepReplica:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             fetched = fetcher.finish()
-            is_part = len(fetched) == self._asked
-            self._gather_until_s = time.monotonic() + GATHER_S if is_part else 0.0
+            self._is_part = len(fetched) == self._asked
             self._take(fetched)
 
     def _timeout_s(self) -> float:
         if not self._requests:
             return WAIT_S
-        until_s = max(self._check_at_s, self._full_until_s)
-        if self._is_gathering:
-            until_s = min(until_s, self._gather_until_s)
-        return min(WAIT_S, max(0.0, until_s - time.monotonic()))
+        return min(WAIT_S, max(0.0, max(self._check_at_s, self._full_until_s) - time.monotonic()))
 
     @property
     def _is_full(self) -> bool:
@@ -174,15 +169,14 @@ class StepReplica:
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
             # A few at a time: other workers may have free slots too.
             self._asked = min(space, prefetched)
-            self._take(self._fetcher.start(self._asked))
+            self._take(self._fetcher.start(self._asked, wait=not self._is_part))
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether more requests are probably there, and the process, which has none, should begin them with
-        these: a prefill of one more takes little longer, and the next prefill comes after a step."""
-        if not self._fetcher.waiting or time.monotonic() >= self._gather_until_s:
-            return False
-        return not any(request.is_sent for request in self._held())
+        """Whether there may be more requests, which the process, as it has none, should begin with these: a
+        prefill of one more takes little longer, and the next prefill comes after a step."""
+        is_part = self._is_part and self._fetcher.waiting
+        return is_part and not any(request.is_sent for request in self._held())
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""

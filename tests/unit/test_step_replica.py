@@ -66,26 +66,27 @@ class Process:
 
 
 class Fetcher:
-    """Returns `parts`, one for each fetch. Then fetches find nothing, and wait."""
+    """Returns `parts`, one for each fetch. Then fetches find nothing, and wait if they may."""
 
     def __init__(self) -> None:
         self.parts: list[int] = []
-        self.waiting = False
+        self.waiting = self._waits = False
         self._fetched = 0
         self._nothing, self._other = socket.socketpair()
 
     @property
     def descriptor(self) -> int | None:
-        return None if self.parts else self._nothing.fileno()
+        return self._nothing.fileno() if self._waits and not self.parts else None
 
-    def start(self, count: int) -> list[Execution]:
+    def start(self, count: int, *, wait: bool = True) -> list[Execution]:
         assert not self.waiting
         self.waiting = True
+        self._waits = wait
         return []
 
     def finish(self) -> list[Execution]:
         self.waiting = False
-        size = self.parts.pop(0)
+        size = self.parts.pop(0) if self.parts else 0
         self._fetched += size
         return [execution_of(str(number)) for number in range(self._fetched - size, self._fetched)]
 
@@ -141,7 +142,6 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A replica that never waits for long, and takes any time to be short."""
     monkeypatch.setattr(step_replica, "WAIT_S", 0.0)
-    monkeypatch.setattr(step_replica, "GATHER_S", 60.0)
     monkeypatch.setattr(step_replica, "CHECK_INTERVAL_S", 60.0)
     bench = Bench()
     yield bench
@@ -169,10 +169,9 @@ def test_process_that_has_requests_is_not_made_to_wait(bench: Bench) -> None:
     assert bench.admitted() == [1, ASKED, ASKED]
 
 
-def test_nothing_is_waited_for_longer_than_that(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_replica, "GATHER_S", 0.0)
+def test_what_is_not_there_is_not_waited_for(bench: Bench) -> None:
     bench.fetcher.parts = [ASKED]
-    bench.run(2)
+    bench.run(3)
     assert bench.admitted() == [ASKED]
 
 
