@@ -122,7 +122,11 @@ def test_each_setting_is_shown_with_its_source(stack: Stack) -> None:
         "value": "10000",
         "source": "default",
         "meaning": ModelSettings.meanings()["max_queue_size"],
+        "has_effect": True,
     }
+    assert [name for name, of in settings.items() if not of["has_effect"]] == [
+        *("max_prefill_cost", "stream_buffer", "reader_idle_ms")
+    ]
     page = run(stack, MODEL).stdout.splitlines()
     assert page[0].split() == ["setting", "value", "from", "meaning"]
     assert page[1].split()[:3] == ["max_batch_size", "16", "model"]

@@ -32,6 +32,7 @@ from carpool_cli.demo.writer_training import (
     train,
 )
 from carpool_worker.model_process.model import SteppingModel, load_model
+from carpool_worker.model_process.stepping import StepRequest
 
 TINY = Shape(recent=3, symbols=7, width=8, layers=2, heads=2, window=5)
 LOGIT_TOLERANCE = 1e-3
@@ -43,22 +44,25 @@ PROMPT = (
 )
 
 
-class Request:
-    """Stands in for the request that a stepping model gets from its process."""
+class Request(StepRequest):
+    """A request that keeps what was emitted. `sent` is what another process emitted before."""
 
-    def __init__(self, body: Any, correlation_id: str = "a", chunks: Sequence[str] = ()) -> None:
-        self.body, self.correlation_id, self.chunks = body, correlation_id, list(chunks)
-        self.state: Any = None
-        self.emitted: list[str] = list(chunks)
+    def __init__(self, body: Any, correlation_id: str = "a", sent: Sequence[str] = ()) -> None:
+        super().__init__(correlation_id, "", {}, body)
+        self.sent, self.characters = list(sent), list(sent)
         self.output: str | None = None
 
     @property
+    def chunks(self) -> list[str]:
+        return self.sent
+
+    @property
     def text(self) -> str:
-        return "".join(self.emitted)
+        return "".join(self.characters)
 
     def emit(self, value: str) -> None:
         assert self.output is None
-        self.emitted.append(value)
+        self.characters.append(value)
 
     def finish(self, output: str | None = None) -> None:
         assert self.output is None
@@ -120,7 +124,7 @@ def test_each_generated_character_is_the_likeliest_one_of_the_network_without_a_
         logits = reference_logits(network, symbols_of(END + prompt + written))[len(prompt) :][: len(chosen)]
         missed = logits.max(axis=1) - logits[np.arange(len(chosen)), chosen]
         assert missed.max() < LOGIT_TOLERANCE
-    assert sum(len(request.emitted) for request in requests) > 1000
+    assert sum(len(request.characters) for request in requests) > 1000
 
 
 def test_logits_with_a_cache_are_those_without_far_beyond_the_window(network: Network) -> None:
@@ -156,8 +160,8 @@ def test_text_moves_to_the_row_of_one_that_ended(network: Network) -> None:
 def test_continued_text_is_the_one_that_was_not_interrupted(model: Writer, written: int) -> None:
     body = {"prompt": "The ", "length": 300, "temperature": 0.9, "seed": 11}
     (whole,) = generate(model, [request := Request(body)])
-    sent = request.emitted[:written]
-    assert generate(model, [Request(body, "another", chunks=sent)]) == [whole]
+    sent = request.characters[:written]
+    assert generate(model, [Request(body, "another", sent=sent)]) == [whole]
 
 
 def test_same_seed_gives_the_same_text_alone_and_among_others(model: Writer) -> None:

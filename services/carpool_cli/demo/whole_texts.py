@@ -7,6 +7,7 @@ from typing import Any
 
 from carpool_cli.demo.writer import Writer
 from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.model_process.stepping import StepRequest
 
 
 class WholeTexts:
@@ -25,31 +26,22 @@ class WholeTexts:
 
     def predict(self, batch: Sequence[Any], requests: Sequence[RequestInfo]) -> list[str]:
         """Write all texts to their ends."""
-        texts = [_Text(info.correlation_id, body) for info, body in zip(requests, batch, strict=True)]
+        texts = [_Text(info, body) for info, body in zip(requests, batch, strict=True)]
         self._writer.begin(texts)
-        while running := [text for text in texts if not text.is_finished]:
+        while running := [text for text in texts if not text.has_ended]:
             self._writer.step(running)
         for text in texts:
             self._writer.end(text)
         return ["".join(text.characters) for text in texts]
 
 
-class _Text:
-    """What `writer` needs of a request."""
+class _Text(StepRequest):
+    """A request of `writer`, which keeps what was emitted."""
 
-    chunks: Sequence[str] = ()
-
-    def __init__(self, correlation_id: str, body: Any) -> None:
-        self.correlation_id = correlation_id
-        self.body = body
-        self.state: Any = None
+    def __init__(self, info: RequestInfo, body: Any) -> None:
+        super().__init__(info.correlation_id, info.lane, info.fields, body)
         self.characters: list[str] = []
-        self.is_finished = False
 
-    def emit(self, character: str) -> None:
+    def emit(self, value: str) -> None:
         """Append a character."""
-        self.characters.append(character)
-
-    def finish(self, _output: str = "") -> None:
-        """The text is complete."""
-        self.is_finished = True
+        self.characters.append(value)

@@ -17,6 +17,7 @@ import numpy as np
 from carpool.errors import InvalidArgumentError
 from carpool_cli.demo import writer_network
 from carpool_cli.demo.writer_network import ALPHABET, END, Cache, Floats, Network, Row, softmax, symbols_of
+from carpool_worker.model_process.stepping import StepRequest
 
 WEIGHTS_FILE: Final = Path(__file__).with_name("writer_weights.npz")
 
@@ -107,7 +108,7 @@ class Writer:
         """Raise InvalidArgumentError unless `body` is a prompt or a map of known fields and valid values."""
         Order.read(body)
 
-    def begin(self, requests: Sequence[Any]) -> None:
+    def begin(self, requests: Sequence[StepRequest]) -> None:
         """Read the prompts, and what was already written."""
         beginnings = []
         for request in requests:
@@ -119,7 +120,7 @@ class Writer:
             beginnings.append((row, np.array(symbols, np.intp)))
         writer_network.read(self._network, self._cache, beginnings)
 
-    def step(self, requests: Sequence[Any]) -> None:
+    def step(self, requests: Sequence[StepRequest]) -> None:
         """Write one character of each text."""
         # In the order of their rows, in which the network copies nothing.
         running = sorted(requests, key=lambda request: request.state.row.index)
@@ -129,12 +130,12 @@ class Writer:
         for request, symbol in zip(running, choose(logits, texts), strict=True):
             self._write(request, request.state, symbol)
 
-    def end(self, request: Any) -> None:
+    def end(self, request: StepRequest) -> None:
         """Free the text's row."""
         if request.state is not None:
             self._cache.remove(request.state.row)
 
-    def _write(self, request: Any, text: Text, symbol: int) -> None:
+    def _write(self, request: StepRequest, text: Text, symbol: int) -> None:
         if (
             symbol != _END_SYMBOL and not text.is_complete
         ):  # complete: one that was continued only to be finished
