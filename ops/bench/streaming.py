@@ -11,8 +11,10 @@ docs/streaming.md, and needs all models and workloads. What is measured, and how
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from typing import Final
 
 from grid.__main__ import chosen
 from grid.runner import progress_to_stderr
@@ -20,9 +22,15 @@ from stepping.document import DOCUMENT, document, plots
 from stepping.runs import NETWORKS, measure
 from stepping.workloads import WORKLOADS
 
+# Threads of a matrix product wait for each other, and longer if other processes want the same cores. What counts
+# is the environment in which numpy is imported.
+ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 
 def main() -> None:
     """Measure, print, write."""
+    if not ONE_THREAD.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

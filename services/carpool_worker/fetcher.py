@@ -46,8 +46,11 @@ class Fetcher:
         self._unloaded: list[Execution] = []  # their stored bodies could not be loaded yet
         self._log = structlog.get_logger()
 
-    def start(self, count: int = 1) -> list[Execution]:
-        """Reclaim a batch if that is due and there is one; else ask for the next ones, at most `count`."""
+    def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
+        """Reclaim a batch if that is due and there is one; else ask for the next ones, at most `count`.
+
+        Without `wait`, only for those that are there.
+        """
         if self._unloaded:
             return self._load()
         try:
@@ -56,7 +59,7 @@ class Fetcher:
                 self._unloaded = [execution]
                 return self._load()
             self._asked_us = self._store.clock.now_us()
-            self._store.start_fetch(self._consumer, self._block_ms, count)
+            self._store.start_fetch(self._consumer, self._block_ms if wait else None, count)
             self.waiting, self.descriptor = True, self._store.descriptor
         except CommandError as error:
             self._register_again(error)

@@ -121,8 +121,12 @@ class ProcessHandle:
 
     def send_message(self, header: object, *payload: Buffer) -> None:
         """Send a message that is not answered by one outcome: those of a stepping model (`step_frames`)."""
-        self._backlog += message_parts(header, *payload)
+        self.put_message(header, *payload)
         self.flush()
+
+    def put_message(self, header: object, *payload: Buffer) -> None:
+        """Add a message to the backlog only: `flush` sends it, together with others."""
+        self._backlog += message_parts(header, *payload)
 
     def flush(self) -> None:
         """Send what the pipe has room for."""

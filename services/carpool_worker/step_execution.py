@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from carpool.errors import CANCELLED, INTERNAL, OK, InternalError
-from carpool.messages import BatchedRun, Chunk, Result, Streamed
+from carpool.messages import Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body
 from carpool_worker.codec import RESULT_BYTES_MAX
@@ -24,6 +24,7 @@ from carpool_worker.model_process.step_frames import Advance
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
 UNSEEN_S_MAX: Final = 1.0  # between two looks at a reader's list: what counts of a longer time without one
 STEPS_ALONE_DOUBLINGS_MAX: Final = 16
+RENEWAL_US: Final = 3600 * 1_000_000  # how often what is kept in Redis, for a day, gets a later expiration
 
 
 class Reader:
@@ -67,6 +68,8 @@ class StepExecution:
 
     def __init__(self, execution: Execution, key: int, now_s: float) -> None:
         self.execution = execution
+        self.run = execution.batch.runs[0]
+        self.is_streamed = execution.batch.stream  # its producer wants chunks
         self.key = key
         self.kept = execution.chunks
         self.written = len(execution.chunks)
@@ -83,19 +86,10 @@ class StepExecution:
         self._emitted: list[bytes] = []  # chunks that are not written, oldest first
         self._emitted_total = 0  # by all processes that had it
         self._writing = 0  # how many of these are in the script under way
+        self._renew_us = 0  # when what is kept of it in Redis is to be given a later expiration
         self._sent_us = 0
         if 0 in execution.results:  # it could not be decoded, expired, or is a dead letter
             self.result = execution.results[0]
-
-    @property
-    def run(self) -> BatchedRun:
-        """What its batch has."""
-        return self.execution.batch.runs[0]
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether its producer wants chunks."""
-        return self.execution.batch.stream
 
     @property
     def has_ended(self) -> bool:
@@ -149,6 +143,7 @@ class StepExecution:
         """Another process is to go on from what was written, the chunks `kept`."""
         self.key, self.kept, self.written = key, kept, len(kept)
         self.is_sent = False
+        self._renew_us = 0
         self._forget_emitted()
         if self.result is not None and self.result.status == OK:  # it counts chunks that Redis has lost
             self.result = None
@@ -241,6 +236,7 @@ class StepExecution:
             execution.dead_letters[0] if execution.dead_letters else None,
             self.has_passed,
             self._streamed(first_us, now_us if chunks else self.chunk_us) if self.result else None,
+            bool(chunks) and now_us >= self._renew_us,
         )
 
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
@@ -278,6 +274,8 @@ class StepExecution:
         """A write was carried out."""
         if write.chunks:
             self.chunk_us = now_us
+        if write.is_renewed:
+            self._renew_us = now_us + RENEWAL_US
         del self._emitted[: self._writing]
         self.emitted_bytes = sum(map(len, self._emitted))
         self._writing = 0

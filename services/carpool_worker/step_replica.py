@@ -89,6 +89,8 @@ class StepReplica:
         self._alone: StepExecution | None = None  # the one that does
         self._is_paused = False  # the process waits for a Resume
         self._running = 0  # requests that have a slot, as its last Step says
+        self._asked = 0  # how many requests the last fetch asked for
+        self._is_part = False  # it got as many: there may be more
         self._check_at_s = 0.0
         self._full_until_s = 0.0
         self._draining = False
@@ -141,7 +143,9 @@ class StepReplica:
         if has_step or of_process in readable:
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
-            self._take(fetcher.finish())
+            fetched = fetcher.finish()
+            self._is_part = len(fetched) == self._asked
+            self._take(fetched)
 
     def _timeout_s(self) -> float:
         if not self._requests:
@@ -164,7 +168,15 @@ class StepReplica:
         space = slots + prefetched - len(self._requests)
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
             # A few at a time: other workers may have free slots too.
-            self._take(self._fetcher.start(min(space, prefetched)))
+            self._asked = min(space, prefetched)
+            self._take(self._fetcher.start(self._asked, wait=not self._is_part))
+
+    @property
+    def _is_gathering(self) -> bool:
+        """Whether there may be more requests, which the process, as it has none, should begin with these: a
+        prefill of one more takes little longer, and the next prefill comes after a step."""
+        is_part = self._is_part and self._fetcher.waiting
+        return is_part and not any(request.is_sent for request in self._held())
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
@@ -220,14 +232,15 @@ class StepReplica:
             if suspect.key in self._requests and suspect.is_waiting:
                 self._begin_alone(suspect)
             del self._suspects[0]  # not before Redis knows that it is alone
-        if self._alone is not None:
+        if self._alone is not None or self._is_gathering:
             return
         for request in self._held():
             if request.is_waiting:
                 self._admit(request)
         if self._is_paused:
             self._is_paused = False
-            self.process.send_message(Resume().message())
+            self.process.put_message(Resume().message())
+        self.process.flush()  # together, so that the process begins them together
 
     def _configure_process(self) -> None:
         """Send the limits of the slots, if an operator changed them."""
@@ -255,7 +268,7 @@ class StepReplica:
             request.kept,
             steps_alone,
         )
-        self.process.send_message(admit.message(), *frame.payload)
+        self.process.put_message(admit.message(), *frame.payload)
         request.sent(now_us)
 
     def _begin_alone(self, request: StepExecution) -> None:
@@ -269,6 +282,7 @@ class StepReplica:
             return
         self._alone, self._is_paused = request, True
         self._admit(request, request.begin_alone())
+        self.process.flush()
 
     def _receive(self) -> None:
         """Receive a Step, or that a new model process is ready, or that the process died."""
@@ -326,16 +340,23 @@ class StepReplica:
     # --- writing -------------------------------------------------------------------------------------------
 
     def _write_due(self) -> None:
-        """Write what was emitted, and ask which requests were answered meanwhile, if either is due."""
+        """Write what was emitted; from time to time, ask which of all requests were answered meanwhile."""
         self._commit_rejected()
         held, now_s, buffer = self._held(), time.monotonic(), self._settings.stream_buffer
-        is_full = self._is_full
-        has_news = any(request.has_ended or (not is_full and request.has_news(buffer)) for request in held)
-        if not held or (not has_news and now_s < self._check_at_s):
+        is_full, is_check = self._is_full, now_s >= self._check_at_s
+        due = (
+            held
+            if is_check
+            else [
+                request for request in held if request.has_ended or (not is_full and request.has_news(buffer))
+            ]
+        )
+        if not due:
             return
-        self._check_at_s = now_s + CHECK_INTERVAL_S
+        if is_check:
+            self._check_at_s = now_s + CHECK_INTERVAL_S
         try:
-            self._write(held, only_final=is_full)
+            self._write(due, only_final=is_full)
         except CommandError as error:
             if error.code == "NOGROUP":  # Redis was emptied
                 self._drop(held, is_fenced=True)

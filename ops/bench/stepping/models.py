@@ -113,7 +113,7 @@ class Gpt2:
         x = self._of_tokens[tokens] + self._of_positions[positions]
         for number, layer in enumerate(self._layers):
             x = x + self._attend(number, layer, _normalised(x), rows, positions, is_later)
-            x = x + _gelu(_normalised(x) @ layer.up) @ layer.down
+            x = x + _times(_gelu(_times(_normalised(x), layer.up)), layer.down)
         return _normalised(x)
 
     def _attend(
@@ -121,7 +121,7 @@ class Gpt2:
     ) -> Array:
         count, tokens, width = x.shape
         length = is_later.shape[-1]
-        of_heads = (x @ layer.of_attention).reshape(count, tokens, 3, self.heads, width // self.heads)
+        of_heads = _times(x, layer.of_attention).reshape(count, tokens, 3, self.heads, width // self.heads)
         at = np.arange(count) if isinstance(rows, slice) else rows
         self._keys[number, at[:, np.newaxis], positions] = of_heads[:, :, 1]
         self._values[number, at[:, np.newaxis], positions] = of_heads[:, :, 2]
@@ -131,7 +131,13 @@ class Gpt2:
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
         attended = shares @ self._values[number, rows, :length].transpose(0, 2, 1, 3)
-        return attended.transpose(0, 2, 1, 3).reshape(count, tokens, width) @ layer.of_heads  # type: ignore[no-any-return]
+        return _times(attended.transpose(0, 2, 1, 3).reshape(count, tokens, width), layer.of_heads)
+
+
+def _times(x: Array, weights: Array) -> Array:
+    """The product for all rows at once: numpy would multiply each row by itself."""
+    product = x.reshape(-1, x.shape[-1]) @ weights
+    return product.reshape(*x.shape[:-1], weights.shape[1])
 
 
 def _normalised(x: Array) -> Array:
@@ -140,7 +146,7 @@ def _normalised(x: Array) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    return x * (np.float32(1) + np.tanh(np.float32(0.7978846) * (x + np.float32(0.044715) * x**3))) / 2  # type: ignore[no-any-return]
+    return x * (np.float32(1) + np.tanh(np.float32(0.7978846) * (x + np.float32(0.044715) * x * x * x))) / 2  # type: ignore[no-any-return]
 
 
 class Steps:

@@ -32,7 +32,12 @@ NETWORKS: Final = {
     network.name: network
     for network in (
         Network("sleeper", "a sleeper: 5 ms for a step, and 5 ms for a prefill, of any number of requests"),
-        Network("gpt2", "a network of GPT-2's shape in numpy: 12 layers of 768, random weights", 3.0, 1),
+        Network(
+            "gpt2",
+            "a network of GPT-2's shape: 12 layers of 768, random weights, numpy with one thread",
+            3.0,
+            1,
+        ),
     )
 }
 

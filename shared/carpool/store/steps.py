@@ -92,8 +92,8 @@ class StepStore:
         requests = [self._element(script_keys, finals, write) for write in writes]
         packed = msgpack.packb(requests, use_bin_type=False)  # Lua's cmsgpack does not know the type bin
         args = [consumer, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, packed, *finals]
-        flat = self._link.run(_STEP, script_keys.keys, args)
-        pairs = zip(flat[::2], flat[1::2], strict=True)
+        replies = self._link.run(_STEP, script_keys.keys, args)
+        pairs = zip(replies[::2], replies[1::2], strict=True)
         return [StepReply(_STATES[state], unread) for state, unread in pairs]
 
     def _element(self, script_keys: ScriptKeys, finals: list[Argument], write: StepWrite) -> list[Any]:

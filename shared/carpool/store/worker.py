@@ -101,11 +101,12 @@ class WorkerStore:
         keys = [self.keys.workers, self.keys.batches, self.keys.settled]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
-    def start_fetch(self, consumer: str, block_ms: int, count: int = 1) -> None:
-        """Ask for the next batches, at most `count`, for which Redis waits up to `block_ms`. Until
-        `finish_fetch`, nothing else may be called."""
+    def start_fetch(self, consumer: str, block_ms: int | None, count: int = 1) -> None:
+        """Ask for the next batches, at most `count`, for which Redis waits up to `block_ms`; None: not at
+        all. Until `finish_fetch`, nothing else may be called."""
+        block: list[Argument] = [] if block_ms is None else ["BLOCK", block_ms]
         self._link.send(
-            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", count, "BLOCK", block_ms,
+            "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", count, *block,
             "STREAMS", self._batches, ">",
         )  # fmt: skip
 

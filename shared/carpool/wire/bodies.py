@@ -25,6 +25,7 @@ MAX_JSON_ITEMS: Final = 1_000_000
 
 _TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
+_SCALAR_PACKER: Final = msgpack.Packer()  # shared by threads, so not for what calls back into Python
 _Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
 
@@ -138,6 +139,8 @@ def encode_body(content_type: str, value: Any) -> bytes:
             return _encode_raw(value)
         if content_type == JSON:
             return _JSON_ENCODER.encode(value).encode()
+        if type(value) in _SCALARS:
+            return bytes(_SCALAR_PACKER.pack(value))
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {error}") from None

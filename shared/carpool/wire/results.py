@@ -130,7 +130,7 @@ def encode_chunk_envelope(chunk: Chunk) -> bytes:
     }
     if merged > 1:
         envelope[_merged_field(chunk)] = merged
-    return bytes(msgpack.packb(envelope))
+    return bytes(_PACKER.pack(envelope))
 
 
 def decode_results(packed: bytes) -> list[Fields]:
