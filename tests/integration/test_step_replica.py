@@ -13,6 +13,7 @@ import re
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import hypothesis.strategies as st
@@ -26,7 +27,7 @@ from redis import Redis
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED, CANCELLED
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Result, Run
+from carpool.messages import Batch, Dispatch, Result, Run
 from carpool.model_settings import ModelSettings
 from carpool.parts import Buffer
 from carpool.store import steps
@@ -393,6 +394,18 @@ def machine() -> Iterator[type[Replicas]]:
 
 def test_no_failing_call_loses_or_doubles_anything(machine: type[Replicas]) -> None:
     run_state_machine_as_test(machine, settings=MACHINE)
+
+
+def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
+    """Not of one that is reclaimed later, nor of one for a model that does not step."""
+    worker = Worker("redis://127.0.0.1:1", "w")
+    followed: list[int] = []
+    for batch_id, slots in (("9-1", 5), ("8-7", 2), ("9-0", 3), ("9-2", None), ("10-0", 4)):
+        text = "" if slots is None else replace(SETTINGS, max_batch_size=slots).for_steps()
+        worker.replica._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
+        followed.append(worker.replica.slots)
+    worker.close()
+    assert followed == [5, 5, 5, 5, 4]
 
 
 # --- planted faults, which the machine must find ------------------------------------------------------------
