@@ -22,15 +22,15 @@ from stepping.document import DOCUMENT, document, plots
 from stepping.runs import NETWORKS, measure
 from stepping.workloads import WORKLOADS
 
-# Threads of a matrix product wait for each other, and longer if other processes want the same cores. What counts
-# is the environment in which numpy is imported.
+# Threads of a matrix product wait for each other, and longer if other processes want the same cores. Numpy
+# reads these when it is imported.
 ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def main() -> None:
     """Measure, print, write."""
     if not ONE_THREAD.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})  # noqa: S606
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -127,6 +127,9 @@ class ProcessInside:
         return msgpack.unpackb(msgpack.packb(self._steps.popleft()), use_list=True), b""
 
     def send_message(self, header: object, *payload: Buffer) -> None:
+        self.put_message(header, *payload)
+
+    def put_message(self, header: object, *payload: Buffer) -> None:
         if self.is_dead:
             return
         assert self.ready
