@@ -6,12 +6,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import host
 import pytest
 from deadlines import plans, runs
 from deadlines.measure import do_runs
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
 from deadlines.runs import Run
-from grid import runner
 from grid.catalog import SYSTEMS, System
 from grid.environments import Environments
 from grid.runner import run_grid
@@ -49,7 +49,7 @@ def system(key: str) -> System:
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else the host of this machine does plays no part."""
-    monkeypatch.setattr(runner, "STOLEN_MAX", 1.0)
+    monkeypatch.setattr(host, "STOLEN_MAX", 1.0)
 
 
 def test_a_round_of_carpool_is_measured() -> None:
@@ -67,7 +67,7 @@ def test_a_round_of_carpool_is_measured() -> None:
 
 
 def test_what_the_host_disturbed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "STOLEN_MAX", -1.0)
+    monkeypatch.setattr(host, "STOLEN_MAX", -1.0)
     lone = Workload("lone", "", "", "noop", 8, {"1": {"load": "closed", "in_flight": 1, "seconds": 0.1}})
     progress: list[str] = []
     results = run_grid([system("carpool")], [lone], ThisEnvironment(), 1, progress.append)
