@@ -295,7 +295,7 @@ class ModelBatcher:
             dispatches,
             scheduler.settings.result_ttl_ms,
             session.order.take_arrivals(),
-            scheduler.settings.for_steps() if scheduler.is_stepping else "",
+            scheduler.step_settings,
         )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []

@@ -37,7 +37,15 @@ def main(argv: Sequence[str]) -> int:
         keys = Keys(name, settings.prefix)
         metrics = WorkerMetrics(name)
         replica_devices = devices(settings.device, settings.replicas)
-        worker = Worker(settings.redis_url, keys, location, replica_devices, settings.lease_ms, metrics)
+        worker = Worker(
+            settings.redis_url,
+            keys,
+            location,
+            replica_devices,
+            settings.lease_ms,
+            metrics,
+            finish_streams=settings.finish_streams,
+        )
         serve_health(settings, metrics, worker)
         worker.start(stop)
     except ModelLoadError as error:

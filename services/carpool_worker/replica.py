@@ -153,7 +153,9 @@ class Replica:
         """Take a batch that was fetched or reclaimed, and decode it."""
         started_ns = time.monotonic_ns()
         if execution.chunks:  # a stepping model had this name
-            execution.fail(0, ABORTED, "the model that had begun to send it was replaced: begin it again")
+            execution.fail(
+                0, ABORTED, "the model that had begun to send it was replaced: send the request again"
+            )
         else:
             self._codec.prepare(execution, self._clock.now_us())
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000

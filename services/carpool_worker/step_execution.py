@@ -116,9 +116,10 @@ class StepExecution:
         """It is to take steps alone. Returns how many.
 
         One is enough if it goes on from its chunks: then it is at once where its process died. If it begins
-        anew, that may be many steps later, so their number is doubled with each death.
+        anew, or dies some steps after each beginning, that is later: so their number is doubled with each
+        death.
         """
-        doublings = 0 if self.kept else max(0, self.deaths_together - 1)
+        doublings = max(0, self.deaths_together - 1)
         self._steps_alone = 1 << min(doublings, STEPS_ALONE_DOUBLINGS_MAX)
         return self._steps_alone
 

@@ -67,7 +67,10 @@ class StepReplica:
         settings: ModelSettings,
         metrics: WorkerMetrics,
         step_log: StepLog,
+        *,
+        finishes: bool = False,
     ) -> None:
+        """`finishes`: when it drains, it finishes its requests instead of handing them over."""
         self.consumer = consumer
         self.process = process
         self._codec = codec
@@ -77,6 +80,7 @@ class StepReplica:
         self._settings = settings
         self._metrics = metrics
         self._step_log = step_log
+        self._finishes = finishes
         self._settings_text = settings.for_steps()
         self._settings_of = (0, 0)  # ID of the batch that had these
         self._sent_settings: ModelSettings | None = settings  # those that the model process has
@@ -113,7 +117,7 @@ class StepReplica:
         self._fetch_if_due()
         self._send_due()
         self._write_due()
-        if self._draining and not self._fetcher.waiting:
+        if self._draining and not self._fetcher.waiting and not (self._finishes and self._requests):
             self._hand_over()
             self._drained.set()
             return
@@ -482,7 +486,8 @@ class StepReplica:
         self._draining = True
 
     def wait_until_drained(self, timeout_s: float) -> bool:
-        """Whether the last fetch has ended and everything in hand was handed over, within `timeout_s`."""
+        """Whether the last fetch has ended and everything in hand was handed over or finished, within
+        `timeout_s`."""
         return self._drained.wait(timeout_s)
 
     def close(self, wait_s: float) -> None:

@@ -65,8 +65,12 @@ class Worker:
         devices: Sequence[str],
         lease_ms: int,
         metrics: WorkerMetrics,
+        *,
+        finish_streams: bool = False,
     ) -> None:
+        """`finish_streams`: when it drains, requests of a stepping model are finished, not handed over."""
         self._url = url
+        self._finish_streams = finish_streams
         self._metrics = metrics
         self._keys = keys
         self._lease_ms = lease_ms
@@ -154,9 +158,8 @@ class Worker:
             store = WorkerStore(link, self._keys, self._clock)
             committer = Committer(consumer, store, metrics, self._batch_log)
             fetcher = self._new_fetcher(consumer, FETCH_BLOCK_MS)
-            return StepReplica(
-                consumer, process, codec, fetcher, steps, committer, settings, metrics, self._step_log
-            )
+            parts = (process, codec, fetcher, steps, committer, settings, metrics, self._step_log)
+            return StepReplica(consumer, *parts, finishes=self._finish_streams)
         committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
         return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
 

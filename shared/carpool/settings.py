@@ -220,6 +220,11 @@ class WorkerSettings(CommonSettings):
     drain_s: float = Field(
         30.0, ge=0, description="seconds after SIGTERM in which to finish the batches that were fetched"
     )
+    finish_streams: bool = Field(
+        False,
+        description="after SIGTERM also finish the requests of a stepping model, instead of handing them over "
+        "to other workers at once",
+    )
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)

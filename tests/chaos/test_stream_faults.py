@@ -392,6 +392,18 @@ def test_request_that_kills_its_process_is_dead_lettered_alone(stack: Stack, str
     assert_settled(stack)
 
 
+def test_request_that_kills_its_process_some_steps_after_each_beginning_is_given_up(stack: Stack) -> None:
+    """It survives its first step alone each time, and the steps alone are doubled until it does not."""
+    serve(stack)
+    send_with_poison(stack, kills_after=3)
+    assert_good_ones_are_whole(stack)
+    *chunks, final = read_all(stack, "bad")
+    assert final["status"] == "ABORTED"
+    assert "".join(each["body"] for each in chunks) == text_of("bad", len(chunks))
+    assert len(stack.events("model process died")) <= 5
+    assert_settled(stack)
+
+
 def test_request_on_which_the_model_raises_fails_alone(stack: Stack) -> None:
     serve(stack)
     send_with_poison(stack, raises_at=3)

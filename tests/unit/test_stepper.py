@@ -260,7 +260,7 @@ def test_model_that_cannot_continue_aborts_what_was_sent_and_begins_the_rest() -
     b.admit(4, sent=["0", "1"])
     b.admit(2)
     assert b.finish() == {
-        4: ("ABORTED", "the model cannot continue what it had begun to send: begin it again"),
+        4: ("ABORTED", "the model cannot continue what it had begun to send: send the request again"),
         2: "01",
     }
     assert ("begin", [2]) in b.model.calls
@@ -364,7 +364,7 @@ def test_model_that_cannot_continue_aborts_what_it_had_sent(call: str) -> None:
     b.admit(7)
     b.model.calls.clear()
     b.advance()
-    aborted = ("ABORTED", "the model cannot continue what it had begun to send: begin it again")
+    aborted = ("ABORTED", "the model cannot continue what it had begun to send: send the request again")
     assert b.ended == ({8: BAD} if call == "begin" else {9: aborted, 8: BAD})
     b.finish()
     assert b.ended[5] == "01234"  # begun at the start: nothing of it was sent

@@ -293,7 +293,7 @@ def test_generator_that_yields_other_values_than_were_sent_is_aborted(sent: list
     request = stepped(countdown, generation(4, sent=sent))
     assert failure(request) == (
         "ABORTED",
-        f"the model was run again and did not yield chunk {index} as it was sent: begin it again",
+        f"the model was run again, and chunk {index} is not as it was sent: send the request again",
     )
 
 

@@ -102,6 +102,7 @@ class Scheduler:
     def _settings_of_batches(self) -> ModelSettings:
         """The settings by which batches are formed."""
         settings = self._settings
+        self.step_settings = settings.for_steps() if self._is_stepping else ""  # what workers need
         if not self._is_stepping:
             self.capacity.set_slots(None, None)
             return settings

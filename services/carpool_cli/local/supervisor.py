@@ -180,6 +180,7 @@ class WorkerService(Service):
         self.model = model_name(spec)[0]
         flags = {"--replicas": plan.replicas, "--device": plan.device, "--drain-s": plan.drain_s}
         argv = ["carpool_worker", spec, *(str(part) for flag in flags.items() for part in flag)]
+        argv.append("--finish-streams")  # there is no other worker, and Redis stops as well
         super().__init__(f"worker of {self.model}", argv, environment, plan.logs)
         self.serving = False
         self.serving_since_s = 0.0

@@ -63,7 +63,7 @@ class UpSettings(RedisSettings):
         "auto", description="devices, assigned to model processes in turn: auto, cpu, or cuda:0,cuda:1,..."
     )
     drain_s: float = Field(
-        30.0, ge=0, description="seconds that workers may take to finish their batches when stopped"
+        30.0, ge=0, description="seconds that workers may take to finish their requests when stopped"
     )
     http_port: int | None = Field(
         None,

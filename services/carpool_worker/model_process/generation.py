@@ -63,7 +63,7 @@ class Generation(StepRequest):
 
     def abort(self) -> None:
         """End it: its model cannot continue what its reader has seen."""
-        self.reject((ABORTED, "the model cannot continue what it had begun to send: begin it again"))
+        self.reject((ABORTED, "the model cannot continue what it had begun to send: send the request again"))
 
     def restart(self, *, continues: bool) -> None:
         """Prepare it to be begun anew, with all that it emitted as its chunks.

@@ -93,7 +93,11 @@ def adapt(model: Any, device: str) -> LoadedModel:
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
-            f"the model {model!r:.80} is neither a function nor a class with a method 'predict' or 'step'"
+            f"the model {_name_of(model)} is neither a function nor a class with a method 'predict' or 'step'"
+        )
+    if predict is model and inspect.isasyncgenfunction(model):
+        raise UnusableError(
+            f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
         )
     _check_plain("predict", predict)
     _load(model, device)
@@ -103,6 +107,11 @@ def adapt(model: Any, device: str) -> LoadedModel:
         wants_requests=wants_requests,
         **_declarations(model),
     )
+
+
+def _name_of(model: Any) -> str:
+    """The name of a function, or of the class of an object."""
+    return str(getattr(model, "__name__", type(model).__name__))
 
 
 def _is_stepping(model: Any) -> bool:

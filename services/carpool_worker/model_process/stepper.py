@@ -25,6 +25,8 @@ from carpool_worker.model_process.step_frames import Admit, Advance, Configure, 
 
 Requests = Sequence[Generation]
 
+_EMIT_INSTEAD = "emit values with request.emit(value), and end with request.finish()"
+
 
 class Stepper:
     """The requests of a model process, and the model that generates them."""
@@ -128,13 +130,14 @@ class Stepper:
                     self._step([generation])
 
     def _attempt(self, call: Callable[[list[Any]], object], generations: Requests) -> bool:
-        """Call `begin` or `step`. If it raises on a single request, that one fails.
+        """Call `begin` or `step`. If it raises on a single request, that one fails; if it returns something,
+        which is easily mistaken for emitting it, all fail.
 
         Returns False if it raised on several. The exception is freed then, with all that the model held: the
         next attempts may need the memory.
         """
         try:
-            call(list(generations))
+            returned = call(list(generations))
         except BaseException as error:
             if len(generations) > 1:
                 self._log.warning(
@@ -144,6 +147,13 @@ class Stepper:
                 )
                 return False
             generations[0].reject(failure_of(error, INTERNAL))
+        else:
+            if returned is not None:
+                kind = type(returned).__name__
+                for generation in generations:
+                    generation.reject(
+                        (INTERNAL, f"the model's begin or step returned a {kind}: {_EMIT_INSTEAD}")
+                    )
         return True
 
     def _restarted(self, generations: Requests) -> Requests:

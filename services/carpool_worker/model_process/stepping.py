@@ -195,5 +195,5 @@ def _skip(generator: Iterator[Any], sent: Sequence[Any]) -> None:
             is_same = False
         if not is_same:
             raise AbortedError(
-                f"the model was run again and did not yield chunk {index} as it was sent: begin it again"
+                f"the model was run again, and chunk {index} is not as it was sent: send the request again"
             )

@@ -4,7 +4,7 @@
 
 A body is a map: `length`, the number of chunks; `seed`; `step_s`, what a step takes (the longest of those
 that take part); `gate`, a file for which the request waits at its first step; and faults at a chunk:
-`kills_at`, `raises_at`.
+`kills_at`, `raises_at`; or `kills_after`, the number of steps after each beginning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Chain:
     def begin(self, requests: Sequence[Any]) -> None:
         for request in requests:
             chunks = request.chunks
-            request.state = {"text": "".join(chunks), "at": len(chunks)}
+            request.state = {"text": "".join(chunks), "at": len(chunks), "begun_at": len(chunks)}
 
     def step(self, requests: Sequence[Any]) -> None:
         time.sleep(max(float(request.body.get("step_s", 0)) for request in requests))
@@ -53,7 +53,7 @@ class Chain:
         gate = body.get("gate")
         if gate and not state["at"] and not Path(gate).exists():
             return
-        if state["at"] == body.get("kills_at"):
+        if state["at"] in (body.get("kills_at"), state["begun_at"] + body.get("kills_after", -1)):
             os.kill(os.getpid(), signal.SIGKILL)
         if state["at"] == body.get("raises_at"):
             raise ValueError(f"chunk {state['at']} is not possible")
