@@ -222,8 +222,8 @@ class WorkerSettings(CommonSettings):
     )
     finish_streams: bool = Field(
         False,
-        description="after SIGTERM also finish the requests of a stepping model, instead of handing them over "
-        "to other workers at once",
+        description="after SIGTERM also finish the requests of a stepping model; otherwise they are handed over "
+        "to other workers",
     )
 
 

@@ -63,7 +63,7 @@ def send(stack: Stack, name: str, model: str = "Chain", *, stream: int = 1, **fi
     stack.send(model, correlation_id=name, body=json.dumps(body), stream=stream, **fields)
 
 
-BODY_FIELDS: Final = ("length", "seed", "step_s", "gate", "kills_at", "raises_at")
+BODY_FIELDS: Final = ("length", "seed", "step_s", "gate", "kills_at", "kills_after", "raises_at")
 
 
 def read_all(stack: Stack, name: str, model: str = "Chain") -> list[dict[str, Any]]:

@@ -137,7 +137,7 @@ def yielding(self: Any, requests: Any) -> Iterator[int]:
         (lambda: class_with(begin=asynchronous), "'begin' is a coroutine function"),
         (lambda: class_with(end=asynchronous), "'end' is a coroutine function"),
         (lambda: class_with(step=yielding), r"'step' has a 'yield': it must emit with request\.emit"),
-        (lambda: asynchronous_generator, "is a coroutine function: it must be a plain function"),
+        (lambda: asynchronous_generator, "is an async generator function: write it as a generator function"),
         (
             lambda: type("Model", (), {"begin": len}),
             "neither a function nor a class with a method 'predict' or",

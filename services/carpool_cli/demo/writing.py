@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.client.aio import AsyncClient
 from carpool_cli.demo.measure import percentile
+from carpool_cli.demo.writer import Writer
 from carpool_cli.screen import Screen, duration, table
 
 WRITER: Final = "writer"
@@ -110,6 +111,11 @@ def show_writing(in_steps: Writing, whole: Writing, screen: Screen) -> None:
         screen.print(f"  {line}")
     gaps = f"{duration(percentile(gaps_s, 50))}, p99 {duration(percentile(gaps_s, 99))}"
     screen.print(f"\n  Times are medians, and p99. In steps, between two characters of a text: {gaps}.")
+    slots, texts = Writer.max_batch_size, len(in_steps.texts)
+    screen.print(
+        f"  {texts - slots} of the {texts} texts wait for one of the {slots} slots at first. In batches, nothing"
+    )
+    screen.print("  can be read before the longest text of a batch is complete.")
 
 
 def _row(name: str, writing: Writing) -> tuple[str, ...]:

@@ -59,7 +59,8 @@ class TopSettings(ConnectionSettings):
     withheld results: finished, but kept back by preserve_ordering until earlier ones are delivered
     latency model: l(n), the learned execution time of a batch of n requests
     refused requests: answered with an error by this batcher since it became active, and the rate now
-                (early: could not have met the deadline; waiting, in_flight: where the request expired)
+                (early: could not have met the deadline; waiting, in_flight: where the request expired or,
+                of a stepping model, was withdrawn)
     missed deadlines: why, as the batcher knows when the batch has settled
                 early: refused, because it was not expected to be in time
                 waiting: its deadline passed before it was dispatched
