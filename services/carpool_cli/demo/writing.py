@@ -112,10 +112,9 @@ def show_writing(in_steps: Writing, whole: Writing, screen: Screen) -> None:
     gaps = f"{duration(percentile(gaps_s, 50))}, p99 {duration(percentile(gaps_s, 99))}"
     screen.print(f"\n  Times are medians, and p99. In steps, between two characters of a text: {gaps}.")
     slots, texts = Writer.max_batch_size, len(in_steps.texts)
-    screen.print(
-        f"  {texts - slots} of the {texts} texts wait for one of the {slots} slots at first. In batches, nothing"
-    )
-    screen.print("  can be read before the longest text of a batch is complete.")
+    waiting = f"{texts - slots} of {texts} texts wait for one of the {slots} slots at first"
+    screen.print(f"  {waiting}. In batches, nothing can be read")
+    screen.print("  before the longest text of a batch is complete.")
 
 
 def _row(name: str, writing: Writing) -> tuple[str, ...]:
