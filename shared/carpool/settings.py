@@ -222,7 +222,7 @@ class WorkerSettings(CommonSettings):
     )
     finish_streams: bool = Field(
         False,
-        description="after SIGTERM also finish the requests of a stepping model; otherwise they are handed over "
+        description="after SIGTERM finish the requests of a stepping model; else they are handed over "
         "to other workers",
     )
 
