@@ -338,6 +338,15 @@ def test_request_answered_while_its_worker_is_dead_is_not_generated_again(stack:
 # --- SIGTERM
 
 
+def test_worker_that_is_to_finish_streams_does_so_before_it_stops(stack: Stack) -> None:
+    (service,) = serve(stack, lease=(*LONG_LEASE, "--finish-streams"))
+    send(stack, "long", length=100, step_s=0.02)
+    wait_for_chunks(stack, "long", 1)
+    assert service.terminate() == 0
+    assert read_all(stack, "long")[-1]["body"] == text_of("long", 100)
+    assert_settled(stack)
+
+
 def test_terminated_worker_hands_its_requests_over(stack: Stack) -> None:
     """They go on elsewhere although the lease is long, at the epoch that they had: nobody is a suspect."""
     first, _ = serve(stack, workers=2)
