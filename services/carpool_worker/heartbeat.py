@@ -13,23 +13,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.replica_loop import ReplicaLoop
 
 BEATS_PER_LEASE: Final = 3
-
-
-class Owner(Protocol):
-    """A replica, as far as its leases are concerned."""
-
-    consumer: str
-
-    def batches(self) -> list[tuple[str, int]]:
-        """ID and epoch of each batch in hand."""
 
 
 class Heartbeat:
@@ -37,7 +29,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        replicas: Sequence[Owner],
+        replicas: Sequence[ReplicaLoop],
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],

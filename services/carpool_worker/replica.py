@@ -14,15 +14,12 @@ ahead, but one at a time.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Sequence
 from typing import Final
-
-import structlog
 
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED
-from carpool.readiness import wait_until_ready
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
@@ -31,21 +28,17 @@ from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
+from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
 
 EXECUTIONS_MAX: Final = 2
 # A busy replica fetches its next batch this long before it expects to be idle: early enough to hide the round
 # trip to Redis, too late to take a batch that an idle replica would have started sooner.
 PREFETCH_LEAD_S: Final = 0.002
 EARLY_FINISH_RATIO: Final = 0.8  # of the expected execution time: a batch may finish that early
-WAIT_S: Final = 0.5  # a drain is noticed after this time
 
 
-class Replica:
-    """See the module. `consumer` is this replica's name in the consumer group of workers.
-
-    Its loop calls `run_once`. The heartbeat's thread and the main thread call `batches`, `drain`,
-    `wait_until_drained` and `close`.
-    """
+class Replica(ReplicaLoop):
+    """See the module."""
 
     def __init__(
         self,
@@ -57,70 +50,30 @@ class Replica:
         clock: RedisClock,
         metrics: WorkerMetrics,
     ) -> None:
-        self.consumer = consumer
-        self.process = process
+        super().__init__(consumer, process, fetcher)
         self._codec = codec
-        self._fetcher = fetcher
         self._committer = committer
         self._metrics = metrics
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
         self._busy_since_s = 0.0  # since when the first unfinished execution is executed
-        self._draining = False
-        self._drained = threading.Event()
-        self._closing = False
-        self._closed = threading.Event()
-        self._log = structlog.get_logger()
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    def run_once(self) -> None:
-        """Do everything that is due, then wait for the next event, up to half a second."""
-        if self._closing or self._drained.is_set():
-            # A process ends with the thread that started it (see lifecycle): stay until it has unloaded its
-            # model.
-            self._closed.wait()
-            return
-        if self.process.descriptor is None and not self._closing:
-            self.process.spawn()  # the last one could not load the model
+    def _do_due(self) -> bool:
         try:
             self._send_due()
             if self._fetch_if_due():  # before a commit, whose reply is waited for: it comes meanwhile
-                return
+                return False
             self._commit_finished()
         except FencedError as fenced:
             self._discard(str(fenced))
         if self._fetch_if_due():
-            return
+            return False
         if self._draining and not self._executions and not self._fetcher.waiting:
             self._drained.set()
-            return
-        self._wait()
-
-    def _wait(self) -> None:
-        """Wait for the model process, for the reply to a fetch, or until a fetch is due; take what came."""
-        process, fetcher = self.process, self._fetcher
-        of_process = process.descriptor
-        if of_process is None:  # closed meanwhile
-            return
-        of_fetch = fetcher.descriptor if fetcher.waiting else None
-        readers = [of_process] if of_fetch is None else [of_process, of_fetch]
-        writers = [of_process] if process.has_backlog else []
-        has_outcome = process.has_buffered
-        is_due = has_outcome or (fetcher.waiting and of_fetch is None)
-        try:
-            readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
-        except OSError:
-            if self._closing:  # `close` closed the connection before the wait began
-                return
-            raise
-        if writable:
-            process.flush()
-        if has_outcome or of_process in readable:
-            self._receive()
-        if fetcher.waiting and (of_fetch is None or of_fetch in readable):
-            for execution in fetcher.finish():
-                self.take(execution)
+            return False
+        return True
 
     def _timeout_s(self) -> float:
         if self._fetcher.waiting or self._draining:
@@ -134,9 +87,12 @@ class Replica:
         if self._fetcher.waiting or self._draining or self._fetch_at_s() > time.monotonic():
             return False
         executions = self._fetcher.start()
+        self._take_fetched(executions)
+        return bool(executions)
+
+    def _take_fetched(self, executions: Sequence[Execution]) -> None:
         for execution in executions:
             self.take(execution)
-        return bool(executions)
 
     def _fetch_at_s(self) -> float:
         if not self.process.ready or len(self._executions) >= EXECUTIONS_MAX:
@@ -266,17 +222,3 @@ class Replica:
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
         return [(execution.batch.id, execution.batch.epoch) for execution in self._executions]
-
-    def drain(self) -> None:
-        """Fetch nothing more."""
-        self._draining = True
-
-    def wait_until_drained(self, timeout_s: float) -> bool:
-        """Whether the last fetch has ended and everything in hand was committed, within `timeout_s`."""
-        return self._drained.wait(timeout_s)
-
-    def close(self, wait_s: float) -> None:
-        """Stop the model process for good; it has `wait_s` to unload its model."""
-        self._closing = True
-        self.process.close(wait_s)
-        self._closed.set()

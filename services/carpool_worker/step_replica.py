@@ -18,18 +18,14 @@ worker stops, it hands its requests over to others.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
-import structlog
-
 from carpool.errors import ABORTED, OK
 from carpool.messages import Batch
 from carpool.model_settings import ModelSettings
-from carpool.readiness import wait_until_ready
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
 from carpool.store.steps import StepStore, StepWrite
@@ -41,20 +37,20 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
+from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
 from carpool_worker.step_execution import StepExecution
 from carpool_worker.step_log import StepLog
 
-SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: for so many slots one request more
+SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: one request more for each of these
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
-WAIT_S: Final = 0.5  # a drain is noticed after this time
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
 WRITE_BYTES_MAX: Final = 16 * 1024 * 1024  # in one script, and of what waits while Redis is full
 _REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
 
 
-class StepReplica:
-    """See the module. It has the methods of `replica.Replica` that other threads call."""
+class StepReplica(ReplicaLoop):
+    """See the module."""
 
     def __init__(
         self,
@@ -71,10 +67,8 @@ class StepReplica:
         finishes: bool = False,
     ) -> None:
         """`finishes`: when it drains, it finishes its requests instead of handing them over."""
-        self.consumer = consumer
-        self.process = process
+        super().__init__(consumer, process, fetcher)
         self._codec = codec
-        self._fetcher = fetcher
         self._store = store
         self._committer = committer
         self._settings = settings
@@ -97,59 +91,25 @@ class StepReplica:
         self._is_part = False  # it got as many: there may be more
         self._check_at_s = 0.0
         self._full_until_s = 0.0
-        self._draining = False
-        self._drained = threading.Event()
-        self._closing = False
-        self._closed = threading.Event()
-        self._log = structlog.get_logger()
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    def run_once(self) -> None:
-        """Do everything that is due, then wait for the next event, up to half a second."""
-        if self._closing or self._drained.is_set():
-            # A process ends with the thread that started it (see lifecycle): stay until it has unloaded its
-            # model.
-            self._closed.wait()
-            return
-        if self.process.descriptor is None and not self._closing:
-            self.process.spawn()  # the last one could not load the model
+    def _do_due(self) -> bool:
         self._fetch_if_due()
         self._send_due()
         self._write_due()
         if self._draining and not self._fetcher.waiting and not (self._finishes and self._requests):
             self._hand_over()
             self._drained.set()
-            return
-        self._wait()
+            return False
+        return True
 
-    def _wait(self) -> None:
-        """Wait for the model process, for the reply to a fetch, or for the time; take what came."""
-        process, fetcher = self.process, self._fetcher
-        of_process = process.descriptor
-        if of_process is None:  # closed meanwhile
-            return
-        is_received = not (self._is_full and self._emitted_bytes() > WRITE_BYTES_MAX)
-        of_fetch = fetcher.descriptor if fetcher.waiting else None
-        readers = [of_process] if is_received else []
-        readers += [] if of_fetch is None else [of_fetch]
-        writers = [of_process] if process.has_backlog else []
-        has_step = is_received and process.has_buffered
-        is_due = has_step or (fetcher.waiting and of_fetch is None)
-        try:
-            readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
-        except OSError:
-            if self._closing:  # `close` closed the connection before the wait began
-                return
-            raise
-        if writable:
-            process.flush()
-        if has_step or of_process in readable:
-            self._receive()
-        if fetcher.waiting and (of_fetch is None or of_fetch in readable):
-            fetched = fetcher.finish()
-            self._is_part = len(fetched) == self._asked
-            self._take(fetched)
+    def _is_receiving(self) -> bool:
+        return not (self._is_full and self._emitted_bytes() > WRITE_BYTES_MAX)
+
+    def _take_fetched(self, executions: Sequence[Execution]) -> None:
+        self._is_part = len(executions) == self._asked
+        self._take(executions)
 
     def _timeout_s(self) -> float:
         if not self._requests:
@@ -480,18 +440,3 @@ class StepReplica:
     def slots_in_use(self) -> int:
         """How many requests have a slot. The model process does not tell when the last ones are dropped."""
         return min(self._running, len(self._batches))
-
-    def drain(self) -> None:
-        """Fetch nothing more."""
-        self._draining = True
-
-    def wait_until_drained(self, timeout_s: float) -> bool:
-        """Whether the last fetch has ended and everything in hand was handed over or finished, within
-        `timeout_s`."""
-        return self._drained.wait(timeout_s)
-
-    def close(self, wait_s: float) -> None:
-        """Stop the model process for good; it has `wait_s` to unload its model."""
-        self._closing = True
-        self.process.close(wait_s)
-        self._closed.set()

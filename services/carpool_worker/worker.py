@@ -46,10 +46,9 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
+from carpool_worker.replica_loop import ReplicaLoop
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
-
-AnyReplica = Replica | StepReplica
 
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
@@ -77,7 +76,7 @@ class Worker:
         self._clock = RedisClock()
         self._name = new_process_name()
         self._processes = [ProcessHandle(location, device) for device in devices]
-        self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
+        self._replicas: list[ReplicaLoop] = []  # once the model is loaded: one for each process
         self._registration: dict[str, str] = {}
         self._replica_loops: list[Loop] = []
         self._heartbeats: list[Loop] = []  # one, once it is started
@@ -149,7 +148,7 @@ class Worker:
                 return True
         return False
 
-    def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> AnyReplica:
+    def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> ReplicaLoop:
         codec, metrics = Codec(ready), self._metrics
         if ready.is_stepping:
             settings = ModelSettings.from_mapping(ready.settings)
@@ -275,7 +274,7 @@ class Worker:
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _leave(self, replicas: Sequence[AnyReplica]) -> None:
+    def _leave(self, replicas: Sequence[ReplicaLoop]) -> None:
         for replica in replicas:
             with contextlib.suppress(UnavailableError):  # then its lease runs out
                 self._store.leave(replica.consumer)

@@ -1,0 +1,118 @@
+"""What all replicas have in common: a loop for one model process, and how it is drained and closed.
+
+One thread waits for the reply to a fetch, for the model process and for the time, whichever is first.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from carpool.readiness import wait_until_ready
+from carpool_worker.execution import Execution
+from carpool_worker.fetcher import Fetcher
+from carpool_worker.process_handle import ProcessHandle
+
+WAIT_S: Final = 0.5  # a drain is noticed after this time
+
+
+class ReplicaLoop(ABC):
+    """`consumer` is the replica's name in the consumer group of workers.
+
+    Its loop calls `run_once`. The heartbeat's thread and the main thread call `batches`, `drain`,
+    `wait_until_drained` and `close`.
+    """
+
+    def __init__(self, consumer: str, process: ProcessHandle, fetcher: Fetcher) -> None:
+        self.consumer = consumer
+        self.process = process
+        self._fetcher = fetcher
+        self._draining = False
+        self._drained = threading.Event()
+        self._closing = False
+        self._closed = threading.Event()
+        self._log = structlog.get_logger()
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def run_once(self) -> None:
+        """Do everything that is due, then wait for the next event, up to half a second."""
+        if self._closing or self._drained.is_set():
+            # A process ends with the thread that started it (see lifecycle): stay until it has unloaded its
+            # model.
+            self._closed.wait()
+            return
+        if self.process.descriptor is None and not self._closing:
+            self.process.spawn()  # the last one could not load the model
+        if self._do_due():
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the model process, for the reply to a fetch, or until something is due; take what came."""
+        process, fetcher = self.process, self._fetcher
+        of_process = process.descriptor
+        if of_process is None:  # closed meanwhile
+            return
+        is_received = self._is_receiving()
+        of_fetch = fetcher.descriptor if fetcher.waiting else None
+        readers = [of_process] if is_received else []
+        readers += [] if of_fetch is None else [of_fetch]
+        writers = [of_process] if process.has_backlog else []
+        has_outcome = is_received and process.has_buffered
+        is_due = has_outcome or (fetcher.waiting and of_fetch is None)
+        try:
+            readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
+        except OSError:
+            if self._closing:  # `close` closed the connection before the wait began
+                return
+            raise
+        if writable:
+            process.flush()
+        if has_outcome or of_process in readable:
+            self._receive()
+        if fetcher.waiting and (of_fetch is None or of_fetch in readable):
+            self._take_fetched(fetcher.finish())
+
+    @abstractmethod
+    def _do_due(self) -> bool:
+        """Do everything that is due. Whether to wait then."""
+
+    @abstractmethod
+    def _timeout_s(self) -> float:
+        """How long to wait at most."""
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Receive what the model process sent, or that it died or was replaced."""
+
+    @abstractmethod
+    def _take_fetched(self, executions: Sequence[Execution]) -> None:
+        """Take what a fetch has brought."""
+
+    def _is_receiving(self) -> bool:
+        """Whether to receive what the model process sends; it waits meanwhile."""
+        return True
+
+    # --- for other threads ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def batches(self) -> list[tuple[str, int]]:
+        """ID and epoch of each batch in hand: what the heartbeat renews."""
+
+    def drain(self) -> None:
+        """Fetch nothing more."""
+        self._draining = True
+
+    def wait_until_drained(self, timeout_s: float) -> bool:
+        """Whether the last fetch has ended and nothing is in hand any more, within `timeout_s`."""
+        return self._drained.wait(timeout_s)
+
+    def close(self, wait_s: float) -> None:
+        """Stop the model process for good; it has `wait_s` to unload its model."""
+        self._closing = True
+        self.process.close(wait_s)
+        self._closed.set()
