@@ -24,6 +24,7 @@ from carpool_worker.model_process.step_frames import Advance
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
 UNSEEN_S_MAX: Final = 1.0  # between two looks at a reader's list: what counts of a longer time without one
 STEPS_ALONE_DOUBLINGS_MAX: Final = 16
+CONTINUED_DEATHS_MAX: Final = 4  # up to which one that goes on from its chunks takes a single step alone
 RENEWAL_US: Final = 3600 * 1_000_000  # how often what is kept in Redis, for a day, gets a later expiration
 
 
@@ -116,10 +117,11 @@ class StepExecution:
         """It is to take steps alone. Returns how many.
 
         One is enough if it goes on from its chunks: then it is at once where its process died. If it begins
-        anew, or dies some steps after each beginning, that is later: so their number is doubled with each
-        death.
+        anew, that may be many steps later, so their number is doubled with each death. One that goes on may
+        also kill its process some steps after each beginning; but most likely others do, and the longer it is
+        alone, the likelier it is blamed for a death by chance. So for it doubling begins late.
         """
-        doublings = max(0, self.deaths_together - 1)
+        doublings = max(0, self.deaths_together - (CONTINUED_DEATHS_MAX if self.kept else 1))
         self._steps_alone = 1 << min(doublings, STEPS_ALONE_DOUBLINGS_MAX)
         return self._steps_alone
 
