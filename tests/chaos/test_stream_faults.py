@@ -371,7 +371,7 @@ def send_with_poison(stack: Stack, model: str = "Chain", **poison: Any) -> None:
     """Send six good requests, and one that is not, while all are generated together."""
     for number in range(6):
         send(stack, f"good{number}", model, length=20, step_s=0.01, stream=number % 2)
-    send(stack, "bad", model, length=20, step_s=0.01, **poison)
+    send(stack, "bad", model, **{"length": 20, "step_s": 0.01, **poison})
 
 
 def assert_good_ones_are_whole(stack: Stack, model: str = "Chain") -> None:
@@ -404,7 +404,7 @@ def test_request_that_kills_its_process_is_dead_lettered_alone(stack: Stack, str
 def test_request_that_kills_its_process_some_steps_after_each_beginning_is_given_up(stack: Stack) -> None:
     """It survives its first step alone each time, and the steps alone are doubled until it does not."""
     serve(stack)
-    send_with_poison(stack, kills_after=3)
+    send_with_poison(stack, kills_after=3, length=10**9)
     assert_good_ones_are_whole(stack)
     *chunks, final = read_all(stack, "bad")
     assert final["status"] == "ABORTED"
