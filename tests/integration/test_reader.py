@@ -309,13 +309,13 @@ def test_wait_that_someone_ended_is_repeated(embedded: EmbeddedRedis, redis: Any
     wait_until(unblock, description="the read is unblocked")
     assert reader.read(1.0) == ReadResult({}, {})
     assert read_until_added(redis, reader, Keys("m"), subscription)
-    reader.read(0.0)
-    wait_until(unblock, description="the read is unblocked")
-    reader.read(1.0)
-    reader.read(0.0)
-    wait_until(unblock, description="the read is unblocked again")
+
+    def read_and_unblock() -> None:
+        reader.read(0.0)
+        unblock()
+
     with pytest.raises(CommandError, match="UNBLOCKED"):
-        reader.read(1.0)
+        wait_until(read_and_unblock, description="two reads in a row are unblocked")
     reader.close()
 
 
