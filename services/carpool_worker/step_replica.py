@@ -41,7 +41,7 @@ from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
 from carpool_worker.step_execution import StepExecution
 from carpool_worker.step_log import StepLog
 
-SLOTS_PREFETCHED_RATIO: Final = 8  # as in the batcher's `core.capacity`: one request more for each of these
+SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each prefetched request; as in the batcher's `core.capacity`
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full

@@ -75,7 +75,7 @@ def read_all(stack: Stack, name: str, model: str = "Chain") -> list[dict[str, An
 
 
 def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -> None:
-    """Wait until so many chunks of a request are written, without reading them."""
+    """Wait until `count` chunks of a request are written, without reading them."""
     wait_until(
         lambda: stack.redis.llen(Keys(model).result(name)) >= count,
         description=f"{count} chunks of {name} are written",
@@ -83,7 +83,7 @@ def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -
 
 
 def wait_for_process(service: Service, deaths: int) -> None:
-    """Wait until the model process was replaced so many times."""
+    """Wait until the model process was replaced this many times."""
     wait_until(
         lambda: len(service.events("model process replaced")) == deaths,
         description="the model process is replaced",

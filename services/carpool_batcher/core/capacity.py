@@ -47,7 +47,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 16  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
-SLOTS_PREFETCHED_RATIO: Final = 8  # one request more is in flight for each of these, at least one
+SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
 

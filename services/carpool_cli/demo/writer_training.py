@@ -59,7 +59,7 @@ REPORT_STEPS: Final = 100
 LETTERS_SHARE_MIN: Final = 0.9
 """Passages with fewer letters and spaces are mostly code."""
 HELD_OUT: Final = 20
-"""One passage in so many is not trained on."""
+"""Of this many passages one is not trained on."""
 
 
 def corpus() -> tuple[str, str]:

@@ -75,7 +75,7 @@ class Slots(Generic[T]):
         self._waiting[request.key] = request
 
     def add_alone(self, request: T, steps: int = 1) -> None:
-        """A request to be begun at once, which takes so many steps alone; then everything pauses."""
+        """A request to be begun at once, which takes `steps` steps alone; then everything pauses."""
         self._waiting_alone[request.key] = request
         self._steps_alone[request.key] = steps
         self._is_paused = True

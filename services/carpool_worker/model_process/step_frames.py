@@ -31,7 +31,7 @@ class Admit(NamedTuple):
     value. `chunks`: those that its reader may have seen, oldest first, if another process began it.
     `is_streamed`: whether chunks are wanted; if not, only the output is sent.
 
-    `steps_alone`, if it may have killed a process: it is begun at once and takes so many steps, fewer if it
+    `steps_alone`, if it may have killed a process: it is begun at once and takes this many steps, fewer if it
     ends, while all others pause. Each of these Steps is sent, with an Advance of this key. Then everything
     pauses until the next request that is to be alone, or Resume; others that arrive meanwhile wait.
     """
