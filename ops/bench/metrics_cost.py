@@ -17,7 +17,7 @@ from typing import Final
 from prometheus_client import generate_latest
 
 from carpool.messages import MSGPACK, Batch, BatchedRun, BatchSettled, Chunk, Entry, Run, Streamed
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import MissedDeadlines
@@ -90,7 +90,7 @@ def stepped(size: int) -> Callable[[], None]:
 def generated() -> tuple[Callable[[], None], Callable[[], None]]:
     """What a batcher and a worker record for a request of a stepping model, from dispatch to its end."""
     meter = Meter(BatcherMetrics(), MODEL)
-    scheduler = Scheduler(ModelSettings(), model_processes=1, is_stepping=True)
+    scheduler = Scheduler(ModelSettings(), model_processes=1, kind=ModelKind.STEPPING)
     batches = [Dispatch([Run(Entry("1-1", 1000), ["1"], [b""], arrival_us=1000)], "full", "")]
     in_flight = InFlightBatch(2_000, 1, "", {}, [(1000, 1)])
     streamed = Streamed(50, 40_000, 980_000)

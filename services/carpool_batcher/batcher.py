@@ -31,13 +31,14 @@ from carpool.messages import (
     Withdrawal,
     tickets_of_each,
 )
+from carpool.model_settings import ModelKind
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
-from carpool.wire.registration import is_stepping
+from carpool.wire.registration import kind_of
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
@@ -117,9 +118,7 @@ class ModelBatcher:
         """It holds the lease: serve the model."""
         settings = self._settings.read(snapshot, None)
         settled_after = self._store.last_settled_id()
-        scheduler = Scheduler(
-            settings, len(snapshot.model_processes), is_stepping=is_stepping(snapshot.registration)
-        )
+        scheduler = Scheduler(settings, len(snapshot.model_processes), kind_of(snapshot.registration))
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         for batch in self._store.batches_in_flight():
@@ -319,8 +318,9 @@ class ModelBatcher:
         by_batch: dict[str, list[tuple[int, Run]]] = {}
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
+        is_stepping = session.scheduler.kind is ModelKind.STEPPING
+        expired_while = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
         for batch_id, runs in by_batch.items():
-            expired_while = _EXPIRED_WHILE_STEPPING if session.scheduler.is_stepping else _EXPIRED
             answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
             answered = self._answer_in_flight(session, batch_id, answers, DEADLINE_EXCEEDED)
             session.missed.expired(batch_id, runs, answered)
@@ -357,8 +357,8 @@ class ModelBatcher:
         session, now_us = self._session, self._clock.now_us()
         scheduler, entries = session.scheduler, session.entries
         self.needs_snapshot = False
-        if scheduler.is_stepping != is_stepping(snapshot.registration):  # another model under this name
-            scheduler.is_stepping = not scheduler.is_stepping
+        if scheduler.kind is not kind_of(snapshot.registration):  # another model under this name
+            scheduler.kind = kind_of(snapshot.registration)
         self.wake_at_us = now_us
         scheduler.model_processes = len(snapshot.model_processes)
         self._update_settings(scheduler, snapshot)

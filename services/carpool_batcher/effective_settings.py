@@ -15,7 +15,7 @@ import structlog
 
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.store.directory import ModelSnapshot
-from carpool.wire.registration import is_stepping
+from carpool.wire.registration import kind_of
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.policies import Policies, create_policy
 
@@ -79,8 +79,7 @@ class EffectiveSettings:
     def _check(self, values: Mapping[str, str]) -> ModelSettings:
         """These settings, whose custom policy is created, if they name one. Raises ValueError."""
         settings = ModelSettings.from_mapping(values)
-        if is_stepping(values):
-            settings.check_stepping()
+        settings.check_kind(kind_of(values))
         policy = settings.policy
         if policy in POLICIES:
             self._custom = None

@@ -21,6 +21,7 @@ from carpool.errors import (
 )
 from carpool.messages import Dispatch, DispatchReason, Refusal, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
+from carpool.model_settings import ModelKind
 from carpool.wire.report import BatcherReport, Gauges, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
@@ -134,7 +135,7 @@ class Meter:
         self._totals_known = None
         for batch in batches:
             self._batches[batch.reason].inc()
-        if scheduler.is_stepping:
+        if scheduler.kind is ModelKind.STEPPING:
             self._requests_for_slots += len(batches)
         else:
             self._size.observe([batch.size for batch in batches])
@@ -212,10 +213,12 @@ class Meter:
             scheduler.settings.policy,
             (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
             missed=_increase(before.missed, totals.missed),
-            stepping=self._stepping_report(scheduler, now_us) if scheduler.is_stepping else None,
+            stepping=self._stepping_report(scheduler, now_us),
         )
 
-    def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport:
+    def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport | None:
+        if scheduler.kind is not ModelKind.STEPPING:
+            return None
         return SteppingReport(
             scheduler.model_processes * scheduler.settings.max_batch_size,
             self._chunks,

@@ -18,11 +18,11 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.errors import UnavailableError
-from carpool.model_settings import POLICIES, ModelSettings
+from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
-from carpool.wire.registration import is_stepping
+from carpool.wire.registration import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, build_table
@@ -141,7 +141,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         if "preferred_batch_sizes" in values:
             effective.check_sizes()
         if values:
-            _check_effect(effective, values, model, is_stepping=is_stepping(registered))
+            _check_effect(effective, values, model, kind_of(registered))
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
@@ -152,16 +152,13 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     return Configured(resolve(registered, wanted), before)
 
 
-def _check_effect(
-    effective: ModelSettings, values: Mapping[str, str], model: str, *, is_stepping: bool
-) -> None:
+def _check_effect(effective: ModelSettings, values: Mapping[str, str], model: str, kind: ModelKind) -> None:
     """Raise ValueError for a setting that has no meaning for this model."""
-    if is_stepping:
-        effective.check_stepping()
-        return
-    for name in ModelSettings.names_without_effect(is_stepping=False):
-        if name in values:
-            raise ValueError(f"{name}: it has an effect only on stepping models, and {model} is not one")
+    effective.check_kind(kind)
+    for name in values:
+        only_kind = ModelSettings.only_kind(name)
+        if only_kind is not None and only_kind is not kind:
+            raise ValueError(f"{name}: it has an effect only on {only_kind} models, and {model} is not one")
 
 
 def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name: str) -> str:
@@ -256,10 +253,10 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
             return "operator"
         return "model" if of_model[name] != defaults[name] else "default"
 
-    meanings, steps = ModelSettings.meanings(), is_stepping(registered)
-    if steps:
+    meanings, kind = ModelSettings.meanings(), kind_of(registered)
+    if kind is ModelKind.STEPPING:
         meanings |= _MEANINGS_FOR_STEPPING
-    without_effect = ModelSettings.names_without_effect(is_stepping=steps)
+    without_effect = ModelSettings.names_without_effect(kind)
     return {
         name: ConfiguredSetting(value, source(name), meanings[name], name not in without_effect)
         for name, value in effective.items()

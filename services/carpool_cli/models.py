@@ -13,10 +13,11 @@ from pydantic_settings import SettingsConfigDict
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
+from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
-from carpool.wire.registration import is_stepping
+from carpool.wire.registration import kind_of
 from carpool.wire.report import BatcherReport, SteppingReport
 from carpool_cli.screen import Screen, build_table, duration
 
@@ -114,7 +115,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     size = snapshot.registration.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
     stepping = None
-    if is_stepping(snapshot.registration):
+    if kind_of(snapshot.registration) is ModelKind.STEPPING:
         slots = len(snapshot.model_processes) * (max_batch_size or 0)
         stepping = (report and report.stepping) or SteppingReport(slots, 0, None, None)
     return ModelState(

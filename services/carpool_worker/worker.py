@@ -31,7 +31,7 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.process_names import new_process_name, replica_name
 from carpool.store.connection import CommandError, Link
 from carpool.store.steps import StepStore
@@ -107,9 +107,7 @@ class Worker:
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
             )
-        self._registration = encode_registration(
-            ready.settings, ready.inputs, ready.outputs, is_stepping=ready.is_stepping
-        )
+        self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
         self._heartbeat = Heartbeat(
             self._replicas,
             self._new_store("heartbeat"),
@@ -150,7 +148,7 @@ class Worker:
 
     def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> ReplicaLoop:
         codec, metrics = Codec(ready), self._metrics
-        if ready.is_stepping:
+        if ready.kind is ModelKind.STEPPING:
             settings = ModelSettings.from_mapping(ready.settings)
             link = self._new_link("commit")
             steps = StepStore(link, self._keys, self._clock)

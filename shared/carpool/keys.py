@@ -109,6 +109,18 @@ class Keys:
         """String that expires: a large body, which a request names in its field `body_key`."""
         return self._of(f"body:{name}")
 
+    @property
+    def sequences(self) -> str:
+        """Sorted set: the IDs of the sequences that are kept, scored by the time (ms, Redis's clock) of their
+        last change."""
+        return self._of("sequences")
+
+    def sequence(self, sequence_id: str) -> str:
+        """Hash that expires: `state` and `next`, the number of requests that have succeeded, of a sequence,
+        with the correlation ID of the `last` one; or why it is `broken`, and from which place (`broken_at`).
+        See `sequence.lua`."""
+        return self._of(f"sequence:{sequence_id}")
+
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
         often each was started alone (see `answer.lua`); the chunks of a stepping model (see `step.lua`)."""

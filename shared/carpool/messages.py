@@ -42,6 +42,27 @@ class Entry:
     claimed_tickets: Tickets | None = None  # those of an entry put back; `BatcherStore.admit` verifies them
 
 
+class SequencePart(NamedTuple):
+    """What makes a request a part of a sequence. The order of the fields is the order on the wire.
+
+    `index`: its number in the sequence, from 0; None if its producer does not count. `place`: where it stands
+    in the request stream. Places are compared as text: the earlier request has the lesser one. A request that
+    is put back keeps its place.
+    """
+
+    sequence_id: str
+    starts: bool
+    ends: bool
+    index: int | None  # type: ignore[assignment]  # hides tuple.index
+    place: str
+
+    @staticmethod
+    def place_of(entry_id: str, position: int) -> str:
+        """The place of the request at this position, from 0, in the entry in which it arrived."""
+        milliseconds, _, number = entry_id.partition("-")
+        return f"{int(milliseconds):020d}-{int(number):020d}:{position:05d}"
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """Requests of one entry that differ only in their correlation IDs and bodies, as the batcher has them.
@@ -68,6 +89,7 @@ class Run:
     reply_columns: bool = False  # the producer reads results as columns
     tickets: Tickets | None = None  # the places in the order of results, if that is preserved
     stream: bool = False  # the producer wants partial results
+    sequence: SequencePart | None = None  # then it is a run of one
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
@@ -141,6 +163,7 @@ class Run:
             self.reply_columns,
             tickets,
             self.stream,
+            self.sequence,
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
@@ -231,6 +254,7 @@ class BatchedRun(NamedTuple):
     extra: Mapping[str, bytes] | None
     reply_columns: bool = False
     tickets: Tickets | None = None
+    sequence: SequencePart | None = None
 
 
 class BatchedRequest(NamedTuple):
@@ -304,6 +328,23 @@ class Batch:
                 zip(run.correlation_ids, tickets_of_each(run), strict=True)
             )
         ]
+
+
+SequenceOutcome = Literal["kept", "ended", "broken"]
+
+
+class SequenceChange(NamedTuple):
+    """What the result of a request does to its sequence. The script that writes the result carries it out.
+
+    `outcome`: with an OK result, the sequence is kept with a new state, or has ended, if this was its last
+    request. With any other result it is broken: later requests are ABORTED, until one starts it anew.
+    `content`: the state of a sequence that is kept; why one is broken.
+    """
+
+    part: SequencePart
+    correlation_id: str
+    outcome: SequenceOutcome
+    content: bytes | str = b""
 
 
 class Result(NamedTuple):
@@ -395,10 +436,14 @@ def _results(
     ]
 
 
+UNANSWERED: Final = ""  # in place of a status
+
+
 class Refusal(NamedTuple):
     """The answer to requests of one entry that are not dispatched.
 
     `reason` is one of a few fixed words, which metrics count by; `detail` is a sentence for the producer.
+    With the status UNANSWERED there is no answer: the request was sent twice, and is answered once.
     """
 
     entry: Entry
@@ -410,6 +455,7 @@ class Refusal(NamedTuple):
     detail: str
     run: Run | None = None  # what is refused; None if it could not be decoded
     body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
+    breaks: SequencePart | None = None  # the sequence that is broken by it: so recorded with the answer
 
 
 class DeadLetter(NamedTuple):
@@ -447,6 +493,7 @@ class BatchSettled(NamedTuple):
     a normal one: none was valid, or the model raised, or they were executed one at a time.
     `waited_us`: how long it waited until a model process could take it.
     `streamed`: only of a streamed request, which is alone in its batch.
+    `broken`: the IDs of sequences whose request in the batch did not succeed.
     """
 
     batch_id: str
@@ -457,6 +504,7 @@ class BatchSettled(NamedTuple):
     executed: int
     waited_us: int = 0
     streamed: Streamed | None = None
+    broken: Sequence[str] = ()
 
 
 class ModelProcessesChanged(NamedTuple):

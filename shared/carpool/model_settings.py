@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
@@ -17,6 +18,14 @@ from carpool.messages import PRIORITY_LEVELS
 
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
 _TEXTS_FOR_NONE: Final = ("", "none", "null")
+
+
+class ModelKind(StrEnum):
+    """How a model executes requests, which decides the settings that have a meaning for it."""
+
+    PLAIN = "plain"  # batches, each by itself
+    STEPPING = "stepping"  # step by step, with requests that join and end between two steps
+    STATEFUL = "stateful"  # batches, with a state for each sequence that is kept between its requests
 
 
 class Kind(NamedTuple):
@@ -263,6 +272,12 @@ class ModelSettings:
     reader_idle_ms: int = _setting(
         10_000, _integer(1), "after which time without reading a streamed request is cancelled"
     )
+    max_candidate_sequences: int = _setting(
+        10_000, _integer(1), "maximum number of sequences that are kept at a time; others wait to start"
+    )
+    max_sequence_idle_ms: int = _setting(
+        60_000, _integer(1), "after which time without requests a sequence is ended"
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -301,22 +316,16 @@ class ModelSettings:
                 f"because max_batch_size is {self.max_batch_size}"
             )
 
-    def check_stepping(self) -> None:
-        """Raise ValueError for a setting that has no meaning for a stepping model.
+    def check_kind(self, kind: ModelKind) -> None:
+        """Raise ValueError for a setting that would have no meaning for a model of this kind, or a wrong one.
 
-        Each of its requests is dispatched by itself, as soon as a slot is free, and takes as long as it
-        generates: batches are not formed, and l(n) is not known.
+        Each request of a stepping model is dispatched by itself, as soon as a slot is free, and takes as long
+        as it generates: batches are not formed, and l(n) is not known.
         """
-        unusable = {
-            "policy": self.policy != POLICIES[0],
-            "target_latency_ms": self.target_latency_ms is not None,
-            "max_queue_delay_ms": self.max_queue_delay_ms > 0,
-            "preferred_batch_sizes": bool(self.preferred_batch_sizes),
-            "preserve_ordering": self.preserve_ordering,
-        }
-        for name, is_set in unusable.items():
-            if is_set:
-                raise ValueError(f"{name}: {_UNUSABLE_WHILE_STEPPING[name]}")
+        defaults = type(self)()
+        for name, reason in _UNUSABLE[kind].items():
+            if getattr(self, name) != getattr(defaults, name):
+                raise ValueError(f"{name}: {reason}")
 
     def for_steps(self) -> str:
         """The settings that the worker of a stepping model needs, as JSON: see `with_those_for_steps`."""
@@ -333,9 +342,15 @@ class ModelSettings:
         return [spec.name for spec in fields(cls)]
 
     @classmethod
-    def names_without_effect(cls, *, is_stepping: bool) -> tuple[str, ...]:
-        """The names of the settings that have no meaning for a stepping model, or for any other one."""
-        return tuple(_UNUSABLE_WHILE_STEPPING) if is_stepping else _ONLY_OF_STEPS
+    def names_without_effect(cls, kind: ModelKind) -> tuple[str, ...]:
+        """The names of the settings that have no meaning for a model of this kind."""
+        of_others = [name for name, only_of in _ONLY_OF.items() if only_of is not kind]
+        return (*_UNUSABLE[kind], *of_others)
+
+    @classmethod
+    def only_kind(cls, name: str) -> ModelKind | None:
+        """The only kind of models for which this setting has a meaning; None: it has one for several."""
+        return _ONLY_OF.get(name)
 
     @classmethod
     def meanings(cls) -> dict[str, str]:
@@ -352,14 +367,27 @@ class ModelSettings:
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
 
 
-_ONLY_OF_STEPS: Final = ("max_prefill_cost", "stream_buffer", "reader_idle_ms")
-_OF_STEPS: Final = ("max_batch_size", "max_batch_cost", *_ONLY_OF_STEPS)
-_UNUSABLE_WHILE_STEPPING: Final = {
-    "policy": "a stepping model takes a request as soon as a slot is free, so only eager applies",
-    "target_latency_ms": "it is for the policy deferred, which a stepping model cannot have",
-    "max_queue_delay_ms": "a stepping model forms no batches, so a request would only lose time by waiting",
-    "preferred_batch_sizes": "a stepping model forms no batches: requests join and end between its steps",
-    "preserve_ordering": "the outputs of a stepping model are of different lengths and end in any order",
+_ONLY_OF: Final = {
+    "max_prefill_cost": ModelKind.STEPPING,
+    "stream_buffer": ModelKind.STEPPING,
+    "reader_idle_ms": ModelKind.STEPPING,
+    "max_candidate_sequences": ModelKind.STATEFUL,
+    "max_sequence_idle_ms": ModelKind.STATEFUL,
+}
+_OF_STEPS: Final = ("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms")
+_UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
+    ModelKind.PLAIN: {},
+    ModelKind.STEPPING: {
+        "policy": "a stepping model takes a request as soon as a slot is free, so only eager applies",
+        "target_latency_ms": "it is for the policy deferred, which a stepping model cannot have",
+        "max_queue_delay_ms": "a stepping model forms no batches, so a request would only lose time",
+        "preferred_batch_sizes": "a stepping model forms no batches: requests join and end between its steps",
+        "preserve_ordering": "the outputs of a stepping model are of different lengths and end in any order",
+    },
+    ModelKind.STATEFUL: {
+        "preserve_ordering": "results of a sequence come in its order anyway, and sequences do not wait for "
+        "each other",
+    },
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from carpool.messages import JSON, DispatchReason, Entry, Refusal, Run, Streamed
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.report import Gauges, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
@@ -113,7 +113,7 @@ def test_stepping_model_has_slots_and_chunks_and_no_batch_sizes() -> None:
     """Given requests of a stepping model, each a batch by itself, expect them in no histogram of batches."""
     metrics = BatcherMetrics()
     meter = Meter(metrics, "writer")
-    scheduler = Scheduler(ModelSettings(max_batch_size=8), model_processes=2, is_stepping=True)
+    scheduler = Scheduler(ModelSettings(max_batch_size=8), model_processes=2, kind=ModelKind.STEPPING)
     assert meter.report("me", scheduler, 0).stepping == SteppingReport(16, 0, None, None)
     dispatch(meter, scheduler, ("full", 1), ("full", 1))
     for gap_us in (20_000, 20_000, 20_000):

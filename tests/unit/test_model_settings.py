@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.model_settings import ModelSettings, PriorityPolicy
+from carpool.model_settings import ModelKind, ModelSettings, PriorityPolicy
 
 COUNTS: Final = (
     *("max_batch_size", "max_queue_size", "max_queue_bytes", "max_body_bytes"),
@@ -56,6 +56,8 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "max_prefill_cost",
         "stream_buffer",
         "reader_idle_ms",
+        "max_candidate_sequences",
+        "max_sequence_idle_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
     assert all(ModelSettings.meanings().values())
@@ -271,6 +273,6 @@ def test_settings_are_unchanged_by_a_round_trip_as_text(sent: ModelSettings) -> 
     ],
 )
 def test_settings_without_a_meaning_for_a_stepping_model_are_refused(name: str, value: Any) -> None:
-    ModelSettings(max_batch_size=8, max_prefill_cost=4).check_stepping()
+    ModelSettings(max_batch_size=8, max_prefill_cost=4).check_kind(ModelKind.STEPPING)
     with pytest.raises(ValueError, match=rf"^{name}: .*stepping model"):
-        ModelSettings.from_mapping({name: value}).check_stepping()
+        ModelSettings.from_mapping({name: value}).check_kind(ModelKind.STEPPING)

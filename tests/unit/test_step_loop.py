@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from carpool.model_settings import ModelKind
 from carpool_worker.model_process import frames, main
 from carpool_worker.model_process.frames import MessageReader, Ready, pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
@@ -248,7 +249,11 @@ def test_model_process_generates_until_the_connection_is_closed(
     worker = Worker(ours)
     ready = frames.receive_load_result(worker.reader)
     assert isinstance(ready, Ready)
-    assert (ready.is_stepping, ready.wants_requests, ready.settings["max_batch_size"]) == (True, True, "2")
+    assert (ready.kind, ready.wants_requests, ready.settings["max_batch_size"]) == (
+        ModelKind.STEPPING,
+        True,
+        "2",
+    )
     worker.admit(1, "Once")
     assert worker.output(1) == "Once"
     worker.admit(2, "exits!")
@@ -272,7 +277,7 @@ def test_generator_function_in_a_model_process(
     worker = Worker(ours)
     ready = frames.receive_load_result(worker.reader)
     assert isinstance(ready, Ready)
-    assert ready.is_stepping
+    assert ready.kind is ModelKind.STEPPING
     worker.admit(1, [1, 2])
     assert worker.output(1) == [1, 2]
     ours.shutdown(socket.SHUT_RDWR)
@@ -294,4 +299,4 @@ def test_unusable_stepping_model_is_refused(
 
 
 def test_model_that_executes_batches_is_not_stepping() -> None:
-    assert main._ready(load_model(len, "cpu")).is_stepping is False
+    assert main._ready(load_model(len, "cpu")).kind is ModelKind.PLAIN

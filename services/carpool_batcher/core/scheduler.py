@@ -44,7 +44,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from carpool.messages import Dispatch, DispatchReason, Refusal, Run
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
@@ -62,11 +62,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, settings: ModelSettings, model_processes: int = 0, *, is_stepping: bool = False
+        self, settings: ModelSettings, model_processes: int = 0, kind: ModelKind = ModelKind.PLAIN
     ) -> None:
         self.custom_policy: CustomPolicy | None = None
         self.capacity = Capacity(model_processes)
-        self._is_stepping = is_stepping
+        self._kind = kind
         self._settings = settings
         self._of_batches = self._settings_of_batches()
         self._queue = Queue()
@@ -90,20 +90,21 @@ class Scheduler:
             self._deadlines.watch_all_again(settings)
 
     @property
-    def is_stepping(self) -> bool:
-        """Whether it is a stepping model (7)."""
-        return self._is_stepping
+    def kind(self) -> ModelKind:
+        """How the model executes requests."""
+        return self._kind
 
-    @is_stepping.setter
-    def is_stepping(self, is_stepping: bool) -> None:
-        self._is_stepping = is_stepping
+    @kind.setter
+    def kind(self, kind: ModelKind) -> None:
+        self._kind = kind
         self._of_batches = self._settings_of_batches()
 
     def _settings_of_batches(self) -> ModelSettings:
         """The settings by which batches are formed."""
         settings = self._settings
-        self.step_settings = settings.for_steps() if self._is_stepping else ""  # what workers need
-        if not self._is_stepping:
+        is_stepping = self._kind is ModelKind.STEPPING
+        self.step_settings = settings.for_steps() if is_stepping else ""  # what workers need
+        if not is_stepping:
             self.capacity.set_slots(None, None)
             return settings
         self.capacity.set_slots(settings.max_batch_size, settings.max_batch_cost)
@@ -141,7 +142,7 @@ class Scheduler:
 
         Those of other models are not affected. O(requests in flight).
         """
-        if not self._is_stepping:
+        if self._kind is not ModelKind.STEPPING:
             return []
         return [
             Cancel(batch_id, 0, run)
@@ -257,7 +258,7 @@ class Scheduler:
             size += count
             run.bodies = []
         batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
-        if not self._is_stepping:
+        if self._kind is not ModelKind.STEPPING:
             return batch
         cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
         return batch._replace(runs=dispatch.runs, cost=cost)

@@ -26,12 +26,12 @@ from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
-from carpool.model_settings import POLICIES
+from carpool.model_settings import POLICIES, ModelKind
 from carpool.process_names import is_local_process
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
-from carpool.wire.registration import decode_inputs, is_stepping
+from carpool.wire.registration import decode_inputs, kind_of
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.model_process.loader import model_name
@@ -194,9 +194,9 @@ class WorkerService(Service):
         return decode_inputs(self.registration)
 
     @property
-    def is_stepping(self) -> bool:
-        """Whether it is a stepping model."""
-        return is_stepping(self.registration)
+    def kind(self) -> ModelKind:
+        """How the model executes requests."""
+        return kind_of(self.registration)
 
     def start(self) -> None:
         self.serving = False

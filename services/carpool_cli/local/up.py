@@ -17,6 +17,7 @@ from carpool.errors import UnavailableError
 from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
 from carpool.logs import configure_logs
+from carpool.model_settings import ModelKind
 from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, RedisUrl, read_settings
 from carpool.store.connection import CommandError
 from carpool_batcher.policies import load_policies
@@ -163,7 +164,7 @@ def served_line(worker: WorkerService, replicas: int) -> str:
     took_s = worker.serving_since_s - worker.started_s
     size = worker.registration.get("max_batch_size", "?")
     processes = count(replicas, "process", "processes")
-    limit = f"{size} slots each" if worker.is_stepping else f"batches of up to {size}"
+    limit = f"{size} slots each" if worker.kind is ModelKind.STEPPING else f"batches of up to {size}"
     return f"  {worker.model} is served after {took_s:.1f} s: {processes}, {limit}"
 
 
@@ -196,7 +197,11 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
         screen.print("  (with CARPOOL_REDIS_URL set to this URL, including the password)\n")
     for worker in supervisor.workers:
         for line in paste.lines(
-            supervisor.url, worker.model, settings.prefix, worker.inputs, streams=worker.is_stepping
+            supervisor.url,
+            worker.model,
+            settings.prefix,
+            worker.inputs,
+            streams=worker.kind is ModelKind.STEPPING,
         ):
             screen.print(f"  {line}")
         screen.print()

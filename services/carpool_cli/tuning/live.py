@@ -16,12 +16,12 @@ from carpool.clock import RedisClock
 from carpool.errors import CarpoolError
 from carpool.keys import Keys
 from carpool.messages import BatchSettled
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
-from carpool.wire.registration import is_stepping
+from carpool.wire.registration import kind_of
 from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
 from carpool_cli.tuning.arrivals import TraceError
@@ -100,7 +100,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
         raise UnavailableModelError(describe_unregistered(model, registered))
     keys = Keys(model, prefix)
     snapshot = take_snapshot(link, keys, RedisClock())
-    if is_stepping(snapshot.registration):
+    if kind_of(snapshot.registration) is ModelKind.STEPPING:
         raise UnavailableModelError(
             f"{model} is a stepping model, which forms no batches: this command is for models with predict"
         )

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import numpy as np
 
+from carpool.model_settings import ModelKind
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
 
@@ -43,7 +44,7 @@ class Ready(NamedTuple):
     outputs: tuple[TensorSpec, ...]
     wants_requests: bool
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
-    is_stepping: bool = False  # what follows are the messages of `step_frames`
+    kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `step_frames`
 
 
 class LoadFailed(NamedTuple):
@@ -194,12 +195,14 @@ def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
     (kind, *fields), _ = reader.receive()
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, *others = fields
+    settings, inputs, outputs, wants_requests, misspelt, model_kind = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
         tuple(TensorSpec(*spec) for spec in outputs),
-        *others,
+        wants_requests,
+        misspelt,
+        ModelKind(model_kind),
     )
 
 

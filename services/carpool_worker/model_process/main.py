@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from carpool.errors import INTERNAL
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
+from carpool.model_settings import ModelKind
 from carpool.plugins import UnusableError
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import Items, ListItems, Outcome, StackedItems, execute
@@ -70,7 +71,7 @@ def _ready(model: LoadedModel | SteppingModel) -> Ready:
         model.outputs,
         isinstance(model, SteppingModel) or model.wants_requests,
         dict(model.misspelt),
-        isinstance(model, SteppingModel),
+        ModelKind.STEPPING if isinstance(model, SteppingModel) else ModelKind.PLAIN,
     )
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.stepping import GeneratorModel, StepRequest
@@ -146,7 +146,7 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
     _load(model, device)
     declarations = _declarations(model)
     try:
-        declarations["settings"].check_stepping()
+        declarations["settings"].check_kind(ModelKind.STEPPING)
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return SteppingModel(

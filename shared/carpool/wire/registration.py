@@ -1,7 +1,8 @@
 """What a worker registers about its model: a Redis hash of settings and tensor declarations.
 
-Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model. The
-fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open Inference Protocol.
+Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model, and
+`stateful` for one that keeps states of sequences. The fields `inputs` and `outputs` are JSON lists of
+declared tensors, named as in the Open Inference Protocol.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 
+_KINDS: Final = (ModelKind.STEPPING, ModelKind.STATEFUL)  # each with a field of its name
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
-_STEPPING: Final = "stepping"
 
 
 def encode_registration(
     settings: Mapping[str, str],
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
-    *,
-    is_stepping: bool = False,
+    kind: ModelKind = ModelKind.PLAIN,
 ) -> dict[str, str]:
     """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
-    fields = {**settings, _STEPPING: str(is_stepping).lower()}
+    fields = {**settings, **{str(name): str(kind is name).lower() for name in _KINDS}}
     for name, specs in (("inputs", inputs), ("outputs", outputs)):
         if specs:
             fields[name] = json.dumps(
@@ -33,9 +34,9 @@ def encode_registration(
     return fields
 
 
-def is_stepping(registration: Mapping[str, str]) -> bool:
-    """Whether a registered model is a stepping model."""
-    return registration.get(_STEPPING) == "true"
+def kind_of(registration: Mapping[str, str]) -> ModelKind:
+    """How a registered model executes requests."""
+    return next((kind for kind in _KINDS if registration.get(kind) == "true"), ModelKind.PLAIN)
 
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
