@@ -13,7 +13,8 @@ local SEQUENCE_TTL_MS = 24 * 3600 * 1000  -- batchers end idle sequences much ea
 local sequence_changed_ms  -- a script asks for the time once
 
 local function change_sequence(index, take, is_effective)
-  local key, id, place, correlation_id, outcome, content = KEYS[tonumber(take())], take(), take(), take(), take(), take()
+  local key, id, place = KEYS[tonumber(take())], take(), take()
+  local correlation_id, outcome, content = take(), take(), take()
   if not is_effective then return end
   local mark = redis.pcall('HMGET', key, 'broken_at', 'broken')
   if mark.err then return end  -- a user made the key another type: the sequence has no state
