@@ -40,12 +40,11 @@ from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
 from carpool_worker.step_execution import StepExecution
 from carpool_worker.step_log import StepLog
+from carpool_worker.step_writer import StepWriter
 
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each prefetched request; as in the batcher's `core.capacity`
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
-CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
-FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
-WRITE_BYTES_MAX: Final = 16 * 1024 * 1024  # in one script, and of what waits while Redis is full
+WAITING_BYTES_MAX: Final = 16 * 1024 * 1024  # of chunks, while Redis is full
 _REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
 
 
@@ -89,8 +88,7 @@ class StepReplica(ReplicaLoop):
         self._running = 0  # requests that have a slot, as its last Step says
         self._asked = 0  # how many requests the last fetch asked for
         self._is_part = False  # it got as many: there may be more
-        self._check_at_s = 0.0
-        self._full_until_s = 0.0
+        self._writer = StepWriter(consumer, store, self._held, metrics)
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -105,7 +103,8 @@ class StepReplica(ReplicaLoop):
         return True
 
     def _is_receiving(self) -> bool:
-        return not (self._is_full and self._emitted_bytes() > WRITE_BYTES_MAX)
+        """What ends is written also while Redis is full, so it must still be received then."""
+        return not (self._writer.is_full and self._emitted_bytes() > WAITING_BYTES_MAX)
 
     def _take_fetched(self, executions: Sequence[Execution]) -> None:
         self._is_part = len(executions) == self._asked
@@ -114,12 +113,7 @@ class StepReplica(ReplicaLoop):
     def _timeout_s(self) -> float:
         if not self._requests:
             return WAIT_S
-        return min(WAIT_S, max(0.0, max(self._check_at_s, self._full_until_s) - time.monotonic()))
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether Redis rejects chunks. What ends is written all the same, so it must still be received."""
-        return time.monotonic() < self._full_until_s
+        return min(WAIT_S, max(0.0, self._writer.due_at_s - time.monotonic()))
 
     def _emitted_bytes(self) -> int:
         return sum([request.emitted_bytes for request in self._requests.values()])
@@ -242,7 +236,7 @@ class StepReplica(ReplicaLoop):
         except (FencedError, CommandError) as error:
             if isinstance(error, CommandError) and error.code != "NOGROUP":  # Redis was emptied
                 raise
-            self._drop([request], is_fenced=True)
+            self._drop_fenced([request])
             return
         self._alone, self._is_paused = request, True
         self._admit(request, request.begin_alone())
@@ -304,32 +298,15 @@ class StepReplica(ReplicaLoop):
     # --- writing -------------------------------------------------------------------------------------------
 
     def _write_due(self) -> None:
-        """Write what was emitted; from time to time, ask which of all requests were answered meanwhile."""
         self._commit_rejected()
-        held, now_s, buffer = self._held(), time.monotonic(), self._settings.stream_buffer
-        is_full, is_check = self._is_full, now_s >= self._check_at_s
-        due = (
-            held
-            if is_check
-            else [
-                request for request in held if request.has_ended or (not is_full and request.has_news(buffer))
-            ]
-        )
-        if not due:
-            return
-        if is_check:
-            self._check_at_s = now_s + CHECK_INTERVAL_S
-        try:
-            self._write(due, only_final=is_full)
-        except CommandError as error:
-            if error.code == "NOGROUP":  # Redis was emptied
-                self._drop(held, is_fenced=True)
-                return
-            if error.code != "OOM":
-                raise
-            self._log.warning("Redis is full, chunks wait", worker=self.consumer, requests=len(held))
-            self._full_until_s = time.monotonic() + FULL_RETRY_S
-            self._write(self._held(), only_final=True)
+        for written in self._writer.write_due(self._settings):
+            for request, write in written.ended:
+                self._ended(request, write)
+            self._drop_fenced(written.fenced)
+            self._forget(written.answered)
+            self._step_log.dropped(written.answered)
+            self._free_slots(written.mismatched)
+            self._lost += written.mismatched
 
     def _commit_rejected(self) -> None:
         while self._rejected:
@@ -339,60 +316,18 @@ class StepReplica(ReplicaLoop):
                 self._committer.discard(self._rejected[0])
             del self._rejected[0]
 
-    def _write(self, requests: Sequence[StepExecution], *, only_final: bool) -> None:
-        buffer, now_us = self._settings.stream_buffer, self._store.clock.now_us()
-        part: list[tuple[StepExecution, StepWrite]] = []
-        part_bytes = 0
-        for request in requests:
-            write = request.next_write(buffer, now_us, only_final=only_final)
-            part.append((request, write))
-            part_bytes += sum([len(chunk.kept) for chunk in write.chunks])
-            part_bytes += len(write.result.body or b"") if write.result is not None else 0
-            if part_bytes > WRITE_BYTES_MAX:
-                self._write_part(part)
-                part, part_bytes = [], 0
-        if part:
-            self._write_part(part)
-
-    def _write_part(self, part: Sequence[tuple[StepExecution, StepWrite]]) -> None:
-        buffer, idle_ms_max = self._settings.stream_buffer, self._settings.reader_idle_ms
-        replies = self._store.write(self.consumer, [write for _, write in part])
-        now_s, now_us = time.monotonic(), self._store.clock.now_us()
-        states = [reply.state for reply in replies]
-        written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]
-        self._metrics.chunks_written(written, now_us)
-        gone: list[StepExecution] = []
-        fenced: list[StepExecution] = []
-        mismatched: list[StepExecution] = []
-        for (request, write), reply in zip(part, replies, strict=True):
-            if reply.state == "MISMATCH":
-                mismatched.append(request)
-            elif reply.state != "WRITTEN":
-                (fenced if reply.state == "FENCED" else gone).append(request)
-            else:
-                request.wrote(write, reply, buffer, now_s, now_us)
-                if write.result is not None:
-                    self._finished(request, write, now_us)
-                else:
-                    request.give_up_idle_reader(idle_ms_max)
-        self._drop(fenced, is_fenced=True)
-        self._drop(gone)  # a batcher answered them: they expired, or were withdrawn
-        self._step_log.dropped(gone)
-        self._free_slots(mismatched)
-        self._lost += mismatched
-
-    def _finished(self, request: StepExecution, write: StepWrite, now_us: int) -> None:
+    def _ended(self, request: StepExecution, write: StepWrite) -> None:
         execution, result = request.execution, request.result
         assert result is not None
         if result.status == OK:
             execution.results[0] = result
-        self._metrics.ended(execution, execution.counts(), now_us)
+        self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
         self._step_log.ended(self.consumer, request, write)
         self._forget([request])
 
-    def _drop(self, requests: Sequence[StepExecution], *, is_fenced: bool = False) -> None:
-        """Let go of requests whose output is not wanted any more, or that another worker has."""
-        for request in requests if is_fenced else ():
+    def _drop_fenced(self, requests: Sequence[StepExecution]) -> None:
+        """Let go of requests that another worker has."""
+        for request in requests:
             batch = request.execution.batch
             self._metrics.fenced()
             self._log.warning("request dropped, another worker has it", batch=batch.id, epoch=batch.epoch)

@@ -38,7 +38,7 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
-from carpool_worker import step_replica
+from carpool_worker import step_replica, step_writer
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
@@ -385,7 +385,7 @@ MACHINE: Final = hypothesis_settings(
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes in waits."""
-    monkeypatch.setattr(step_replica, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(step_writer, "CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(step_replica, "WAIT_S", 0.002)
 
 

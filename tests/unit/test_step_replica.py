@@ -13,7 +13,7 @@ from carpool.clock import RedisClock
 from carpool.messages import JSON, Batch, BatchedRun
 from carpool.model_settings import ModelSettings
 from carpool.store.steps import StepReply, StepWrite
-from carpool_worker import step_replica
+from carpool_worker import step_replica, step_writer
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.model_process.frames import Ready, pack_values
@@ -142,7 +142,7 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A replica that never waits for long, and takes any time to be short."""
     monkeypatch.setattr(step_replica, "WAIT_S", 0.0)
-    monkeypatch.setattr(step_replica, "CHECK_INTERVAL_S", 60.0)
+    monkeypatch.setattr(step_writer, "CHECK_INTERVAL_S", 60.0)
     bench = Bench()
     yield bench
     bench.process.close()
@@ -186,7 +186,7 @@ def test_a_step_writes_only_requests_with_news(bench: Bench) -> None:
 
 
 def test_all_are_asked_about_from_time_to_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_replica, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(step_writer, "CHECK_INTERVAL_S", 0.0)
     bench.fetcher.parts = [3]
     bench.run(2)
     bench.store.writes.clear()
