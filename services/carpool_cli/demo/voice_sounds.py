@@ -55,8 +55,9 @@ def speech(seconds: float, seed: int) -> Floats:
     loudness = _resonance(harmonics * pitch[at], formants).repeat(_CONTROL_SAMPLES, axis=1)[:, : len(times)]
     tones = np.sin(2 * np.pi * (harmonics * cycles % 1).astype(np.float32))
     syllables = 0.55 - 0.45 * np.cos(2 * np.pi * times / _SYLLABLE_S)
-    voice = (loudness * tones).sum(axis=0) * syllables
-    return (voice * (_LOUDNESS / np.abs(voice).max())).astype(np.float32) + silence(seconds, seed)
+    voice: Floats = (loudness * tones).sum(axis=0) * syllables
+    voice *= _LOUDNESS / np.abs(voice).max()
+    return voice.astype(np.float32) + silence(seconds, seed)
 
 
 def _resonance(hertz: NDArray[np.float64], formants: NDArray[np.float64]) -> Floats:
@@ -65,4 +66,4 @@ def _resonance(hertz: NDArray[np.float64], formants: NDArray[np.float64]) -> Flo
     for formant, bandwidth in zip(formants, _BANDWIDTHS, strict=True):
         ratio = hertz / formant
         loudness /= np.hypot(1 - ratio**2, ratio * bandwidth / formant)
-    return loudness.astype(np.float32)
+    return np.asarray(loudness, np.float32)
