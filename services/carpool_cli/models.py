@@ -201,7 +201,8 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
 def _sequences(report: SequencesReport | None) -> str:
     if report is None:
         return "-"
-    return f"{report.kept:,}" + (f", {report.to_start:,} wait to start" if report.to_start else "")
+    waiting = report.waiting_to_start
+    return f"{report.kept:,}" + (f", {waiting:,} wait to start" if waiting else "")
 
 
 def _age(state: ModelState) -> str:

@@ -213,7 +213,7 @@ def test_sequences_of_a_stateful_model_are_counted() -> None:
     (as_dict,) = json.loads(as_json([found]))["models"]
     assert as_dict["sequences"] == {
         "kept": 1204,
-        "to_start": 3,
+        "waiting_to_start": 3,
         "started": {"total": 210, "per_s": 10.0},
         "ended": {"total": 61, "per_s": 0.25},
         "broken": {"total": 10, "per_s": 0.0},

@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
     """What only a stateful model has."""
 
     kept: int
-    to_start: int  # that wait, because max_candidate_sequences are kept
+    waiting_to_start: int  # that wait, because max_candidate_sequences are kept
     started: Requests  # since the batcher became active, and lately
     ended: Requests
     broken: Requests
@@ -168,7 +168,7 @@ def _sequences(base: BatcherReport, report: BatcherReport, over_s: float) -> Seq
 
     return Sequences(
         now.kept,
-        now.to_start,
+        now.waiting_to_start,
         counted(now.started, before.started),
         counted(now.ended, before.ended),
         counted(now.broken, before.broken),
