@@ -120,10 +120,10 @@ def adapt(model: Any, device: str) -> LoadedModel:
             f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
         )
     _check_plain("predict", predict)
-    states = declared_states(model)
-    _check_takes_states(predict, states)
     _load(model, device)
-    declarations = _declarations(model)
+    predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
+    states, declarations = declared_states(model), _declarations(model)
+    _check_takes_states(predict, states)
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
     wants_requests = "requests" in _parameters(predict)
