@@ -26,11 +26,11 @@ from carpool.wire.request_fields import (
     MAX_EXTRA_BYTES,
     MAX_FIELDS,
     MAX_LANE_CHARS,
+    MAX_NAMES_BYTES,
     MAX_PACKED_BYTES,
     MAX_REQUESTS_PER_ENTRY,
 )
 from carpool.wire.requests import (
-    MAX_WITHDRAW_BYTES,
     RUN_REQUESTS_MAX,
     Decoded,
     arrival_of,
@@ -59,7 +59,8 @@ thorough = settings(deadline=None, max_examples=300)
 # Not imported from the code under test: a field that it forgets must fail here.
 CARPOOL_FIELDS = [
     *("body", "content_type", "correlation_id", "reply_to", "expiration", "priority", "lane", "cost"),
-    *("sequence_id", "sequence_start", "sequence_end", "requests", "arrival", "withdraw", "reply_columns"),
+    *("sequence_id", "sequence_start", "sequence_end", "sequence_index", "sequence_place", "end_sequences"),
+    *("requests", "arrival", "withdraw", "reply_columns"),
 ]
 # Names that Carpool knows only where there is no body.
 COLUMN_NAMES = ["correlation_ids", "row_head", "rows", "bodies", "body_key", "body_bytes"]
@@ -410,11 +411,11 @@ def test_withdrawal_names_requests() -> None:
 
 def test_long_withdrawal_is_cut_between_names() -> None:
     # Given: names of 8 bytes and a space each, so that the limit falls within a name
-    sent = [f"{number:08}" for number in range(MAX_WITHDRAW_BYTES // 9 + 100)]
+    sent = [f"{number:08}" for number in range(MAX_NAMES_BYTES // 9 + 100)]
     withdrawal = only(decode({"withdraw": " ".join(sent)}))
     assert withdrawal.correlation_ids < set(sent)
-    assert len(withdrawal.correlation_ids) == MAX_WITHDRAW_BYTES // 9
-    assert only(decode({"withdraw": b"a" * (MAX_WITHDRAW_BYTES + 1)})).correlation_ids == frozenset()
+    assert len(withdrawal.correlation_ids) == MAX_NAMES_BYTES // 9
+    assert only(decode({"withdraw": b"a" * (MAX_NAMES_BYTES + 1)})).correlation_ids == frozenset()
 
 
 # --- limits ------------------------------------------------------------------------------------------------
