@@ -65,7 +65,7 @@ class InternalError(CarpoolError):
 
 
 class AbortedError(CarpoolError):
-    """A model process died twice while it executed the request, which is now a dead letter."""
+    """A model process died twice while it executed the request, or an earlier one of its sequence failed."""
 
     status = ABORTED
 

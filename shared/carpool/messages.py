@@ -277,6 +277,7 @@ class BatchedRequest(NamedTuple):
     body: Body
     extra: Mapping[str, bytes] | None
     ticket: TicketRange | None = None
+    sequence: SequencePart | None = None
 
 
 def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
@@ -330,6 +331,7 @@ class Batch:
                 run.bodies[at],
                 run.extra,
                 ticket,
+                run.sequence,
             )
             for run in self.runs
             for at, (correlation_id, ticket) in enumerate(

@@ -914,16 +914,16 @@ def result_columns() -> list[Case]:
 
 def batches() -> list[Case]:
     """Entries of the batch stream, which batchers write and workers read."""
-    # Entry, IDs, content type, reply_to, arrival, deadline, bodies, rows, fields, reply_columns
-    first = ["1-0", "a", JSON, None, 1000, None, [b"7"], None, None, False]
-    second = ["2-0", "b c", RAW, "r", 2000, 9000, None, [b"\xff", 1, b"78"], {"tenant": b"blue"}, True]
-    third = ["2-0", "d e", MSGPACK, "r", 2000, 9000, [b"\x07", ["k", 5]], None, None, False]
+    # Entry, IDs, content type, reply_to, arrival, deadline, bodies, rows, fields, reply_columns, sequence
+    first = ["1-0", "a", JSON, None, 1000, None, [b"7"], None, None, False, None]
+    second = ["2-0", "b c", RAW, "r", 2000, 9000, None, [b"\xff", 1, b"78"], {"tenant": b"blue"}, True, None]
+    third = ["2-0", "d e", MSGPACK, "r", 2000, 9000, [b"\x07", ["k", 5]], None, None, False, None]
     tickets = pack([None, ["2-0", ["1-0", 3, 1], ["1-0", 7, 1]], ["2-0", ["2-0", 0, 2]]])
     ticket = {"b": ["1-0", 3, 1], "c": ["1-0", 7, 1], "d": ["2-0", 0, 1], "e": ["2-0", 1, 1]}
     names = ("entry_id", "correlation_id", "content_type", "reply_to", "arrival_us", "deadline_us")
 
     def batched(run: list[Any]) -> list[Case]:
-        entry_id, ids, *others, bodies, rows, extra, _ = run
+        entry_id, ids, *others, bodies, rows, extra, _, _ = run
         if rows is not None:
             head, width, data = rows
             bodies = [head + data[at : at + width] for at in range(0, len(data), width)]

@@ -279,7 +279,8 @@ async def test_unknown_model_is_not_found_and_the_error_names_the_others(client:
         ("square", 1, {"correlation_id": "no spaces"}, InvalidArgumentError, "correlation_id"),
         ("square", 1, {"fields": {"reply_to": "elsewhere"}}, InvalidArgumentError, "reply_to"),
         ("square", 1, {"fields": {"tenant": None}}, InvalidArgumentError, "tenant"),
-        ("square", 1, {"fields": {"sequence_id": "s"}}, UnimplementedError, "sequence_id"),
+        ("square", 1, {"fields": {"sequence_id": "s"}}, InvalidArgumentError, "is an option of its own"),
+        ("square", 1, {"sequence_id": "s", "sequence_start": True}, UnimplementedError, "sequence_id"),
         ("square", object(), {}, InvalidArgumentError, "cannot be"),
     ],
 )

@@ -64,6 +64,7 @@ class StreamingService:
         self._last_id = b"0"
         self._requests: list[Echo] = []  # read and not taken
         self.withdrawn: list[str] = []
+        self.ended: list[list[str]] = []  # the sequences of each entry that ends some
         self._redis.hset(self.keys.registration, "max_batch_size", 64)
         self._redis.sadd("carpool:models", model)
 
@@ -80,12 +81,20 @@ class StreamingService:
             description=f"{correlation_id} is withdrawn",
         )
 
+    def wait_for_end(self) -> list[str]:
+        """Wait for the next entry that ends sequences; return their IDs."""
+        wait_until(lambda: self.read() is not None and self.ended, description="a sequence is ended by force")
+        return self.ended.pop(0)
+
     def read(self) -> list[Echo]:
         """Read what was added to the request stream; return the requests that were not taken."""
         for entry_id, fields in self._redis.xrange(self.keys.requests, b"(" + self._last_id):
             self._last_id = entry_id
             if b"withdraw" in fields:
                 self.withdrawn += fields[b"withdraw"].decode().split(" ")
+            elif b"end_sequences" in fields:
+                assert list(fields) == [b"end_sequences"]
+                self.ended.append(fields[b"end_sequences"].decode().split(" "))
             else:
                 self._requests += read_entry(fields, self._stored)
         return self._requests

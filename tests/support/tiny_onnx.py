@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 # TensorProto.DataType
-FLOAT, INT64, STRING, COMPLEX64, COMPLEX128, BFLOAT16 = 1, 7, 8, 14, 15, 16
+FLOAT, INT32, INT64, STRING, BOOL, UINT64 = 1, 6, 7, 8, 9, 13
+COMPLEX64, COMPLEX128, BFLOAT16 = 14, 15, 16
 
 IR_VERSION: Final = 8
 OPSET: Final = 17

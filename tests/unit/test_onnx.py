@@ -12,7 +12,8 @@ import pytest
 import structlog.testing
 
 from carpool.wire.tensors import Array, TensorSpec
-from carpool_worker.models.onnx import DATATYPES, OnnxModel, model_name
+from carpool_worker.models.onnx import OnnxModel, model_name
+from carpool_worker.models.onnx_signature import DATATYPES
 from support import magika_oracle, tiny_onnx
 from support.tiny_onnx import Node, Value
 

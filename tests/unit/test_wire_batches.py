@@ -14,8 +14,10 @@ from carpool.messages import (
     BatchSettled,
     DeadLetter,
     Dispatch,
+    Entry,
     ModelProcessesChanged,
     Run,
+    SequencePart,
     Streamed,
 )
 from carpool.rows import Rows, StoredBody
@@ -178,6 +180,37 @@ def test_dead_letter_is_the_request_with_reason_and_attempts() -> None:
         "attempts": 2,
         "entry_id": "1-0",
     }
+
+
+def test_run_of_a_sequence_is_read_as_it_was_written() -> None:
+    place = SequencePart.place_of("1700000000000-3", 2)
+    parts = [
+        None,
+        SequencePart("mic7", True, False, None, place),
+        SequencePart("mic8", False, True, 0, place),
+    ]
+    runs = [Run(Entry("1-0", 1000), [f"r{at}"], [b"7"], sequence=part) for at, part in enumerate(parts)]
+    batch = decode_batch(b"9-0", [b"runs", encode_batch(Dispatch(runs, "full", ""))], 1)
+    assert [run.sequence for run in batch.runs] == parts
+    assert [request.sequence for request in batch.requests] == parts
+
+
+def test_settled_entry_names_the_sequences_that_were_broken() -> None:
+    fields = {"batch": "9-0", "size": 2}
+    settled = [decode_settled(flat_of(fields | broken)) for broken in ({}, {"broken": "mic7 mic8"})]
+    assert [getattr(one, "broken", None) for one in settled] == [(), ("mic7", "mic8")]
+
+
+def test_dead_letter_of_a_sequence_has_its_fields() -> None:
+    part = SequencePart("mic7", True, True, 0, "")
+    for of_request, expected in (
+        (part, {"sequence_id": "mic7", "sequence_start": 1, "sequence_end": 1, "sequence_index": 0}),
+        (part._replace(starts=False, ends=False, index=None), {"sequence_id": "mic7"}),
+    ):
+        request = BatchedRequest("1-0", "a", RAW, None, 1000, None, b"", None, sequence=of_request)
+        flat = encode_dead_letter(DeadLetter(request, "it died", 2))
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        assert {name: value for name, value in fields.items() if str(name).startswith("seq")} == expected
 
 
 def test_dead_letter_with_a_stored_body_names_it() -> None:

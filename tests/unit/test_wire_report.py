@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.wire.report import BatcherReport, Gauges, SteppingReport
+from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 
 counts = st.integers(0, 1 << 53)
 seconds = st.floats(0, 1e9)
@@ -33,6 +33,7 @@ reports = st.builds(
     policy=texts,
     missed=st.dictionaries(texts, counts, max_size=3),
     stepping=st.none() | st.builds(SteppingReport, counts, counts, quantiles, quantiles),
+    sequences=st.none() | st.builds(SequencesReport, counts, counts, counts, counts, counts),
 )
 REPORT = BatcherReport(
     "b", 1, 2, Gauges(3, 4, 0.5, 1, 2, 1), {"full": 9}, 90, 900, {"INTERNAL/x": 1}, ((1, 15), (8, 25)), (7, 8)
@@ -67,9 +68,20 @@ def test_report_names_what_it_says_of_steps() -> None:
     }
 
 
+def test_report_names_what_it_says_of_sequences() -> None:
+    report = replace(REPORT, sequences=SequencesReport(100, 3, 170, 60, 10))
+    assert json.loads(report.encode())["sequences"] == {
+        "kept": 100,
+        "to_start": 3,
+        "started": 170,
+        "ended": 60,
+        "broken": 10,
+    }
+
+
 def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None:
     fields = json.loads(REPORT.encode()) | {"of a later version": 1}
-    for name in ("unheeded", "policies", "policy", "missed", "stepping"):
+    for name in ("unheeded", "policies", "policy", "missed", "stepping", "sequences"):
         del fields[name]
     del fields["gauges"]["held"]
     assert BatcherReport.decode(json.dumps(fields).encode()) == REPORT
@@ -86,6 +98,7 @@ def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None
         {"quantiles_us": [1, 2, 3]},
         {"missed": 7},
         {"stepping": {"slots": 8}},
+        {"sequences": {"kept": 8}},
         {"at_us": 1.5},
     ],
 )

@@ -43,6 +43,9 @@ class RequestInfo(NamedTuple):
     correlation_id: str
     lane: str
     fields: Mapping[str, bytes]
+    sequence_id: str | None = None
+    sequence_start: bool = False
+    sequence_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ def adapt(model: Any, device: str) -> LoadedModel:
         )
     _check_plain("predict", predict)
     _load(model, device)
+    predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
     wants_requests = _wants_requests(predict)
     return LoadedModel(
         run=_pipeline(model, predict, wants_requests),

@@ -1,7 +1,8 @@
 """The model for `onnx:FILE`: any ONNX file with a batch dimension, run by onnxruntime.
 
-Inputs, outputs and their types are read from the file. onnxruntime is optional (the extra `onnx`) and
-is imported only when a model is loaded.
+Inputs, outputs and their types are read from the file. States of sequences, constants and control inputs
+are declared beside it (`onnx_declaration`). onnxruntime is optional (the extra `onnx`) and is imported only
+when a model is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,25 +21,10 @@ import numpy as np
 import structlog
 
 from carpool.keys import MODEL_NAME
-from carpool.wire.tensors import Array, TensorSpec, from_bytes, to_bytes
-
-DATATYPES: Final = {
-    "tensor(bool)": "BOOL",
-    "tensor(uint8)": "UINT8",
-    "tensor(uint16)": "UINT16",
-    "tensor(uint32)": "UINT32",
-    "tensor(uint64)": "UINT64",
-    "tensor(int8)": "INT8",
-    "tensor(int16)": "INT16",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-    "tensor(float16)": "FP16",
-    "tensor(bfloat16)": "BF16",
-    "tensor(float)": "FP32",
-    "tensor(double)": "FP64",
-    "tensor(string)": "BYTES",
-}
-MAX_BATCH_SIZE_KEY: Final = "carpool.max_batch_size"
+from carpool.wire.tensors import Array, StateSpec, TensorSpec, from_bytes, to_bytes
+from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.models.onnx_declaration import read_declaration
+from carpool_worker.models.onnx_signature import Signature, read_signature
 
 _CUDA: Final = "CUDAExecutionProvider"
 _CPU: Final = "CPUExecutionProvider"
@@ -49,6 +35,7 @@ _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d+))?")
 _GENERIC_NAME: Final = re.compile(r"model|network|onnx|weights|\d+", re.IGNORECASE)
 
 Batch = Array | Mapping[str, Array]
+WithStates = tuple[Array | dict[str, Array], dict[str, Array]]
 
 
 class OnnxModel:
@@ -58,23 +45,36 @@ class OnnxModel:
     output does not depend on the other rows, except for rounding (onnxruntime may sum in another order).
     Dynamic quantization scales by the whole batch, so there it does depend on them: `load` logs a warning.
 
-    `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded.
+    `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded. With
+    `states`, it is a model of sequences. `declared` has the keys of the TOML file beside the ONNX file, and
+    replaces those that it has.
+
+    `predict` takes a batch of n: the stacked input (n, *shape), or a dict name -> stacked input if the file
+    has several; the returned outputs likewise. BF16 is float32 on both sides. Once loaded, it also takes
+    `states` if there are any, each with n rows along its axis, and returns (outputs, new states). With
+    control inputs it takes `requests` after them. Raises RuntimeError if an output does not have n rows, and
+    what onnxruntime raises for inputs that the graph cannot take.
     """
 
     max_batch_size = 32
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, declared: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self.name = model_name(self.path)
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
+        self.states: tuple[StateSpec, ...] = ()
+        self.predict: Callable[..., Any] = self._predict
+        self._declared = declared
+        self._signature = Signature((), ())
+        self._output_names: list[str] = []
         self._session: Any = None
 
     def load(self, device: str) -> None:
         """Open the file on `device`: "cpu", or "cuda:N" (without CUDA: the CPU, and a warning).
 
-        Raises ValueError for an unsuitable file or device name, RuntimeError if onnxruntime is missing or
-        cannot load the file. Each message says what to do.
+        Raises ValueError for an unsuitable file, declaration or device name, RuntimeError if onnxruntime is
+        missing or cannot load the file. Each message says what to do.
         """
         if not self.path.is_file():
             raise ValueError(
@@ -83,50 +83,74 @@ class OnnxModel:
         runtime = _import_onnxruntime(self.path)
         providers = _providers(device, runtime.get_available_providers())
         session = _open_session(runtime, self.path, providers)
-        self.inputs, self.outputs = _read_specs(session, self.path)
-        self.max_batch_size = _read_max_batch_size(session, self.path, type(self).max_batch_size)
+        metadata = session.get_modelmeta().custom_metadata_map
+        declaration = read_declaration(self.path, metadata, self._declared)
+        self._signature = signature = read_signature(session, declaration, self.path)
+        self.inputs, self.outputs, self.states = signature.inputs, signature.outputs, signature.states
+        self.max_batch_size = declaration.max_batch_size or type(self).max_batch_size
+        self._output_names = [value.name for value in session.get_outputs()]
+        self.predict = self._predict
+        if self.states:
+            self.predict = self._predict_controlled if signature.controls else self._predict_states
         self._session = session
         _warn_of_device(session, self.path, device)
         _warn_of_dynamic_quantization(self.path)
 
-    def predict(self, batch: Batch) -> Array | dict[str, Array]:
-        """Run the graph on a batch of n.
+    def _predict(self, batch: Batch) -> Array | dict[str, Array]:
+        return self._execute(batch, {}, ())[0]
 
-        `batch` is the stacked input (n, *shape), or a dict name -> stacked input if the file has several; the
-        returned outputs likewise. BF16 is float32 on both sides. Raises RuntimeError if an output does not
-        have n rows, and what onnxruntime raises for inputs that the graph cannot take.
-        """
+    def _predict_states(self, batch: Batch, states: Mapping[str, Array]) -> WithStates:
+        return self._execute(batch, states, ())
+
+    def _predict_controlled(
+        self, batch: Batch, states: Mapping[str, Array], requests: Sequence[RequestInfo]
+    ) -> WithStates:
+        return self._execute(batch, states, requests)
+
+    def _execute(
+        self, batch: Batch, states: Mapping[str, Array], requests: Sequence[RequestInfo]
+    ) -> WithStates:
         if self._session is None:
             raise RuntimeError(f"{self.path} is not loaded: call load() first")
-        feeds = self._feeds(batch)
+        feeds = self._feeds(batch, states, requests)
         rows = len(feeds[self.inputs[0].name])
-        arrays = self._run(feeds)
-        outputs = {
-            spec.name: _checked(array, spec, rows, self.path)
-            for spec, array in zip(self.outputs, arrays, strict=True)
-        }
-        return outputs if len(outputs) > 1 else outputs[self.outputs[0].name]
+        arrays = dict(zip(self._output_names, self._run(feeds), strict=True))
+        outputs = {spec.name: _checked(arrays[spec.name], spec, rows, self.path) for spec in self.outputs}
+        new_states = {spec.name: _checked_state(arrays, spec, rows, self.path) for spec in self.states}
+        return outputs if len(outputs) > 1 else outputs[self.outputs[0].name], new_states
 
     def unload(self) -> None:
         """Free the session and its memory; `load` may be called again."""
         self._session = None
 
-    def _feeds(self, batch: Batch) -> dict[str, Array]:
-        """The batch by input name."""
+    def _feeds(
+        self, batch: Batch, states: Mapping[str, Array], requests: Sequence[RequestInfo]
+    ) -> dict[str, Array]:
+        """All inputs of the graph by name."""
         names = [spec.name for spec in self.inputs]
         if not isinstance(batch, Mapping):
             batch = {names[0]: batch}
         if batch.keys() != set(names):
             raise ValueError(f"{self.path} takes the inputs {', '.join(names)}, but got {', '.join(batch)}")
-        return dict(batch)
+        if states.keys() != {spec.name for spec in self.states}:
+            wanted = ", ".join(spec.name for spec in self.states) or "none"
+            raise ValueError(f"{self.path} takes the states {wanted}, but got {', '.join(states) or 'none'}")
+        feeds = {**batch, **states}
+        for constant in self._signature.constants:
+            feeds[constant.name] = constant.value(len(batch[names[0]]))
+        for control in self._signature.controls:
+            feeds[control.name] = control.value(requests)
+        return feeds
 
     def _run(self, feeds: dict[str, Array]) -> list[Array]:
         """The graph's outputs in order. With BF16, which numpy lacks, they are passed as OrtValues."""
-        if all(spec.datatype != "BF16" for spec in (*self.inputs, *self.outputs)):
-            arrays: list[Array] = self._session.run(None, feeds)
+        datatypes = self._signature.datatypes
+        if "BF16" not in datatypes.values():
+            arrays: list[Array] = self._session.run(self._output_names, feeds)
             return arrays
-        values = {spec.name: _to_ort_value(feeds[spec.name], spec.datatype) for spec in self.inputs}
-        return [_from_ort_value(value) for value in self._session.run_with_ort_values(None, values)]
+        values = {name: _to_ort_value(array, datatypes[name]) for name, array in feeds.items()}
+        found = self._session.run_with_ort_values(self._output_names, values)
+        return [_from_ort_value(value) for value in found]
 
 
 def model_name(path: Path) -> str:
@@ -186,81 +210,6 @@ def _threads() -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def _read_specs(session: Any, path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The file's inputs and outputs without their batch dimension. Raises ValueError if one has none."""
-    inputs, outputs = session.get_inputs(), session.get_outputs()
-    if not inputs:
-        raise ValueError(f"{path} has no inputs, so it cannot serve requests")
-    specs = (
-        tuple(_spec("input", value, path) for value in inputs),
-        tuple(_spec("output", value, path) for value in outputs),
-    )
-    _check_inputs(inputs, path)
-    _check_outputs(inputs, outputs, path)
-    return specs
-
-
-def _spec(role: str, value: Any, path: Path) -> TensorSpec:
-    """The TensorSpec of one of onnxruntime's NodeArgs."""
-    datatype = DATATYPES.get(value.type)
-    if datatype is None:
-        raise ValueError(
-            f"{path}: {role} {value.name!r} is of type {value.type}, which Carpool cannot send; "
-            f"export the model with tensors of one of the types {', '.join(sorted(DATATYPES.values()))}"
-        )
-    if not value.shape:
-        raise ValueError(
-            f"{path}: {role} {value.name!r} is a scalar or has no declared shape, so it has no "
-            "batch dimension; export the model with a dynamic first dimension"
-        )
-    return TensorSpec(value.name, datatype, tuple(_size(size) for size in value.shape[1:]))
-
-
-def _size(size: int | str | None) -> int:
-    """A declared size; -1 for a dimension that varies: it has a name ("sequence"), or nothing."""
-    return size if isinstance(size, int) else -1
-
-
-def _check_inputs(inputs: Sequence[Any], path: Path) -> None:
-    """Raise ValueError unless the first dimension of every input varies."""
-    fixed = {value.name: value.shape[0] for value in inputs if isinstance(value.shape[0], int)}
-    if not fixed:
-        return
-    fix = "export the model with a dynamic first dimension (dynamic_shapes or dynamic_axes in PyTorch)"
-    if len(fixed) == len(inputs) and set(fixed.values()) == {1}:
-        raise ValueError(
-            f"{path} takes one item at a time and cannot be batched: the batch dimension of "
-            f"{', '.join(map(repr, fixed))} is fixed at 1; {fix}"
-        )
-    name, size = next(iter(fixed.items()))
-    raise ValueError(f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {fix}")
-
-
-def _check_outputs(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> None:
-    """Raise ValueError for an output whose declared first dimension cannot be the batch."""
-    batch = {value.shape[0] for value in inputs}
-    inner = {size for value in inputs for size in value.shape[1:] if isinstance(size, str)} - batch
-    for value in outputs:
-        first = value.shape[0]
-        if isinstance(first, int) or first in inner:
-            raise ValueError(
-                f"{path}: the first dimension of output {value.name!r} is {first}, not the batch; "
-                "export the model with outputs that have a row for each item"
-            )
-
-
-def _read_max_batch_size(session: Any, path: Path, default: int) -> int:
-    """The limit in the file's metadata (`carpool.max_batch_size`), else `default`."""
-    text = session.get_modelmeta().custom_metadata_map.get(MAX_BATCH_SIZE_KEY)
-    if text is None:
-        return default
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(
-            f"{path}: metadata {MAX_BATCH_SIZE_KEY} is {text!r}; must be a whole number of at least 1"
-        )
-    return int(text)
-
-
 def _warn_of_device(session: Any, path: Path, device: str) -> None:
     if device != "cpu" and _CUDA not in session.get_providers():
         structlog.get_logger().warning(
@@ -294,6 +243,18 @@ def _checked(array: Array, spec: TensorSpec, rows: int, path: Path) -> Array:
             "its first dimension must be the batch"
         )
     return array.astype(np.str_) if spec.datatype == "BYTES" else array
+
+
+def _checked_state(arrays: Mapping[str, Array], spec: StateSpec, rows: int, path: Path) -> Array:
+    """The new states of a batch, after checking their shape."""
+    array = arrays[spec.output or spec.name]
+    shape = tuple(rows if axis == spec.axis else size for axis, size in enumerate(spec.shape))
+    if array.shape != shape:
+        raise RuntimeError(
+            f"{path}: output {spec.output!r} has shape {list(array.shape)} for a batch of {rows}; as "
+            f"the state {spec.name!r} it must have {list(shape)}"
+        )
+    return array
 
 
 def _to_ort_value(array: Array, datatype: str) -> Any:

@@ -11,11 +11,21 @@ timeouts      timers of entries
 reading       results -> values
 sinks         where values go: to futures, to a window in order, or to one array
 streams       where chunks go: to an iterator for each request
+sequences     requests to a model that keeps a state between them
 """
 
 from carpool.client.aio import AsyncClient
+from carpool.client.sequences import AsyncSequence, BlockingSequence
 from carpool.client.sinks import Reply
 from carpool.client.streams import AsyncStream, Stream
 from carpool.client.sync import Client
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Reply", "Stream"]
+__all__ = [
+    "AsyncClient",
+    "AsyncSequence",
+    "AsyncStream",
+    "BlockingSequence",
+    "Client",
+    "Reply",
+    "Stream",
+]

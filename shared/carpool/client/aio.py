@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -21,12 +22,14 @@ from carpool.client.awaited import AwaitedRequests
 from carpool.client.encoding import BodyEncoder, TensorHead
 from carpool.client.entries import (
     LARGE_BODY_BYTES,
+    MAX_ENDED_SEQUENCES,
     MAX_ENTRY_BYTES,
     MAX_ENTRY_REQUESTS,
     NO_FIELDS,
     Channel,
     OutgoingEntry,
     OutgoingRun,
+    SequencesEnded,
 )
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
@@ -34,14 +37,17 @@ from carpool.client.options import (
     RequestOptions,
     check_correlation_id,
     check_in_flight,
+    check_no_sequence,
     checked_timeout_s,
     optional_fields,
 )
+from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
 from carpool.client.transport import Transport
 from carpool.errors import (
+    CancelledRequestError,
     CarpoolError,
     DeadlineExceededError,
     InvalidArgumentError,
@@ -82,7 +88,7 @@ class AsyncClient:
         self._awaited = AwaitedRequests(self._withdraw)
         # Entries to be sent after this iteration of the event loop, and those that take more requests.
         self._in_full = 0  # requests in those of `_collected` that are full
-        self._collected: list[OutgoingEntry] = []
+        self._collected: list[OutgoingEntry | SequencesEnded] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
         self._values, self._replies, self._streams = FutureSink(), ReplySink(), StreamSink()
@@ -131,6 +137,7 @@ class AsyncClient:
         if self._closed:
             return
         self._closed = True
+        self._transport.send([entry for entry in self._collected if isinstance(entry, SequencesEnded)])
         await self._transport.close()
         self._awaited.fail_all(UnavailableError("the client was closed before there was a result"))
         self._timeouts.close()
@@ -196,6 +203,7 @@ class AsyncClient:
         With `return_exceptions` the results are a list that has each error in its place.
         """
         check_in_flight(in_flight)
+        check_no_sequence(options, "infer_many")
         channel = self._channels.get(model) or await self._open_channel(model)
         size = (
             len(bodies) if isinstance(bodies, np.ndarray) and bodies.ndim and not return_exceptions else None
@@ -229,6 +237,7 @@ class AsyncClient:
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         check_in_flight(in_flight)
+        check_no_sequence(options, "map")
         channel = self._channels.get(model) or await self._open_channel(model)
         window = Window(self._loop)
         source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
@@ -259,6 +268,15 @@ class AsyncClient:
             self._lookups.add(lookup)
             lookup.add_done_callback(self._lookups.discard)
         return AsyncStream(target, self._close_stream, loop)
+
+    def sequence(self, model: str, sequence_id: str | None = None) -> AsyncSequence:
+        """A sequence of requests to a model that keeps a state between them, for an `async with`.
+
+        Its `infer` and `submit` send the requests, several of which may be in flight. At the end of the block
+        the sequence ends. `sequence_id`: your own name for it; no other producer may use the same one.
+        """
+        progress = self._sequence_progress(model, sequence_id)
+        return AsyncSequence(progress, self._enter_sequence, self._send_in_sequence, self._end_sequence)
 
     async def models(self) -> list[str]:
         """Names of the registered models."""
@@ -357,6 +375,7 @@ class AsyncClient:
         if target.ended:  # closed by its reader meanwhile
             return
         try:
+            check_no_sequence(options, "stream")
             target.correlation_id = self._add(channel, body, options, self._streams, target)
         except Exception as error:
             target.fail(error)
@@ -395,7 +414,7 @@ class AsyncClient:
             self._collect(entry)
             self._on_full(len(ids))
 
-    def _collect(self, entry: OutgoingEntry) -> None:
+    def _collect(self, entry: OutgoingEntry | SequencesEnded) -> None:
         """Send an entry after everything that is ready in this iteration of the event loop has run."""
         if not self._collected:
             self._loop.call_soon(self._send_collected)
@@ -414,7 +433,8 @@ class AsyncClient:
         self._open.clear()
         if not self._closed:
             for entry in entries:
-                self._timeouts.start(entry, self._loop)
+                if type(entry) is OutgoingEntry:
+                    self._timeouts.start(entry, self._loop)
             self._transport.send(entries)
 
     def _read_options(self, options: RequestOptions) -> tuple[float | None, Mapping[str, Any]]:
@@ -422,6 +442,68 @@ class AsyncClient:
         if not options:
             return self._timeout_s, NO_FIELDS
         return checked_timeout_s(options.get("timeout", self._timeout_s)), optional_fields(options)
+
+    # --- sequences -----------------------------------------------------------------------------------------
+
+    def _sequence_progress(self, model: str, sequence_id: str | None) -> SequenceProgress:
+        name = f"{self._name}-{next(self._numbers)}" if sequence_id is None else sequence_id
+        return SequenceProgress(model, name)
+
+    async def _enter_sequence(self, progress: SequenceProgress) -> None:
+        """Look its model up. From then on requests are sent without waiting, in the order of the calls."""
+        if progress.model not in self._channels:
+            await self._open_channel(progress.model)
+        progress.begin()
+
+    def _send_in_sequence(
+        self, progress: SequenceProgress, body: Any, options: RequestOptions, end: bool
+    ) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
+        on_done = self._add_to_sequence(progress, body, options, end, self._values, future)
+        future.add_done_callback(on_done)
+        return future
+
+    def _add_to_sequence(
+        self,
+        progress: SequenceProgress,
+        body: Any,
+        options: RequestOptions,
+        end: bool,
+        sink: Sink,
+        target: Any,
+    ) -> Callable[[Any], None]:
+        """Add the next request of a sequence. Returns what is to be called once the target is done."""
+        options = progress.next_options(options, end=end)
+        correlation_id = self._add(self._channels[progress.model], body, options, sink, target)
+        index = progress.on_sent(self._transport.losses, end=end)
+
+        def on_done(done: asyncio.Future[Any] | Future[Any]) -> None:
+            if done.cancelled():
+                self._withdraw(correlation_id, done)
+                progress.on_done(index, CancelledRequestError("by its caller"), end=end)
+            else:
+                progress.on_done(index, done.exception(), end=end)
+
+        return on_done
+
+    def _end_sequence(self, progress: SequenceProgress) -> None:
+        """End a sequence whose block was left, unless it has ended. Its requests that wait are withdrawn.
+
+        In the request stream this stands after the requests sent before, and before all others. Sequences
+        that end in one iteration of the event loop, with no request in between, share an entry.
+        """
+        if not progress.leave(self._transport.losses) or self._closed:
+            return
+        channel, last = self._channels[progress.model], self._collected[-1] if self._collected else None
+        if (
+            not isinstance(last, SequencesEnded)
+            or last.channel is not channel
+            or len(last.sequence_ids) >= MAX_ENDED_SEQUENCES
+        ):
+            last = SequencesEnded(channel)
+            self._open.clear()
+            self._collect(last)
+        last.sequence_ids.append(progress.sequence_id)
 
     # --- timeouts, withdrawals and lost connections --------------------------------------------------------
 
@@ -432,10 +514,15 @@ class AsyncClient:
         self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
 
     def _on_unconfirmed(self, entry: OutgoingEntry) -> None:
-        """Begin streams anew, under other correlation IDs, that Redis may have accepted.
+        """An entry that Redis may have accepted is to be sent again: see to what must not be executed twice.
 
-        Sent again as they were, they might be executed twice, and a reader would get chunks of both.
+        Requests of a sequence fail that have no index. Streams begin anew under other correlation IDs, as
+        readers would get chunks of both executions.
         """
+        for correlation_id in entry.sent_at_most_once():
+            target = entry.awaited[correlation_id]
+            self._awaited.remove(correlation_id, target)
+            entry.sink.fail(target, _unconfirmed(correlation_id))
         if not isinstance(entry.sink, StreamSink):
             return
         unheard = [name for name, target in entry.awaited.items() if not target.index]  # others were accepted
@@ -446,12 +533,7 @@ class AsyncClient:
                 target.correlation_id = names[correlation_id] = f"{self._name}-{next(self._numbers)}"
             else:
                 self._awaited.remove(correlation_id, target)
-                target.fail(
-                    UnavailableError(
-                        "the connection was lost before Redis confirmed the request",
-                        correlation_id=correlation_id,
-                    )
-                )
+                target.fail(_unconfirmed(correlation_id))
         self._awaited.rename(entry, names)
         self._transport.withdraw(entry.channel, unheard)
 
@@ -466,6 +548,12 @@ class AsyncClient:
         for entry, correlation_ids in self._awaited.remove_all(sink):
             if entry.sent:
                 self._transport.withdraw(entry.channel, correlation_ids)
+
+
+def _unconfirmed(correlation_id: str) -> UnavailableError:
+    return UnavailableError(
+        "the connection was lost before Redis confirmed the request", correlation_id=correlation_id
+    )
 
 
 async def _iterate(bodies: Iterable[Any]) -> AsyncIterator[Any]:

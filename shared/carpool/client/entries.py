@@ -23,6 +23,7 @@ from carpool.store.connection import Command
 
 MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
+MAX_ENDED_SEQUENCES: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
 LARGE_BODY_BYTES: Final = 16 * 1024
 STORED_BYTES_RATIO: Final = 16  # a stored body takes this much less of MAX_ENTRY_BYTES
 NO_FIELDS: Final[Mapping[str, Any]] = {}
@@ -204,6 +205,19 @@ class OutgoingEntry:
         stored = [command for run in runs for command in self._set_bodies(run)]
         return [("MULTI",), *stored, parts, ("EXEC",)] if stored else [parts]
 
+    def sent_at_most_once(self) -> list[str]:
+        """Correlation IDs of the requests that must not be sent again if Redis may have accepted them.
+
+        That is those of a sequence that have no index, which would be processed twice.
+        """
+        return [
+            correlation_id
+            for run in self.runs
+            if "sequence_id" in run.fields and "sequence_index" not in run.fields
+            for correlation_id in run.correlation_ids
+            if correlation_id in self.awaited
+        ]
+
     @property
     def _timeout_ms(self) -> int:
         return 0 if self.timeout_s is None else max(1, int(self.timeout_s * 1000))
@@ -212,3 +226,18 @@ class OutgoingEntry:
         keys, ttl_ms = self.channel.keys, self._timeout_ms + BODY_TTL_MS
         bodies = zip(run.body_names, run.rests, strict=True) if run.body_names else ()
         return [("SET", keys.body(name), body, "PX", ttl_ms) for name, body in bodies]
+
+
+class SequencesEnded:
+    """An entry that ends sequences of a model by force. Nobody awaits a result of it."""
+
+    __slots__ = ("channel", "sent", "sequence_ids")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.sequence_ids: list[str] = []
+        self.sent = False
+
+    def commands(self, reply_to: str) -> list[Command]:
+        """The XADD."""
+        return [("XADD", self.channel.keys.requests, "*", "end_sequences", " ".join(self.sequence_ids))]

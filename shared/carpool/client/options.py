@@ -35,6 +35,10 @@ _RESERVED_FIELDS: Final = frozenset(
 )
 
 
+# They are options, too, but have a meaning only together, so they may not be among the further fields.
+SEQUENCE_OPTIONS: Final = ("sequence_id", "sequence_start", "sequence_end", "sequence_index")
+
+
 class RequestOptions(TypedDict, total=False):
     """Options of a request.
 
@@ -47,6 +51,9 @@ class RequestOptions(TypedDict, total=False):
     `content_type`: how to encode the body; by default its type decides.
     `correlation_id`: your own ID, such as the one of a request that you send again.
     `fields`: further fields, for the model to read.
+    `sequence_id`, `sequence_start`, `sequence_end`, `sequence_index`: the sequence to which the request
+        belongs, whether it is the first and the last one of it, and its number there, from 0. For programs
+        in which each request of a sequence is sent by another process; `sequence()` sets them by itself.
     """
 
     timeout: float | None
@@ -57,6 +64,10 @@ class RequestOptions(TypedDict, total=False):
     content_type: str | None
     correlation_id: str | None
     fields: Mapping[str, bytes | str] | None
+    sequence_id: str | None
+    sequence_start: bool
+    sequence_end: bool
+    sequence_index: int | None
 
 
 def checked_timeout_s(timeout_s: float | None) -> float | None:
@@ -84,9 +95,55 @@ def optional_fields(options: RequestOptions) -> dict[str, Any]:
             raise InvalidArgumentError(
                 f"{name!r:.60}: the client sets this field itself; remove it from `fields`"
             )
+        if name in SEQUENCE_OPTIONS:
+            raise InvalidArgumentError(f"{name}: is an option of its own; remove it from `fields`")
         if not isinstance(value, bytes | str | int | float):
             raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {value!r:.60}")
+    if not options.keys().isdisjoint(SEQUENCE_OPTIONS):
+        fields |= _sequence_fields(options)
     return fields
+
+
+def _sequence_fields(options: RequestOptions) -> dict[str, Any]:
+    """The fields of a request of a sequence; none if its options say nothing."""
+    fields: dict[str, Any] = {}
+    for name in ("sequence_start", "sequence_end"):
+        value = options.get(name, False)
+        if type(value) is not bool:
+            raise InvalidArgumentError(f"{name}: {value!r:.60} must be True or False")
+        if value:
+            fields[name] = 1
+    index, sequence_id = options.get("sequence_index"), options.get("sequence_id")
+    if index is not None:
+        if type(index) is not int or index < 0:
+            raise InvalidArgumentError(f"sequence_index: {index!r:.60} must be a whole number of at least 0")
+        if index > 0 and "sequence_start" in fields:
+            raise InvalidArgumentError(f"sequence_index: {index} is not that of the first request: 0")
+        fields["sequence_index"] = index
+    if sequence_id is not None:
+        check_sequence_id(sequence_id)
+        fields["sequence_id"] = sequence_id
+    elif fields:
+        raise InvalidArgumentError(f"{', '.join(fields)}: only together with sequence_id")
+    return fields
+
+
+def check_sequence_id(sequence_id: str) -> None:
+    """Reject an ID that could not be part of a key."""
+    if type(sequence_id) is not str or not CORRELATION_ID.fullmatch(sequence_id):
+        raise InvalidArgumentError(
+            f"sequence_id: {sequence_id!r:.140} must have 1 to 128 characters: letters, digits, "
+            "'.', '_', ':', '-'"
+        )
+
+
+def check_no_sequence(options: RequestOptions, call: str) -> None:
+    """Reject the options of a sequence in a call for which they have no meaning."""
+    for name in SEQUENCE_OPTIONS:
+        if options.get(name):
+            raise InvalidArgumentError(
+                f"{name}: is no option of {call}; `sequence` sends the requests of a sequence"
+            )
 
 
 def check_in_flight(in_flight: int) -> None:

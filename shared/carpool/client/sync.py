@@ -8,6 +8,8 @@ with Client("redis://127.0.0.1:6379/0") as client:
     squares = client.infer_many("square", np.arange(1000.0))
     for text in client.stream("writer", "Once"):     # as the model writes it
         ...
+    with client.sequence("vad") as microphone:       # of a model that keeps a state
+        speech = microphone.infer(sound)
 
 The thread runs uvloop where it is installed (`pip install carpool[uvloop]`).
 """
@@ -17,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, Unpack
@@ -28,6 +31,7 @@ import numpy as np
 
 from carpool.client.aio import AsyncClient
 from carpool.client.options import DEFAULT_TIMEOUT_S, IN_FLIGHT, RequestOptions, check_in_flight
+from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink
 from carpool.client.streams import Stream, StreamTarget
 from carpool.errors import UnavailableError
@@ -45,6 +49,8 @@ class _Submission(NamedTuple):
     model: str
     body: Any
     options: RequestOptions
+    sequence: SequenceProgress | None = None
+    ends: bool = False  # it is the last request of the sequence
 
     def fail(self, error: Exception) -> None:
         """The request cannot be sent."""
@@ -71,20 +77,51 @@ class _ThreadClient(AsyncClient):
 
     def send(self, submission: _Submission) -> bool:
         """Send a request. Returns False if the model has to be looked up first."""
-        target, model, body, options = submission
+        target, model, body, options, sequence, ends = submission
         channel = self._channels.get(model)
         if channel is None:
             return False
         if isinstance(target, StreamTarget):
             self._start_stream(channel, target, body, options)
             return True
+        sink = self._thread_futures
+        on_done: Callable[[Future[Any]], None]
         try:
-            correlation_id = self._add(channel, body, options, self._thread_futures, target)
+            if sequence is None:
+                on_done = partial(self._on_done, self._add(channel, body, options, sink, target))
+            else:
+                added = self._add_to_sequence(sequence, body, options, ends, sink, target)
+                on_done = partial(self._run_on_loop, added)
         except Exception as error:
             submission.fail(error)
         else:
-            target.add_done_callback(lambda done: self._on_done(correlation_id, done))
+            target.add_done_callback(on_done)
         return True
+
+    def _run_on_loop(self, on_done: Callable[[Any], None], future: Future[Any]) -> None:
+        """A future is done. It has its result on the loop's thread; another thread may have cancelled it."""
+        if future.cancelled():
+            self._loop.call_soon_threadsafe(on_done, future)
+        else:
+            on_done(future)
+
+    def new_sequence(self, model: str, sequence_id: str | None) -> SequenceProgress:
+        """On any thread."""
+        return self._sequence_progress(model, sequence_id)
+
+    async def enter_sequence(self, sequence: SequenceProgress) -> None:
+        """Its block is entered."""
+        await self._enter_sequence(sequence)
+
+    async def restart_sequence(self, sequence: SequenceProgress) -> None:
+        """It begins again. Raises RuntimeError if requests have no result yet."""
+        sequence.check_answered()
+        self._end_sequence(sequence)
+        sequence.begin()
+
+    async def end_sequence(self, sequence: SequenceProgress) -> None:
+        """Its block is left."""
+        self._end_sequence(sequence)
 
     def close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more: withdraw its request."""
@@ -214,6 +251,24 @@ class Client:
         target = StreamTarget(SimpleQueue())
         self._submit(_Submission(target, model, body, options))
         return Stream(target, self._close_stream)
+
+    def sequence(self, model: str, sequence_id: str | None = None) -> BlockingSequence:
+        """A sequence of requests to a model that keeps a state between them, for a `with`; as
+        AsyncClient.sequence."""
+
+        def submit(progress: SequenceProgress, body: Any, options: RequestOptions, end: bool) -> Future[Any]:
+            future: Future[Any] = Future()
+            self._submit(_Submission(future, model, body, options, progress, end))
+            return future
+
+        client = self._client
+        return BlockingSequence(
+            client.new_sequence(model, sequence_id),
+            lambda progress: self._wait(self._start(client.enter_sequence(progress))),
+            submit,
+            lambda progress: self._wait(self._start(client.restart_sequence(progress))),
+            lambda progress: self._wait(self._start(client.end_sequence(progress))),
+        )
 
     def models(self) -> list[str]:
         """Names of the registered models."""

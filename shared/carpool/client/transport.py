@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Final
 
-from carpool.client.entries import Channel, OutgoingEntry
+from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
 from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
 from carpool.store.connection import AsyncLink, Command, CommandError, LinkError
 
@@ -75,7 +75,7 @@ class Transport:
         self._on_rejected = on_rejected
         self._on_unconfirmed = on_unconfirmed
         self._channels: list[Channel] = []
-        self._outbox: list[OutgoingEntry] = []  # to be written with the next flush
+        self._outbox: list[OutgoingEntry | SequencesEnded] = []  # to be written with the next flush
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
         self._waiters: deque[_Waiter] = deque()  # one for each command without a reply, oldest first
         self._channels_by_stream: dict[bytes, Channel] = {}  # those of the XREAD under way
@@ -86,6 +86,7 @@ class Transport:
         self._connected = False
         self._closed = False
         self.connection_error: LinkError | None = None  # why there is no connection; None while there is one
+        self.losses = 0  # how often a connection was lost, and entries were perhaps sent twice
 
     # --- used by AsyncClient -------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Transport:
         elif self._reader.identity is not None:  # end the XREAD under way, which lacks the new stream
             self._enqueue_command(("CLIENT", "UNBLOCK", self._reader.identity), None)
 
-    def send(self, entries: Iterable[OutgoingEntry]) -> None:
+    def send(self, entries: Iterable[OutgoingEntry | SequencesEnded]) -> None:
         """Send entries: at once, if there is a connection that keeps up."""
         self._outbox += entries
         if not self._flush_scheduled:
@@ -166,6 +167,7 @@ class Transport:
         if not self._connected:
             return
         self._connected = False
+        self.losses += 1
         self.connection_error = error
         self._writer.close()
         self._reader.close()
@@ -238,7 +240,7 @@ class Transport:
             if of_entry:
                 entry.sent = True
                 commands += of_entry
-                self._waiters.append(entry if len(of_entry) == 1 else _Transaction(entry, len(of_entry)))
+                self._waiters.append(_waiter(entry, len(of_entry)))
         self._outbox.clear()
         for command, call in self._commands:
             commands.append(command)
@@ -300,6 +302,14 @@ class Transport:
                 self._schedule_flush()
         # Not at once: the callers that have just got their results come first.
         self._loop.call_soon(self._read_results)
+
+
+def _waiter(entry: OutgoingEntry | SequencesEnded, commands: int) -> _Waiter:
+    """What Redis's replies to the commands of an entry concern. One that ends sequences is not sent again: a
+    sequence of the same name may have begun after it."""
+    if isinstance(entry, SequencesEnded):
+        return None
+    return entry if commands == 1 else _Transaction(entry, commands)
 
 
 def _trim(channel: Channel) -> Command:

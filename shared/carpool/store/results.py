@@ -10,10 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import Batch, BatchedRequest, Result, ResultColumns, RunResults, tickets_of_each
+from carpool.messages import (
+    Batch,
+    BatchedRequest,
+    Result,
+    ResultColumns,
+    RunResults,
+    SequenceChange,
+    tickets_of_each,
+)
 from carpool.rows import Rows
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
+from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.results import (
     encode_array_head,
@@ -31,7 +40,7 @@ PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 # The files that every script that delivers results needs.
 DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
 
-_ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER))
+_ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
 RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
 
 
@@ -63,11 +72,15 @@ def addresses_of(batch: Batch) -> list[Address]:
 
 
 class Answer(NamedTuple):
-    """One request's result ahead of its batch's commit; `position` is its place in the batch."""
+    """One request's result ahead of its batch's commit; `position` is its place in the batch.
+
+    `change`: what it does to the request's sequence, if it is a part of one.
+    """
 
     position: int
     address: Address
     result: Result
+    change: SequenceChange | None = None
 
 
 class Owner(NamedTuple):
@@ -111,8 +124,8 @@ def answer_ahead(
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
     args += [result_ttl_ms, PROGRESS_TTL_MS, "" if starting is None else starting]
     args += group_list_args(
-        (position, *group)
-        for position, address, result in answers
+        (position, *group, *change_args(keys, script_keys, () if change is None else (change,)))
+        for position, address, result, change in answers
         for group in result_groups(keys, script_keys, [(address, result)])
     )
     outcome, *positions = link.run(_ANSWER, script_keys.keys, args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from carpool.keys import Keys
 from carpool.messages import SequenceChange
@@ -10,9 +10,11 @@ from carpool.store.arguments import ScriptKeys, group_list_args
 from carpool.store.connection import Argument
 
 
-def change_args(keys: Keys, script_keys: ScriptKeys, changes: Iterable[SequenceChange]) -> list[Argument]:
-    """The argument of a script that is a list of changes of sequences."""
-    return group_list_args(
+def change_args(keys: Keys, script_keys: ScriptKeys, changes: Sequence[SequenceChange]) -> list[Argument]:
+    """What `change_sequences` reads: the changes of sequences that a script is to carry out."""
+    if not changes:
+        return [0]
+    number, *groups = group_list_args(
         [
             (
                 script_keys.index(keys.sequence(change.part.sequence_id)),
@@ -25,3 +27,4 @@ def change_args(keys: Keys, script_keys: ScriptKeys, changes: Iterable[SequenceC
             for change in changes
         ]
     )
+    return [number, script_keys.index(keys.sequences), *groups]

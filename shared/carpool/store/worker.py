@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result, RunResults
+from carpool.messages import Batch, DeadLetter, Result, RunResults, SequenceChange
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
@@ -23,11 +23,12 @@ from carpool.store.results import (
     release,
     result_groups,
 )
+from carpool.store.sequences import change_args
 from carpool.wire.batches import decode_batch, encode_dead_letter
 
 DEAD_ENTRIES_MAX: Final = 10_000
 
-_COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER))
+_COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
 _RENEW: Final = Script("renew")
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
@@ -213,11 +214,13 @@ class WorkerStore:
         of_runs: Sequence[RunResults] = (),
         executed: int = 0,
         waited_us: int = 0,
+        changes: Sequence[SequenceChange] = (),
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
         `results` of single requests by position, each with its address, and `of_runs` those of requests of
         one run. All other positions were answered ahead. `executed`, `waited_us`: see `BatchSettled`.
+        `changes`: what all of these results do to sequences.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
@@ -233,10 +236,12 @@ class WorkerStore:
         args: list[Argument] = [
             consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us, executed,
             waited_us, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
+            " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
             len(left_out), *left_out, len(body_keys), *body_keys,
         ]  # fmt: skip
         args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
+        args += change_args(keys, script_keys, changes)
         outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)
         if outcome == b"FENCED":
             raise FencedError(batch.id)

@@ -17,6 +17,7 @@ from carpool.messages import (
     DeadLetter,
     Dispatch,
     ModelProcessesChanged,
+    SequencePart,
     SettledEvent,
     Streamed,
 )
@@ -29,7 +30,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
     deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
-    and `reply_columns`.
+    `reply_columns`, and what makes it a part of a sequence (the fields of SequencePart) or nil.
     """
     undated = dispatch.undated
     return bytes(
@@ -45,6 +46,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
                     *_bodies_and_rows(run.bodies),
                     run.extra,
                     run.reply_columns,
+                    run.sequence,
                 )
                 for run in dispatch.runs
             ]
@@ -102,7 +104,9 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
 
 
 def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
-    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns = fields
+    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part = (
+        fields
+    )
     decoded: Bodies
     if rows is not None:
         head, width, data = rows
@@ -113,7 +117,7 @@ def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
             decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
-        extra, columns, tickets,
+        extra, columns, tickets, None if part is None else SequencePart(*part),
     )  # fmt: skip
 
 
@@ -141,6 +145,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
         int(raw.get(b"waited_us", b"0")),
         Streamed(*map(int, streamed.split())) if streamed else None,
+        tuple(raw.get(b"broken", b"").decode().split()),
     )
 
 
@@ -160,9 +165,18 @@ def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
     flat += ["content_type", request.content_type, *_body_fields(request.body)]
     if request.reply_to is not None:
         flat += ["reply_to", request.reply_to]
+    if request.sequence is not None:
+        flat += _sequence_fields(request.sequence)
     for name, value in (request.extra or {}).items():
         flat += [name, value]
     return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
+
+
+def _sequence_fields(part: SequencePart) -> list[str | bytes | int]:
+    flat: list[str | bytes | int] = ["sequence_id", part.sequence_id]
+    flat += ["sequence_start", 1] if part.starts else []
+    flat += ["sequence_end", 1] if part.ends else []
+    return flat if part.index is None else [*flat, "sequence_index", part.index]
 
 
 def _body_fields(body: Body) -> list[str | bytes | int]:

@@ -37,6 +37,16 @@ class SteppingReport(NamedTuple):
     gap_us: tuple[int, int] | None  # mean time between two chunks of a stream
 
 
+class SequencesReport(NamedTuple):
+    """What a batcher reports of a stateful model. `started`, `ended` and `broken` are counters."""
+
+    kept: int  # begun, and neither ended nor broken
+    to_start: int  # that wait to start, because `max_candidate_sequences` are kept
+    started: int
+    ended: int  # with their last request, by `end_sequences`, or because they were idle
+    broken: int  # a request did not succeed
+
+
 @dataclass(frozen=True, slots=True)
 class BatcherReport:
     """What a batcher publishes. Counters count since `began_us`; times are Redis's."""
@@ -57,14 +67,15 @@ class BatcherReport:
     ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
     stepping: SteppingReport | None = None  # None: it is not a stepping model
+    sequences: SequencesReport | None = None  # None: it is not a stateful model
 
     def encode(self) -> str:
         """The report as JSON."""
         values = {name: getattr(self, name) for name in _FIELDS}  # `asdict` would copy what they hold
-        stepping = None if self.stepping is None else self.stepping._asdict()
-        return json.dumps(
-            {**values, "gauges": self.gauges._asdict(), "stepping": stepping}, separators=(",", ":")
-        )
+        for name in ("gauges", "stepping", "sequences"):
+            if values[name] is not None:
+                values[name] = values[name]._asdict()
+        return json.dumps(values, separators=(",", ":"))
 
     @staticmethod
     def decode(report: bytes) -> BatcherReport | None:

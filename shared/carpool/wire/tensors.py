@@ -8,8 +8,8 @@ shape and datatype before anything is allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgpack
@@ -57,11 +57,19 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 _DATATYPES_BY_DTYPE: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
 DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
+_CONVERTED: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of dtypes -> from which, in states
 _INTEGER: Final = frozenset({int})
 _JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
     **dict.fromkeys(("FP16", "BF16", "FP32", "FP64"), frozenset({int, float})),
 }
+
+
+def _integers(declared: Iterable[Any], of: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in declared)
+    except TypeError:
+        raise ValueError(f"{of}: shape {declared!r} must be a list of integers") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +84,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        except TypeError:
-            raise ValueError(
-                f"tensor {self.name!r}: shape {self.shape!r} must be a list of integers"
-            ) from None
+        object.__setattr__(self, "shape", _integers(self.shape, f"tensor {self.name!r}"))
         if self.datatype not in DATATYPES:
             raise ValueError(
                 f"tensor {self.name!r}: datatype {self.datatype!r} is not one of "
@@ -105,6 +108,96 @@ class TensorSpec:
         if self.datatype == "BYTES" or -1 in self.shape:
             return None
         return WIDTHS[self.datatype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One state that a model keeps for each sequence, from one request to the next.
+
+    `shape` is that of the states of a batch: -1 at `axis`, where they are stacked, and fixed sizes elsewhere.
+    The state of one sequence, a *row*, has the shape without that. Between two requests it is bytes.
+
+    `initial`: the row of a sequence that starts, or one number for all of it; zeros by default.
+    `output`: the output of an ONNX file that has the new state.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    axis: int = 0
+    initial: Any = field(default=None, compare=False)
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        of = f"state {self.name!r}"
+        object.__setattr__(self, "shape", _integers(self.shape, of))
+        if self.datatype not in WIDTHS:
+            raise ValueError(f"{of}: datatype {self.datatype!r} is not one of {', '.join(sorted(WIDTHS))}")
+        if type(self.axis) is not int or not 0 <= self.axis < len(self.shape) or self.shape[self.axis] != -1:
+            raise ValueError(
+                f"{of}: shape {list(self.shape)} must have -1, for the batch, at axis {self.axis!r}"
+                + (f"; set axis={self.shape.index(-1)}" if -1 in self.shape else "")
+            )
+        if any(size < 1 for size in self.row_shape):
+            raise ValueError(
+                f"{of}: shape {list(self.shape)} must have fixed sizes, 1 or more, except for the batch"
+            )
+        self.row(self.initial)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of the state of one sequence."""
+        return (*self.shape[: self.axis], *self.shape[self.axis + 1 :])
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of the state of one sequence."""
+        return WIDTHS[self.datatype] * math.prod(self.row_shape)
+
+    def row(self, value: Any) -> bytes:
+        """The bytes of a row: an array of its shape, one number for all of it, or None for zeros.
+
+        Raises ValueError.
+        """
+        if value is None:
+            return bytes(self.row_bytes)
+        array = np.asarray(value)
+        if array.ndim == 0:
+            array = np.broadcast_to(array, self.row_shape)
+        if array.shape != self.row_shape:
+            raise ValueError(
+                f"state {self.name!r}: the initial state has shape {list(array.shape)}, but the state of one "
+                f"sequence has {list(self.row_shape)}"
+            )
+        return self.join(np.expand_dims(array, self.axis), 1).tobytes()
+
+    def split(self, rows: Array) -> Array:
+        """States of several sequences, an array of uint8 with a row of `row_bytes` for each, as the model
+        gets them: stacked at `axis`. Always a copy, because a model may change what it gets."""
+        dtype = _DTYPES["UINT16" if self.datatype == "BF16" else self.datatype]
+        stacked = np.moveaxis(rows.view(dtype).reshape(len(rows), *self.row_shape), 0, self.axis)
+        if self.datatype == "BF16":
+            return from_bytes("BF16", stacked.shape, stacked.tobytes())
+        return np.array(stacked, order="C")
+
+    def join(self, states: Any, count: int) -> Array:
+        """The inverse of `split`, for what a model returns for `count` sequences.
+
+        Numbers are converted to the declared datatype, but floats not to integers. Raises ValueError, also
+        for another shape, and for an integer out of range.
+        """
+        array = np.asarray(states)
+        shape = (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
+        if array.shape != shape:
+            raise ValueError(f"state {self.name!r}: shape {list(array.shape)}, not {list(shape)}")
+        dtype = _DTYPES.get(self.datatype, _DTYPES["FP32"])
+        if array.dtype != dtype:
+            if array.dtype.kind not in _CONVERTED[dtype.kind]:
+                raise ValueError(f"state {self.name!r}: {array.dtype} is not converted to {self.datatype}")
+            if dtype.kind in "iu" and (array.astype(dtype) != array).any():
+                raise ValueError(f"state {self.name!r}: a number is outside {self.datatype}'s range")
+        data = to_bytes(np.moveaxis(array, self.axis, 0), self.datatype)
+        return np.frombuffer(data, np.uint8).reshape(count, self.row_bytes)
 
 
 def is_tensor(value: object) -> bool:

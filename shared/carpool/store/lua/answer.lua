@@ -6,10 +6,12 @@
 -- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results
 -- ARGV  1 caller, 'worker' or 'batcher'  2 batch ID  3 consumer and  4 epoch ('' for a batcher)
 --       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
---       8.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload
+--       8.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, and the
+--           changes of sequences (see sequence.lua), at most one
 -- Returns { 'ANSWERED', positions written now ... }
 --       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
 --       | { 'SETTLED' }  batcher: the batch was committed, or deleted by hand; nothing was written
+-- A result that breaks a sequence is recorded with the ID of the sequence, for the commit.
 -- O(results); for a batcher also O(bytes of the batch).
 if ARGV[1] == 'batcher' then
   if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return { 'SETTLED' } end
@@ -22,10 +24,14 @@ local take = argument_reader(8)
 local reply, arrived = { 'ANSWERED' }, {}
 for _ = 1, tonumber(take()) do
   local position, key, kind, ranges, payload = take(), KEYS[tonumber(take())], take(), take(), take()
-  if redis.call('HSETNX', KEYS[2], 'answered:' .. position, '1') == 1 then
+  local field = 'answered:' .. position
+  local is_first = redis.call('HSETNX', KEYS[2], field, '1') == 1
+  if is_first then
     take_result(arrived, ranges, key, kind, payload, ARGV[5])
     reply[#reply + 1] = tonumber(position)
   end
+  local broken = change_sequences(take, is_first)
+  if broken then redis.call('HSET', KEYS[2], field, 'broken ' .. broken) end
 end
 if #arrived > 0 then release(KEYS[3], KEYS[4], arrived) end
 if ARGV[7] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[7], 1) end

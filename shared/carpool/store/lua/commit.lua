@@ -9,10 +9,12 @@
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 number of requests  6 execution time (us)
 --       7 number of requests executed together  8 time that the batch waited for a model process (us)
 --       9 maximum length of `settled`, 10 of `dead`
---       11.. list of positions left out
+--       11 IDs of the sequences that are broken, separated by spaces; without those that were answered ahead
+--       12.. list of positions left out
 --           list of stored bodies to delete: index in KEYS
 --           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
+--           changes of sequences (see sequence.lua)
 -- Returns { 'SETTLED' }
 --       | { 'SETTLED_MORE' }  settled, and more withheld results can be delivered: run `release`
 --       | { 'FENCED' }        the consumer does not own the batch any more; nothing was written
@@ -20,13 +22,17 @@
 -- O(results), and O(bytes) for the payloads.
 if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
-local take = argument_reader(11)
+local take = argument_reader(12)
 local left_out = {}
 for _ = 1, tonumber(take()) do left_out[take()] = true end
 local answered, progress = { 'ANSWERED' }, redis.call('HKEYS', KEYS[3])
+local broken = { ARGV[11] ~= '' and ARGV[11] or nil }
 for _, field in ipairs(progress) do
   local position = string.match(field, '^answered:(%d+)$')
-  if position and not left_out[position] then answered[#answered + 1] = tonumber(position) end
+  if position then
+    if not left_out[position] then answered[#answered + 1] = tonumber(position) end
+    broken[#broken + 1] = string.match(redis.call('HGET', KEYS[3], field), '^broken (.*)')
+  end
 end
 if #answered > 1 then return answered end
 
@@ -39,8 +45,9 @@ if #progress > 0 then redis.call('DEL', KEYS[3]) end
 for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 local now = redis.call('TIME')  -- a batcher may read the entry later
 local settled_us = now[1] .. string.format('%06d', now[2])
+if #broken > 0 then broken = { 'broken', table.concat(broken, ' ') } end
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[9], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
-  'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'settled_us', settled_us)
+  'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'settled_us', settled_us, unpack(broken))
 local arrived = {}
 for _ = 1, tonumber(take()) do
   local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
@@ -49,5 +56,6 @@ end
 for _ = 1, tonumber(take()) do
   redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[10], '*', unpack(take_list(take)))
 end
+change_sequences(take, true)
 if #arrived > 0 and release(KEYS[5], KEYS[6], arrived) then return { 'SETTLED_MORE' } end
 return { 'SETTLED' }

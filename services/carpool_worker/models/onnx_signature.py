@@ -1,0 +1,359 @@
+"""The inputs and outputs of an ONNX graph by their roles: of requests, states, constants, controls.
+
+The graph says names, types and shapes, the declaration the roles. Whatever does not fit together is a
+ValueError that names the file, the input or key, and what would be valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from carpool.errors import InvalidArgumentError
+from carpool.wire.tensors import Array, StateSpec, TensorSpec, array_of
+from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.models.onnx_declaration import (
+    Constant,
+    Control,
+    ControlKind,
+    Declaration,
+    State,
+    toml_path,
+)
+
+DATATYPES: Final = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(bfloat16)": "BF16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(string)": "BYTES",
+}
+ID_DATATYPES: Final = ("INT32", "INT64", "UINT32", "UINT64", "BYTES")
+
+_FIX: Final = "export the model with a dynamic first dimension (dynamic_shapes or dynamic_axes in PyTorch)"
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantInput:
+    """A constant as an array. `is_row`: it is one row of the input, to be repeated for each request."""
+
+    name: str
+    datatype: str
+    array: Array
+    is_row: bool
+
+    def value(self, rows: int) -> Array:
+        """The input for a batch of `rows`."""
+        if not self.is_row:
+            return self.array
+        return np.repeat(self.array[np.newaxis], rows, axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlInput:
+    """A control whose input has the shape (n, *tail). `values`: what it has for false and for true."""
+
+    kind: ControlKind
+    name: str
+    datatype: str
+    tail: tuple[int, ...]
+    values: Array | None
+
+    def value(self, requests: Sequence[RequestInfo]) -> Array:
+        """The input for a batch. Raises InvalidArgumentError for an ID that its datatype cannot hold."""
+        if self.values is None:
+            column = _ids([request.sequence_id or "" for request in requests], self.datatype)
+        else:
+            column = self.values[[_FLAGS[self.kind](request) for request in requests]]
+        return column.reshape(len(requests), *self.tail)
+
+
+_FLAGS: Final[dict[ControlKind, Callable[[RequestInfo], int]]] = {
+    ControlKind.START: lambda request: int(request.sequence_start),
+    ControlKind.END: lambda request: int(request.sequence_end),
+    ControlKind.READY: lambda _: 1,  # a batch has no rows without a request
+}
+
+
+def _ids(ids: Sequence[str], datatype: str) -> Array:
+    """Sequence IDs as text, or as the numbers that they are written as."""
+    if datatype == "BYTES":
+        return np.array(ids, object)
+    dtype = np.dtype(datatype.lower())
+    limits = np.iinfo(dtype)
+    for name in ids:
+        number = int(name) if name.removeprefix("-").isdecimal() and len(name) <= 20 else None
+        if number is None or not limits.min <= number <= limits.max or str(number) != name:
+            raise InvalidArgumentError(
+                f"sequence_id: {name!r:.80} is not a whole number of {limits.min} to {limits.max}, "
+                f"which this model takes as {datatype}"
+            )
+    return np.array([int(name) for name in ids], dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Inputs and outputs by role. `inputs` and `outputs` are those of requests and results, in file order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    states: tuple[StateSpec, ...] = ()
+    constants: tuple[ConstantInput, ...] = ()
+    controls: tuple[ControlInput, ...] = ()
+    datatypes: Mapping[str, str] = field(init=False)  # of all inputs and outputs, by name
+
+    def __post_init__(self) -> None:
+        parts: tuple[TensorSpec | StateSpec | ConstantInput | ControlInput, ...]
+        parts = (*self.inputs, *self.outputs, *self.states, *self.constants, *self.controls)
+        object.__setattr__(self, "datatypes", {part.name: part.datatype for part in parts})
+
+
+def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signature:
+    """The roles of the inputs and outputs of a graph: an InferenceSession, or what has its two methods."""
+    inputs = {value.name: value for value in graph.get_inputs()}
+    outputs = {value.name: value for value in graph.get_outputs()}
+    _check_declared(declaration, inputs, outputs)
+    declared = {part.input for part in declaration.inputs}
+    of_states = {state.output for state in declaration.states}
+    of_requests = [value for name, value in inputs.items() if name not in declared]
+    of_results = [value for name, value in outputs.items() if name not in of_states]
+    if not of_requests:
+        problem = "has no inputs" if not inputs else "has no inputs beside those that are declared"
+        raise ValueError(f"{path} {problem}, so it cannot serve requests")
+    if not of_results:
+        raise ValueError(
+            f"{path} has no outputs beside those of states, so it has no results: if a state is the result, "
+            "export the model with a copy of it as another output"
+        )
+    signature = Signature(
+        inputs=tuple(_spec("input", value, path) for value in of_requests),
+        outputs=tuple(_spec("output", value, path) for value in of_results),
+        states=tuple(
+            _state(state, inputs[state.input], outputs[state.output]) for state in declaration.states
+        ),
+        constants=tuple(_constant(constant, inputs[constant.input]) for constant in declaration.constants),
+        controls=tuple(_control(control, inputs[control.input]) for control in declaration.controls),
+    )
+    _check_inputs(of_requests, path)
+    _check_outputs(of_requests, of_results, path)
+    return signature
+
+
+# --- of requests and results -------------------------------------------------------------------------------
+
+
+def _spec(role: str, value: Any, path: Path) -> TensorSpec:
+    """The TensorSpec of one of onnxruntime's NodeArgs, without its batch dimension."""
+    datatype = DATATYPES.get(value.type)
+    if datatype is None:
+        raise ValueError(
+            f"{path}: {role} {value.name!r} is of type {value.type}, which Carpool cannot send; "
+            f"export the model with tensors of one of the types {', '.join(sorted(DATATYPES.values()))}"
+        )
+    if not value.shape:
+        constant = f", or declare it under [constants] in {toml_path(path)}" if role == "input" else ""
+        raise ValueError(
+            f"{path}: {role} {value.name!r} is a scalar or has no declared shape, so it has no "
+            f"batch dimension; export the model with a dynamic first dimension{constant}"
+        )
+    return TensorSpec(value.name, datatype, tuple(_size(size) for size in value.shape[1:]))
+
+
+def _size(size: int | str | None) -> int:
+    """A declared size; -1 for a dimension that varies: it has a name ("sequence"), or nothing."""
+    return size if isinstance(size, int) else -1
+
+
+def _check_inputs(inputs: Sequence[Any], path: Path) -> None:
+    """Raise ValueError unless the first dimension of every input varies."""
+    fixed = {value.name: value.shape[0] for value in inputs if isinstance(value.shape[0], int)}
+    if not fixed:
+        return
+    if len(fixed) == len(inputs) and set(fixed.values()) == {1}:
+        raise ValueError(
+            f"{path} takes one item at a time and cannot be batched: the batch dimension of "
+            f"{', '.join(map(repr, fixed))} is fixed at 1; {_FIX}"
+        )
+    name, size = next(iter(fixed.items()))
+    raise ValueError(f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {_FIX}")
+
+
+def _check_outputs(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> None:
+    """Raise ValueError for an output whose declared first dimension cannot be the batch."""
+    batch = {value.shape[0] for value in inputs}
+    inner = {size for value in inputs for size in value.shape[1:] if isinstance(size, str)} - batch
+    for value in outputs:
+        first = value.shape[0]
+        if isinstance(first, int) or first in inner:
+            raise ValueError(
+                f"{path}: the first dimension of output {value.name!r} is {first}, not the batch; "
+                "export the model with outputs that have a row for each item"
+            )
+
+
+# --- what is declared --------------------------------------------------------------------------------------
+
+
+def _check_declared(declaration: Declaration, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that the graph does not have, or that is declared twice."""
+    used: dict[tuple[str, str], str] = {}
+    names = [
+        *((state.where, "output", state.output, outputs) for state in declaration.states),
+        *((part.where, "input", part.input, inputs) for part in declaration.inputs),
+    ]
+    for where, role, name, known in names:
+        if name not in known:
+            raise ValueError(f"{where}: the file has no {role} {name!r}; it has {', '.join(known)}")
+        if (role, name) in used:
+            raise ValueError(f"{where}: {role} {name!r} is declared by {used[role, name]} already")
+        used[role, name] = where
+    if declaration.controls and not declaration.states:
+        raise ValueError(
+            f"{declaration.controls[0].where}: control inputs are for sequences, but no states are "
+            "declared; declare states, or the input under constants"
+        )
+
+
+def _state(state: State, value: Any, output: Any) -> StateSpec:
+    datatype = DATATYPES.get(value.type)
+    if datatype is None or datatype == "BYTES":
+        raise ValueError(
+            f"{state.where}: input {value.name!r} is of type {value.type}; a state must be numeric"
+        )
+    if output.type != value.type:
+        raise ValueError(
+            f"{state.where}: output {output.name!r} is of type {output.type}, but input {value.name!r} of "
+            f"type {value.type}; both must have one type"
+        )
+    shape = _state_shape(state, value)
+    if output.shape and not _fits(output.shape, shape):
+        raise ValueError(
+            f"{state.where}: output {output.name!r} has the shape {_shown(output.shape)}, but input "
+            f"{value.name!r} takes {list(shape)}; they must be the same, with the batch at the same place"
+        )
+    try:
+        return StateSpec(
+            name=state.input,
+            datatype=datatype,
+            shape=shape,
+            axis=shape.index(-1),
+            initial=state.initial,
+            output=state.output,
+        )
+    except ValueError as error:  # only the initial state is not checked yet
+        raise ValueError(f"{state.where}.initial: {error}") from None
+
+
+def _state_shape(state: State, value: Any) -> tuple[int, ...]:
+    """The shape of the states of a batch, with -1 for the batch alone."""
+    declared = tuple(_size(size) for size in value.shape)
+    has_shape = f"input {value.name!r} has the shape {_shown(value.shape)}"
+    if state.shape is not None:
+        if value.shape and not _fits(value.shape, state.shape):
+            raise ValueError(f"{state.where}.shape: {list(state.shape)} does not fit: {has_shape}")
+        return state.shape
+    varying = [axis for axis, size in enumerate(declared) if size == -1]
+    if not varying:
+        raise ValueError(
+            f"{state.where}: {has_shape}, in which nothing varies; export the model with a state whose batch "
+            "dimension is dynamic"
+        )
+    if state.axis is not None and state.axis not in varying:
+        raise ValueError(
+            f"{state.where}.axis: {state.axis} is not a dimension that varies: {has_shape}; valid is "
+            f"{' or '.join(map(str, varying))}"
+        )
+    if len(varying) > 1:
+        raise ValueError(
+            f"{state.where}: {has_shape}, in which several sizes vary; write shape = [...] with all "
+            "sizes, and -1 for the batch"
+        )
+    return declared
+
+
+def _fits(graph_shape: Sequence[int | str | None], shape: Sequence[int]) -> bool:
+    """Whether a shape with -1 for the batch is one that the graph allows."""
+    return len(graph_shape) == len(shape) and all(
+        size in (-1, wanted) for size, wanted in zip(map(_size, graph_shape), shape, strict=True)
+    )
+
+
+def _constant(constant: Constant, value: Any) -> ConstantInput:
+    datatype = DATATYPES.get(value.type)
+    if datatype is None:
+        raise ValueError(
+            f"{constant.where}: input {value.name!r} is of type {value.type}, which cannot be declared"
+        )
+    sizes = tuple(_size(size) for size in value.shape)
+    array = _array(constant.value, datatype, constant.where)
+    is_row = sizes[:1] == (-1,) and array.ndim < len(sizes)
+    array = _filled(array, sizes[1:] if is_row else sizes, constant.where)
+    return ConstantInput(value.name, datatype, array, is_row)
+
+
+def _control(control: Control, value: Any) -> ControlInput:
+    datatype = DATATYPES.get(value.type, value.type)
+    sizes = tuple(_size(size) for size in value.shape)
+    if sizes not in ((-1,), (-1, 1), (-1, -1)):
+        raise ValueError(
+            f"{control.where}: input {value.name!r} has the shape {_shown(value.shape)}; a control must "
+            "have one value for each request: [batch] or [batch, 1]"
+        )
+    tail = (1,) * (len(sizes) - 1)
+    if control.kind is ControlKind.CORRID:
+        if datatype not in ID_DATATYPES:
+            raise ValueError(
+                f"{control.where}: input {value.name!r} is of type {value.type}; an ID must be one of "
+                f"{', '.join(ID_DATATYPES)}"
+            )
+        return ControlInput(control.kind, value.name, datatype, tail, None)
+    if datatype not in DATATYPES.values() or datatype == "BYTES":
+        raise ValueError(
+            f"{control.where}: input {value.name!r} is of type {value.type}; it must be numeric or BOOL"
+        )
+    usual = (False, True) if datatype == "BOOL" else (0, 1)
+    where = f"{control.where}.false_true"
+    values = _filled(_array(list(control.false_true or usual), datatype, where), (2,), where)
+    return ControlInput(control.kind, value.name, datatype, tail, values)
+
+
+def _array(value: Any, datatype: str, where: str) -> Array:
+    """A declared value as an array of its own shape."""
+    if datatype == "BYTES":
+        array = np.array(value, object)
+        if any(not isinstance(text, str) for text in array.ravel().tolist()):
+            raise ValueError(f"{where}: {value!r:.80} must be a text, or lists of texts")
+        return array
+    try:
+        return array_of(value.tolist() if isinstance(value, np.ndarray) else value, datatype)
+    except InvalidArgumentError as error:
+        raise ValueError(
+            f"{where}: {value!r:.80} is not {datatype}: it {error.detail.partition(': ')[2]}"
+        ) from None
+
+
+def _filled(array: Array, shape: tuple[int, ...], where: str) -> Array:
+    """A declared value in the shape that is needed, where -1 allows any size; a single number fills it."""
+    if not array.ndim and -1 not in shape:
+        return np.full(shape, array)
+    if not _fits(shape, array.shape):
+        single = "" if -1 in shape else ", or a single value"
+        raise ValueError(f"{where}: has the shape {list(array.shape)}; it must be {_shown(shape)}{single}")
+    return array
+
+
+def _shown(shape: Sequence[int | str | None]) -> str:
+    return f"[{', '.join('?' if size in (None, -1) else str(size) for size in shape)}]"

@@ -1,0 +1,216 @@
+"""Sequences: requests to a model that keeps a state between them.
+
+    async with client.sequence("vad") as microphone:     # with a Client: `with`, and no `await`
+        for sound in sounds:
+            speech = await microphone.infer(sound)
+
+Redis keeps the state. Here is only how far a sequence has come (SequenceProgress). Each request has an index,
+so several may be in flight, and those that are sent again after a lost connection are processed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Final, Self, Unpack
+
+from carpool.client.options import SEQUENCE_OPTIONS, RequestOptions, check_sequence_id
+from carpool.errors import AbortedError, InvalidArgumentError
+
+
+class SequenceProgress:
+    """How far a sequence has come. Used on the event loop's thread.
+
+    `next_options` has the options of the next request. If that can be sent, `on_sent` is called, and with its
+    outcome `on_done`. `losses` is how often the client has lost a connection.
+    """
+
+    def __init__(self, model: str, sequence_id: str) -> None:
+        check_sequence_id(sequence_id)
+        self.model: Final = model
+        self.sequence_id: Final = sequence_id
+        self._why_over = "its block was not entered"  # why no request can be sent; empty if one can
+        self._index = 0  # of the next request
+        self._unanswered = 0
+        self._losses = 0  # when it began
+        self._has_failed = False
+        self._has_ended = False  # with the result of its last request
+
+    def check_answered(self) -> None:
+        """Raise RuntimeError if requests have no outcome yet."""
+        if self._unanswered:
+            raise RuntimeError(
+                f"sequence {self.sequence_id}: {self._unanswered} of its requests have no result yet; wait "
+                "for them before it begins again"
+            )
+
+    def begin(self) -> None:
+        """The next request is the first one. Raises RuntimeError if earlier ones have no outcome yet."""
+        self.check_answered()
+        self._index, self._why_over = 0, ""
+        self._has_failed = self._has_ended = False
+
+    def next_options(self, options: RequestOptions, *, end: bool) -> RequestOptions:
+        """These options and those of the sequence. Raises AbortedError if no request can follow."""
+        for name in SEQUENCE_OPTIONS:
+            if name in options:
+                raise InvalidArgumentError(f"{name}: the sequence sets this option itself; remove it")
+        if self._why_over:
+            raise AbortedError(f"sequence {self.sequence_id}: {self._why_over}")
+        numbered: RequestOptions = {
+            "sequence_id": self.sequence_id,
+            "sequence_start": self._index == 0,
+            "sequence_end": end,
+            "sequence_index": self._index,
+        }
+        return {**options, **numbered}
+
+    def on_sent(self, losses: int, *, end: bool) -> int:
+        """The request was sent. Returns its index."""
+        index = self._index
+        if index == 0:
+            self._losses = losses
+        if end:
+            self._why_over = "it has ended; restart() begins it again"
+        self._index += 1
+        self._unanswered += 1
+        return index
+
+    def on_done(self, index: int, error: BaseException | None, *, end: bool) -> None:
+        """A request has its outcome. None can follow on one that failed."""
+        self._unanswered -= 1
+        if error is None:
+            self._has_ended = end
+        elif not self._has_failed:
+            self._has_failed = True
+            self._why_over = f"its request {index} failed ({error}); restart() begins it again"
+
+    def leave(self, losses: int) -> bool:
+        """No more requests. Returns whether the sequence is to be ended by force.
+
+        That is so even after its last request if a connection was lost meanwhile: requests that were sent
+        twice may be left over, and would wait for a sequence of the same name to begin.
+        """
+        self._why_over = "its block was left"
+        return self._index > 0 and not (self._has_ended and losses == self._losses)
+
+
+class AsyncSequence:
+    """One sequence, for the time of an `async with`. See AsyncClient.sequence."""
+
+    def __init__(
+        self,
+        progress: SequenceProgress,
+        enter: Callable[[SequenceProgress], Coroutine[Any, Any, None]],
+        send: Callable[[SequenceProgress, Any, RequestOptions, bool], asyncio.Future[Any]],
+        end: Callable[[SequenceProgress], None],
+    ) -> None:
+        self._progress = progress
+        self._enter = enter
+        self._send = send
+        self._end = end
+        self._in_flight: set[asyncio.Future[Any]] = set()
+
+    @property
+    def sequence_id(self) -> str:
+        """Its name. No other producer may use the same one at the same time."""
+        return self._progress.sequence_id
+
+    async def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
+        """Send the next request and return the model's result; options and errors as for AsyncClient.infer.
+
+        `end`: it is the last one. After a request that failed or was cancelled, all others raise
+        AbortedError, until `restart`.
+        """
+        return await self.submit(body, end=end, **options)
+
+    def submit(
+        self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]
+    ) -> asyncio.Future[Any]:
+        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
+        future = self._send(self._progress, body, options, end)
+        self._in_flight.add(future)
+        future.add_done_callback(self._in_flight.discard)
+        return future
+
+    def restart(self) -> None:
+        """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
+        self._progress.check_answered()
+        self._end(self._progress)
+        self._progress.begin()
+
+    async def __aenter__(self) -> Self:
+        await self._enter(self._progress)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for all results, unless an exception leaves the block. Then end the sequence."""
+        try:
+            while kind is None and self._in_flight:
+                await asyncio.wait(self._in_flight)
+        finally:
+            self._end(self._progress)
+
+
+class BlockingSequence:
+    """One sequence, for the time of a `with`, in which several threads may use it. See Client.sequence."""
+
+    def __init__(
+        self,
+        progress: SequenceProgress,
+        enter: Callable[[SequenceProgress], None],
+        send: Callable[[SequenceProgress, Any, RequestOptions, bool], concurrent.futures.Future[Any]],
+        restart: Callable[[SequenceProgress], None],
+        end: Callable[[SequenceProgress], None],
+    ) -> None:
+        self._progress = progress
+        self._enter = enter
+        self._send = send
+        self._restart = restart
+        self._end = end
+        self._in_flight: set[concurrent.futures.Future[Any]] = set()
+
+    @property
+    def sequence_id(self) -> str:
+        """Its name. No other producer may use the same one at the same time."""
+        return self._progress.sequence_id
+
+    def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
+        """Send the next request and return the model's result: see AsyncSequence.infer."""
+        future = self.submit(body, end=end, **options)
+        try:
+            return future.result()
+        except BaseException:  # such as Ctrl-C while waiting: the result is no longer wanted
+            future.cancel()
+            raise
+
+    def submit(
+        self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]
+    ) -> concurrent.futures.Future[Any]:
+        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
+        future = self._send(self._progress, body, options, end)
+        self._in_flight.add(future)
+        future.add_done_callback(self._in_flight.discard)
+        return future
+
+    def restart(self) -> None:
+        """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
+        self._restart(self._progress)
+
+    def __enter__(self) -> Self:
+        self._enter(self._progress)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for all results, unless an exception leaves the block. Then end the sequence."""
+        try:
+            while kind is None and self._in_flight:
+                concurrent.futures.wait(self._in_flight.copy())
+        finally:
+            self._end(self._progress)
