@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, Withdrawal
+from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, SequencesEnd, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
@@ -62,6 +62,7 @@ CARPOOL_FIELDS = [
     *("sequence_id", "sequence_start", "sequence_end", "sequence_index", "sequence_place", "end_sequences"),
     *("requests", "arrival", "withdraw", "reply_columns"),
 ]
+NOT_REQUESTS = (b"withdraw", b"end_sequences")
 # Names that Carpool knows only where there is no body.
 COLUMN_NAMES = ["correlation_ids", "row_head", "rows", "bodies", "body_key", "body_bytes"]
 
@@ -150,7 +151,7 @@ def test_any_entry_becomes_requests_refusals_or_a_withdrawal(flat: list[bytes], 
         elif isinstance(item, Refusal):
             assert_can_be_sent(item)
         else:
-            assert isinstance(item, Withdrawal)
+            assert isinstance(item, Withdrawal | SequencesEnd)
             assert decoded == [item]
 
 
@@ -192,7 +193,10 @@ def is_not_columns(sent: Any) -> bool:
 def test_each_packed_request_becomes_a_request_or_a_refusal(maps: list[Any], flat: list[bytes]) -> None:
     # Given: a packed entry with any other fields
     shared = [
-        part for pair in zip(flat[::2], flat[1::2], strict=True) if pair[0] != b"withdraw" for part in pair
+        part
+        for pair in zip(flat[::2], flat[1::2], strict=True)
+        if pair[0] not in NOT_REQUESTS
+        for part in pair
     ]
     _, decoded = decode_entry(ENTRY_ID.encode(), [*shared, b"requests", msgpack.packb(maps)], DEFAULTS)
     # Expect: one item for each, in their order
@@ -230,9 +234,9 @@ def test_a_request_means_the_same_in_a_run_and_alone(flat: list[bytes], others: 
     assert list(map(described, one_by_one(together))) == list(map(described, one_by_one(apart)))
 
 
-def described(item: Single | Refusal | Withdrawal) -> Any:
-    """Everything about an item but its entry."""
-    return item[1:] if isinstance(item, Refusal) else item
+def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Any:
+    """Everything about an item but its entry, and where it stands in it."""
+    return item._replace(breaks=None)[1:] if isinstance(item, Refusal) else item
 
 
 # --- round trips -------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Queue:
         self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
         self.changed: set[str] = set()
         self._count_by_priority = [0] * PRIORITY_LEVELS
-        self._sequences = sequences or Sequences()
+        self._sequences = Sequences() if sequences is None else sequences
         self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
 
     def __contains__(self, run: Run) -> bool:

@@ -49,7 +49,6 @@ from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages import (
     Dispatch,
     DispatchReason,
-    KeptSequence,
     Refusal,
     Run,
     SequencePart,
@@ -225,11 +224,6 @@ class Scheduler:
         for run in dispatch.runs:
             if run.sequence is not None:
                 self.sequences.adopt(run)
-
-    def load_sequences(self, kept: Iterable[KeptSequence]) -> None:
-        """Redis keeps these sequences. To be called before batches are adopted. No request of a sequence is
-        dispatched until `sequences.complete`."""
-        self.sequences.load(kept)
 
     def settle(
         self,

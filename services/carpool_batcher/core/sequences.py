@@ -4,14 +4,13 @@
    *followers*. When the request in flight was answered OK, the next one becomes the head (`core.sequence`).
 2. A request that ends in any other way breaks its sequence: those that stand after it, up to the next
    start, are answered ABORTED. Those that stand before it are still served.
-3. A start needs space: at most `candidates_max` sequences are begun at a time. Others wait to start, in the
-   order of arrival. A start of a sequence that is begun needs none: earlier requests finish, then it begins
-   anew.
+3. A start needs space: at most `candidates_max` sequences are begun at a time. Others wait, in the order of
+   arrival. A start of a sequence that is begun needs none: earlier requests finish, then it begins anew.
 4. A sequence without a request in a lane or in flight is *still*. After `idle_us` it is ended; if requests
    wait for an index, or for a start, these are refused.
 5. A request that was sent twice, as its index shows, is dropped if it has the same correlation ID.
-6. A batcher that takes over knows what Redis keeps, and what is in flight. It reads all waiting requests before
-   there is any head: one that was put back stands later in the request stream than its place says.
+6. A batcher that takes over knows what Redis keeps, and what is in flight. It reads all waiting requests
+   before there is any head: one that was put back stands later in the request stream than its place says.
 
 Events are recorded, and `decide` says what follows from them: so it sees all that arrived together.
 """
@@ -120,7 +119,7 @@ class Sequences:
         is_without_state = not (part.starts or part.ends or sequence.kept)
         taken.has_failed = is_broken or is_without_state
         if taken.has_failed:
-            sequence.kept, sequence.current.broken = False, _did_not_succeed(correlation_id)
+            sequence.kept, sequence.current.broken = False, did_not_succeed(correlation_id)
 
     def complete(self) -> None:
         """All requests that waited when this batcher took over were read. May be called repeatedly."""
@@ -188,7 +187,7 @@ class Sequences:
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
         """A request was refused when it arrived: over a limit, or invalid. O(1)."""
-        event = _Break(part, correlation_id, _did_not_succeed(correlation_id), False)
+        event = _Break(part, correlation_id, did_not_succeed(correlation_id), False)
         if self._unread is not None:
             self._unread.append((part.place, event))
             return
@@ -231,7 +230,7 @@ class Sequences:
     def removed(self, run: Run) -> None:
         """A waiting request, a head or a follower, does not wait any more, and was not dispatched."""
         part, correlation_id = part_of(run), run.correlation_ids[0]
-        event = _Break(part, correlation_id, _did_not_succeed(correlation_id), False)
+        event = _Break(part, correlation_id, did_not_succeed(correlation_id), False)
         if run in self.followers:
             segment = self.followers.pop(run)
             if segment is None:
@@ -297,7 +296,7 @@ class Sequences:
         taken = sequence.taken
         if not taken.has_failed:
             taken.has_failed, sequence.kept = True, False
-            reason = _did_not_succeed(taken.correlation_id)
+            reason = did_not_succeed(taken.correlation_id)
             event = _Break(taken.part, taken.correlation_id, reason, is_recorded)
             self._break(sequence, taken.segment, event)
         self._changed[sequence] = None
@@ -487,7 +486,8 @@ class Sequences:
             self._marks[sequence] = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
 
 
-def _did_not_succeed(correlation_id: str) -> str:
+def did_not_succeed(correlation_id: str) -> str:
+    """Why a sequence is broken."""
     return f"its request {correlation_id} did not succeed"
 
 

@@ -260,7 +260,7 @@ class BatcherStore:
             by_entry.setdefault(refusal.entry, []).append(refusal)
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
         if self.only_active_as:
-            script_keys.keys += [self.keys.batcher, self.keys.sequences]
+            script_keys.keys.append(self.keys.batcher)
         remaining: list[list[list[Run]]] = []
         groups: list[Group] = []
         for entry, of_entry in by_entry.items():
