@@ -50,6 +50,12 @@ class InferSettings(ConnectionSettings):
         False,
         description="print each chunk when it comes: texts end to end, any other value as a line of JSON",
     )
+    sequence_id: str = Field("", description="sequence of the request, of a model that keeps states")
+    sequence_start: bool = Field(False, description="the request is the first one of its sequence")
+    sequence_end: bool = Field(False, description="the request is the last one of its sequence")
+    sequence_index: int | None = Field(
+        None, ge=0, description="number of the request in its sequence, from 0"
+    )
 
     @property
     def content_type(self) -> str:
@@ -64,6 +70,10 @@ class InferSettings(ConnectionSettings):
             "lane": self.lane or None,
             "tenant": self.tenant or None,
             "content_type": self.content_type,
+            "sequence_id": self.sequence_id or None,
+            "sequence_start": self.sequence_start,
+            "sequence_end": self.sequence_end,
+            "sequence_index": self.sequence_index,
         }
 
 

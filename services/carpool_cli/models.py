@@ -18,7 +18,7 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.registration import kind_of
-from carpool.wire.report import BatcherReport, SteppingReport
+from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.screen import Screen, build_table, duration
 
 _HEADINGS: Final = (
@@ -40,6 +40,7 @@ class ModelsSettings(ConnectionSettings):
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly
+    sequences   of a stateful model: those kept, as the batcher reports them, and those that wait to start
 
     Of a stepping model:
     slots       requests in flight that have a slot, of all slots (processes x max_batch_size)
@@ -67,10 +68,12 @@ class ModelState(NamedTuple):
     policy: str | None  # the one in force; None if no batcher reports it
     unheeded: str  # why the batcher rejects the model's settings; empty if it does not
     stepping: SteppingReport | None = None  # None: it is not a stepping model
+    sequences: SequencesReport | None = None  # None: it is not a stateful model, or no batcher reports it
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
-        return {**self._asdict(), "stepping": None if self.stepping is None else self.stepping._asdict()}
+        reports = {"stepping": self.stepping, "sequences": self.sequences}
+        return {**self._asdict(), **{name: of and of._asdict() for name, of in reports.items()}}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,6 +133,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         (report and report.policy) or None,
         report.unheeded if report else "",
         stepping,
+        report.sequences if report else None,
     )
 
 
@@ -144,11 +148,13 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
     if not states:
         screen.print("no model is registered; `carpool up square` serves one")
         return
-    rows = [_row(state) for state in states if state.stepping is None]
-    if rows:
-        screen.print_table(build_table([_HEADINGS, *rows]))
+    of_batches = [state for state in states if state.stepping is None]
+    rows = [(*_HEADINGS, "sequences"), *((*_row(state), _sequences(state.sequences)) for state in of_batches)]
+    if of_batches:
+        has_sequences = any(state.sequences for state in of_batches)
+        screen.print_table(build_table(rows if has_sequences else [row[:-1] for row in rows]))
     stepping = [_stepping_row(state, state.stepping) for state in states if state.stepping is not None]
-    if rows and stepping:
+    if of_batches and stepping:
         screen.print()
     if stepping:
         screen.print_table(build_table([_STEPPING_HEADINGS, *stepping]))
@@ -190,6 +196,13 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
         *_times(stepping.first_us),
         *_times(stepping.gap_us),
     )
+
+
+def _sequences(report: SequencesReport | None) -> str:
+    if report is None:
+        return "-"
+    waiting = report.waiting_to_start
+    return f"{report.kept:,}" + (f", {waiting:,} wait to start" if waiting else "")
 
 
 def _age(state: ModelState) -> str:

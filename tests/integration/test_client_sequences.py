@@ -365,7 +365,7 @@ async def test_request_that_cannot_be_sent_takes_no_index(
 
 @pytest.mark.parametrize(
     "options",
-    [{"sequence_id": "x"}, {"sequence_start": True}, {"sequence_end": True}, {"sequence_index": 3}],
+    [{"sequence_id": "x"}, {"sequence_start": True}, {"sequence_end": True}, {"sequence_index": 0}],
     ids=lambda options: next(iter(options)),
 )
 async def test_options_of_the_sequence_are_its_own(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from carpool.errors import UnavailableError
-from carpool.wire.report import BatcherReport, Gauges, SteppingReport
+from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
 from carpool_cli.top.command import Sample, as_json, compare, follow
-from carpool_cli.top.figures import Figures, ModelSample, Requests, Stepping, figures
+from carpool_cli.top.figures import Figures, ModelSample, Requests, Sequences, Stepping, figures
 from carpool_cli.top.page import Page
 
 SECOND_US = 1_000_000
@@ -152,7 +152,7 @@ def test_json_keys_are_stable() -> None:
         *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
         *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
-        *("policy", "missed", "stepping"),
+        *("policy", "missed", "stepping", "sequences"),
     ]
 
 
@@ -196,6 +196,33 @@ def test_figures_of_a_stepping_model_are_those_of_its_slots_and_chunks() -> None
         "chunk_gap_p50_ms": None,
         "chunk_gap_p99_ms": None,
     }
+
+
+def stateful_report(at_s: float, *numbers: int) -> BatcherReport:
+    """A report on a stateful model."""
+    return replace(report(at_s), sequences=SequencesReport(*numbers))
+
+
+def test_sequences_of_a_stateful_model_are_counted() -> None:
+    before, now = sample(stateful_report(10, 100, 0, 170, 60, 10)), stateful_report(14, 1204, 3, 210, 61, 10)
+    found = figures("Vad", before, sample(now))
+    assert found.sequences == Sequences(1204, 3, Requests(210, 10.0), Requests(61, 0.25), Requests(10, 0.0))
+    first = figures("Vad", None, sample(now)).sequences
+    assert first is not None
+    assert first.started == Requests(210, 15.0)
+    (as_dict,) = json.loads(as_json([found]))["models"]
+    assert as_dict["sequences"] == {
+        "kept": 1204,
+        "waiting_to_start": 3,
+        "started": {"total": 210, "per_s": 10.0},
+        "ended": {"total": 61, "per_s": 0.25},
+        "broken": {"total": 10, "per_s": 0.0},
+    }
+    assert drawn([found], 100)[-1] == (
+        "  sequences         1,204 kept  3 wait to start  210 started (10/s)  61 ended (0.25/s)  10 broken"
+    )
+    none_waits = figures("Vad", None, sample(stateful_report(14, 100, 0, 170, 60, 10)))
+    assert "  100 kept  170 started (12/s)" in drawn([none_waits], 100)[-1]
 
 
 # --- pages -------------------------------------------------------------------------------------------------

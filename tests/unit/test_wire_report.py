@@ -72,7 +72,7 @@ def test_report_names_what_it_says_of_sequences() -> None:
     report = replace(REPORT, sequences=SequencesReport(100, 3, 170, 60, 10))
     assert json.loads(report.encode())["sequences"] == {
         "kept": 100,
-        "to_start": 3,
+        "waiting_to_start": 3,
         "started": 170,
         "ended": 60,
         "broken": 10,

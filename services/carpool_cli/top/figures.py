@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from carpool.wire.report import BatcherReport
+from carpool.wire.report import BatcherReport, SequencesReport
 
 
 class ModelSample(NamedTuple):
@@ -24,7 +24,7 @@ class ModelSample(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Requests that ended in one way: since the batcher became active, and lately."""
+    """Requests, or sequences, that ended in one way: since the batcher became active, and lately."""
 
     total: int
     per_s: float
@@ -43,6 +43,21 @@ class Stepping(NamedTuple):
     first_chunk_p99_ms: float | None = None
     chunk_gap_p50_ms: float | None = None  # mean time between two chunks of a stream
     chunk_gap_p99_ms: float | None = None
+
+
+class Sequences(NamedTuple):
+    """What only a stateful model has."""
+
+    kept: int
+    waiting_to_start: int  # that wait, because max_candidate_sequences are kept
+    started: Requests  # since the batcher became active, and lately
+    ended: Requests
+    broken: Requests
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain dicts."""
+        counted = {"started": self.started, "ended": self.ended, "broken": self.broken}
+        return {**self._asdict(), **{name: number._asdict() for name, number in counted.items()}}
 
 
 class Figures(NamedTuple):
@@ -72,13 +87,16 @@ class Figures(NamedTuple):
     policy: str | None = None  # the one in force
     missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
     stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
+    sequences: Sequences | None = None  # None: it is not a stateful model, or no batcher reports that it is
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
         refused = {reason: requests._asdict() for reason, requests in self.refused.items()}
         missed = {cause: requests._asdict() for cause, requests in self.missed.items()}
         stepping = None if self.stepping is None else self.stepping._asdict()
-        return {**self._asdict(), "refused": refused, "missed": missed, "stepping": stepping}
+        sequences = None if self.sequences is None else self.sequences.as_json()
+        changed = {"refused": refused, "missed": missed, "stepping": stepping, "sequences": sequences}
+        return {**self._asdict(), **changed}
 
 
 def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures:
@@ -119,6 +137,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         policy=report.policy or None,
         missed=_totals_and_rates(base.missed, report.missed, over_s),
         stepping=_stepping(base, report, over_s),
+        sequences=_sequences(base, report, over_s),
     )
 
 
@@ -136,6 +155,23 @@ def _stepping(base: BatcherReport, report: BatcherReport, over_s: float) -> Step
         _per_s(now.chunks - chunks_before, over_s),
         *_quantiles_ms(now.first_us),
         *_quantiles_ms(now.gap_us),
+    )
+
+
+def _sequences(base: BatcherReport, report: BatcherReport, over_s: float) -> Sequences | None:
+    now, before = report.sequences, base.sequences or SequencesReport(0, 0, 0, 0, 0)
+    if now is None:
+        return None
+
+    def counted(total: int, earlier: int) -> Requests:
+        return Requests(total, _per_s(total - earlier, over_s) or 0.0)
+
+    return Sequences(
+        now.kept,
+        now.waiting_to_start,
+        counted(now.started, before.started),
+        counted(now.ended, before.ended),
+        counted(now.broken, before.broken),
     )
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from carpool_cli.screen import build_table, clip, count, duration
-from carpool_cli.top.figures import Figures, Requests, Stepping
+from carpool_cli.top.figures import Figures, Requests, Sequences, Stepping
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
@@ -191,6 +191,8 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield from _of_batches(model)
     else:
         yield from _of_steps(model, model.stepping)
+    if model.sequences is not None:
+        yield "sequences", _sequences(model.sequences)
     if model.refused:
         yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
     if model.missed:
@@ -215,6 +217,16 @@ def _of_steps(model: Figures, stepping: Stepping) -> Iterator[tuple[str, Sequenc
     yield "chunks", [chunks if is_recent else f"{chunks}; none ended in the last 10 to 20 s"]
     if model.p50_ms is not None:
         yield "whole outputs", [f"p50 {_time(model.p50_ms)}", f"p99 {_time(model.p99_ms)}"]
+
+
+def _sequences(sequences: Sequences) -> list[str]:
+    return [
+        f"{sequences.kept:,} kept",
+        *([f"{sequences.waiting_to_start:,} wait to start"] if sequences.waiting_to_start else []),
+        _requests("started", sequences.started),
+        _requests("ended", sequences.ended),
+        _requests("broken", sequences.broken),
+    ]
 
 
 def _reasons(model: Figures) -> list[str]:

@@ -140,7 +140,7 @@ def check_sequence_id(sequence_id: str) -> None:
 def check_no_sequence(options: RequestOptions, call: str) -> None:
     """Reject the options of a sequence in a call for which they have no meaning."""
     for name in SEQUENCE_OPTIONS:
-        if options.get(name):
+        if (value := options.get(name)) is not None and value is not False:
             raise InvalidArgumentError(
                 f"{name}: is no option of {call}; `sequence` sends the requests of a sequence"
             )

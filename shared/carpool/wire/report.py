@@ -41,7 +41,7 @@ class SequencesReport(NamedTuple):
     """What a batcher reports of a stateful model. `started`, `ended` and `broken` are counters."""
 
     kept: int  # begun, and neither ended nor broken
-    to_start: int  # that wait to start, because `max_candidate_sequences` are kept
+    waiting_to_start: int  # that wait to start, because `max_candidate_sequences` are kept
     started: int
     ended: int  # with their last request, by `end_sequences`, or because they were idle
     broken: int  # a request did not succeed
