@@ -18,6 +18,7 @@ import pytest
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
 from carpool.messages import DispatchReason
+from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.demo import writing
 from carpool_cli.demo.docsearch import DocSearch
@@ -314,7 +315,8 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert plain[0].endswith("infer square 7")
     assert plain[1].startswith('redis-cli BLPOP "carpool:{square}:result:$(redis-cli XADD ')
     assert "Client()" in plain[2]
-    assert paste.lines("redis://127.0.0.1:6379/0", "m", streams=True)[0].endswith("infer m hello --stream")
+    streamed, *_ = paste.lines("redis://127.0.0.1:6379/0", "m", kind=ModelKind.STEPPING)
+    assert streamed.endswith("infer m hello --stream")
     assert "redis-cli -p 7000 " in paste.lines("redis://127.0.0.1:7000/0", "square")[1]
     assert "redis-cli -s /tmp/r.sock " in paste.lines("unix:///tmp/r.sock", "square")[1]
     assert "redis-cli -u rediss://example.org/0 " in paste.lines("rediss://example.org/0", "square")[1]
@@ -323,6 +325,13 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert paste.needs_environment("redis://:hush@example.org/0")
     assert "hush" not in "".join(secret)
     assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
+
+
+def test_commands_for_a_model_with_states_send_a_whole_sequence() -> None:
+    infer, redis_cli, python = paste.lines("redis://127.0.0.1:6379/0", "m", kind=ModelKind.STATEFUL)
+    assert infer.endswith("infer m hello --sequence-id try --sequence-start --sequence-end")
+    assert "'*' sequence_id try sequence_start 1 sequence_end 1 body " in redis_cli
+    assert ', sequence_id="try", sequence_start=True, sequence_end=True)' in python
 
 
 def commands(*inputs: TensorSpec) -> list[str]:
