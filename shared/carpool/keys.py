@@ -78,6 +78,17 @@ class Keys:
         return self._of("workers")
 
     @property
+    def draining(self) -> str:
+        """Set: model processes of a bound model that begin no more sequences, and leave when those that they
+        have have ended."""
+        return self._of("draining")
+
+    def inbox(self, process: str) -> str:
+        """Stream that expires, trimmed: what a bound model's batcher tells one model process, in order: see
+        `wire.inbox`."""
+        return self._of(f"inbox:{process}")
+
+    @property
     def batcher(self) -> str:
         """String that expires: the lease of the one active batcher."""
         return self._of("batcher")
@@ -118,7 +129,7 @@ class Keys:
     def sequence(self, sequence_id: str) -> str:
         """Hash that expires: `state` and `next`, the number of requests that have succeeded, of a sequence,
         with the correlation ID of the `last` one; or why it is `broken`, and from which place (`broken_at`).
-        See `sequence.lua`."""
+        Of a bound model the `state` is the name of the process that has it. See `sequence.lua`."""
         return self._of(f"sequence:{sequence_id}")
 
     def progress(self, batch_id: str) -> str:
