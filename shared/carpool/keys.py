@@ -121,6 +121,15 @@ class Keys:
         See `sequence.lua`."""
         return self._of(f"sequence:{sequence_id}")
 
+    def inbox(self, process: str) -> str:
+        """Stream that expires: the messages to one process of a model that binds sequences (`wire.inbox`)."""
+        return self._of(f"inbox:{process}")
+
+    @property
+    def draining(self) -> str:
+        """Set that expires: the processes of such a model that begin no more sequences, and then leave."""
+        return self._of("draining")
+
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
         often each was started alone (see `answer.lua`); the chunks of a stepping model (see `step.lua`)."""
