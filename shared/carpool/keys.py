@@ -78,17 +78,6 @@ class Keys:
         return self._of("workers")
 
     @property
-    def draining(self) -> str:
-        """Set: model processes of a bound model that begin no more sequences, and leave when those that they
-        have have ended."""
-        return self._of("draining")
-
-    def inbox(self, process: str) -> str:
-        """Stream that expires, trimmed: what a bound model's batcher tells one model process, in order: see
-        `wire.inbox`."""
-        return self._of(f"inbox:{process}")
-
-    @property
     def batcher(self) -> str:
         """String that expires: the lease of the one active batcher."""
         return self._of("batcher")
@@ -131,6 +120,15 @@ class Keys:
         with the correlation ID of the `last` one; or why it is `broken`, and from which place (`broken_at`).
         Of a bound model the `state` is the name of the process that has it. See `sequence.lua`."""
         return self._of(f"sequence:{sequence_id}")
+
+    def inbox(self, process: str) -> str:
+        """Stream that expires: the messages to one process of a model that binds sequences (`wire.inbox`)."""
+        return self._of(f"inbox:{process}")
+
+    @property
+    def draining(self) -> str:
+        """Set that expires: the processes of such a model that begin no more sequences, and then leave."""
+        return self._of("draining")
 
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how

@@ -12,7 +12,7 @@ from carpool.messages import Dispatch, Entry, SlotFreed
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_batch
-from carpool.wire.inbox import BatchDispatched, InboxMessage, SequenceFreed, decode_inbox
+from carpool.wire.inbox import BatchSent, InboxMessage, SequenceEnded, decode_message
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.wire import DEFAULTS, flat_of
@@ -42,7 +42,7 @@ class Bound:
 
     def inbox(self, process: str) -> list[InboxMessage]:
         entries = self.link.call("XRANGE", self.keys.inbox(process), "-", "+")
-        return [decode_inbox(flat) for _, flat in entries]
+        return [decode_message(flat) for _, flat in entries]
 
     def pending(self, process: str) -> list[str]:
         """The batches that are in the pending list of a process, each delivered once."""
@@ -68,7 +68,7 @@ def test_a_batch_is_in_the_pending_list_and_the_inbox_of_its_process(bound: Boun
     first, second = bound.dispatch("p", bound.add("1")), bound.dispatch("q", bound.add("2"))
     assert first is not None and second is not None
     assert bound.pending("p") == [first] and bound.pending("q") == [second]
-    assert bound.inbox("p") == [BatchDispatched(first)] and bound.inbox("q") == [BatchDispatched(second)]
+    assert bound.inbox("p") == [BatchSent(first)] and bound.inbox("q") == [BatchSent(second)]
     assert bound.link.call("PTTL", bound.keys.inbox("p")) > 0
     (flat,) = [flat for batch_id, flat in bound.link.call("XRANGE", bound.keys.batches, first, first)]
     assert decode_batch(first.encode(), flat, 1).process == "p"
@@ -99,8 +99,8 @@ def test_a_process_is_told_in_order_what_has_no_slot_any_more(bound: Bound) -> N
     bound.store.refuse([], [], TTL_MS, freed=[SlotFreed("p", "mic1"), SlotFreed("q", "mic2")])
     second = bound.dispatch("p", bound.add("2"))
     assert second is not None
-    assert bound.inbox("p") == [BatchDispatched(first), SequenceFreed("mic1"), BatchDispatched(second)]
-    assert bound.inbox("q") == [SequenceFreed("mic2")]
+    assert bound.inbox("p") == [BatchSent(first), SequenceEnded("mic1"), BatchSent(second)]
+    assert bound.inbox("q") == [SequenceEnded("mic2")]
 
 
 def test_an_inbox_of_another_type_costs_no_other_process_its_messages(bound: Bound) -> None:
@@ -108,4 +108,4 @@ def test_an_inbox_of_another_type_costs_no_other_process_its_messages(bound: Bou
     batch_id = bound.dispatch("p", bound.add("1"))
     bound.store.refuse([], [], TTL_MS, freed=[SlotFreed("p", "mic1"), SlotFreed("q", "mic2")])
     assert bound.pending("p") == [batch_id]
-    assert bound.inbox("q") == [SequenceFreed("mic2")]
+    assert bound.inbox("q") == [SequenceEnded("mic2")]

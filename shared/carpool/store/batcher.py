@@ -43,6 +43,7 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
+from carpool.wire.inbox import SequenceEnded, encode_ended
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
@@ -287,7 +288,10 @@ class BatcherStore:
         args = [result_ttl_ms, self.only_active_as, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)
         args += group_list_args(
-            [(script_keys.index(self.keys.inbox(one.process)), one.sequence_id) for one in freed]
+            [
+                (script_keys.index(self.keys.inbox(process)), *encode_ended(SequenceEnded(sequence_id)))
+                for process, sequence_id in freed
+            ]
         )
         replies = self._run_active(_REFUSE, script_keys.keys, args)
 

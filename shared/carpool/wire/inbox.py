@@ -1,41 +1,41 @@
-"""What the batcher of a bound model tells one of its processes: entries of a stream, read in their order.
+"""The messages to one process of a model that binds sequences <-> the fields of stream entries.
 
-    batch BATCH_ID      `dispatch.lua` dispatched this batch to the process; it is in its pending list
-    end SEQUENCE_ID     `refuse.lua`: the sequence has no slot there any more, if it had one. Requests of it
-                        that are dispatched later begin with a start
-
-It is a stream, and not a list, so that nothing is lost with a reply: a process reads on after the last entry
-that it knows. It reads its inbox from the beginning, because no name of a process is used twice.
+An inbox is a stream, not a list: a message is still there after a reply that was lost. Its entries are in the
+order in which the process is to take them: a batch is in `batches`, pending for this process, and the end of
+a sequence frees its slot, before a later batch begins another one in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_BATCH: Final = "batch"  # as in `dispatch.lua`
+_ENDED: Final = "ended"
 
 
-class BatchDispatched(NamedTuple):
-    """A batch for this process is in flight."""
+class BatchSent(NamedTuple):
+    """This batch was dispatched to the process."""
 
     batch_id: str
 
 
-class SequenceFreed(NamedTuple):
-    """A sequence ended without a request of its own: its slot is free."""
+class SequenceEnded(NamedTuple):
+    """This sequence ended without a result of the process: it was idle, ended by force, or broken by a
+    request that was refused."""
 
     sequence_id: str
 
 
-InboxMessage = BatchDispatched | SequenceFreed
+InboxMessage = BatchSent | SequenceEnded
 
 
-def decode_inbox(flat: Sequence[bytes]) -> InboxMessage:
-    """An entry of an inbox as Redis returns it. Only batchers write there, so a malformed one raises."""
-    name, value = flat
-    return _MESSAGES[name](value.decode())
+def encode_ended(ended: SequenceEnded) -> list[str]:
+    """The fields of the entry."""
+    return [_ENDED, ended.sequence_id]
 
 
-_MESSAGES: dict[bytes, type[BatchDispatched] | type[SequenceFreed]] = {
-    b"batch": BatchDispatched,
-    b"end": SequenceFreed,
-}
+def decode_message(flat: Sequence[bytes]) -> InboxMessage:
+    """The message in an entry, of which Redis returned these fields."""
+    name, value = (part.decode() for part in flat)
+    return BatchSent(value) if name == _BATCH else SequenceEnded(value)

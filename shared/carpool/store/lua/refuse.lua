@@ -10,7 +10,7 @@
 --       3.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
 --           of tickets or '', payload; list of stored bodies to delete: index in KEYS
 --       list of changes of sequences (see sequence.lua)
---       list of sequences of bound models that have no slot any more: index in KEYS of the inbox, sequence ID
+--       list of messages to processes of a bound model: index in KEYS of the inbox, field, value
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else for each entry
 --         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
@@ -39,6 +39,6 @@ for e = 1, tonumber(take()) do
   end
 end
 change_sequences(take, true)
-for _ = 1, tonumber(take()) do tell_process(KEYS[tonumber(take())], 'end', take()) end
+for _ = 1, tonumber(take()) do tell_process(KEYS[tonumber(take())], take(), take()) end
 if #arrived > 0 then release(KEYS[2], KEYS[3], arrived) end
 return replies
