@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from carpool.errors import (
+    ABORTED,
     DEADLINE_EXCEEDED,
     INTERNAL,
     INVALID_ARGUMENT,
@@ -34,6 +35,10 @@ from carpool_worker.raising_producers import RaisingProducers
 
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
+_OTHER_KIND: Final = (
+    "the model was replaced by one that {}, and the request was dispatched before: send it again"
+)
+_NO_STATE: Final = "sequence_id: {}; begin it again with sequence_start"
 
 # Tensor parts and the bytes of each; for several tensors, a list of the bytes of each. The parts are () for a
 # model that declares no tensors.
@@ -54,6 +59,7 @@ class Codec:
         self.inputs = ready.inputs
         self.outputs = ready.outputs
         self.wants_requests = ready.wants_requests
+        self._initial_state = ready.initial_state  # empty: the model keeps no states
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
         self._raising = RaisingProducers()
@@ -113,7 +119,7 @@ class Codec:
 
         In msgpack they are if the head of the run is that of the tensor, in octet-stream if it has none.
         """
-        if len(self.inputs) != 1 or len(rows) < 2:
+        if len(self.inputs) != 1 or len(rows) < 2 or self._initial_state:
             return None
         spec = self.inputs[0]
         if run.content_type == RAW:
@@ -139,6 +145,11 @@ class Codec:
         body = run.bodies[index]
         if isinstance(body, StoredBody):  # it could not be loaded, so its request has a result
             return None
+        if self._initial_state or run.sequence is not None:
+            reason = self._why_without_state(execution, run, position)
+            if reason:
+                execution.fail(position, ABORTED, reason)
+                return None
         try:
             data = self._memo.data_of(body) if run.content_type == MSGPACK else None
             if data is None:
@@ -149,6 +160,25 @@ class Codec:
         except Exception as error:  # an unforeseen case must not fail the other requests
             execution.fail(position, INVALID_ARGUMENT, f"body: cannot be decoded ({error})")
         return None
+
+    def _why_without_state(self, execution: Execution, run: BatchedRun, position: int) -> str:
+        """Why a request cannot be executed for want of the state of its sequence; empty if it can be."""
+        part, needed_bytes = run.sequence, len(self._initial_state)
+        if part is None:
+            return _OTHER_KIND.format("keeps states of sequences")
+        if not needed_bytes:
+            return _OTHER_KIND.format("keeps none of sequences")
+        if part.starts:
+            return ""
+        state = execution.states.get(position)
+        if state is None:
+            return _NO_STATE.format(f"the state of {part.sequence_id} is lost")
+        if len(state) != needed_bytes:
+            return _NO_STATE.format(
+                f"the state of {part.sequence_id} has {len(state)} bytes, but this model's states take "
+                f"{needed_bytes}: the model was replaced"
+            )
+        return ""
 
     def _decode(self, content_type: str, body: bytes) -> _Decoded:
         if not self.inputs:
@@ -196,18 +226,27 @@ class Codec:
     def _frame(
         self, execution: Execution, parts: tuple[Part, ...], positions: list[int], values: list[Any]
     ) -> Frame:
-        fields: list[frames.RequestFields] = []
+        fields: list[Any] = []
         if self.wants_requests:
             located = [execution.locate(position) for position in positions]
             lane = execution.batch.lane
             fields = [(run.correlation_ids[index], lane, run.extra or {}) for run, index in located]
+            if self._initial_state:
+                sequences = [run.sequence[:3] for run, _ in located if run.sequence is not None]  # all have
+                fields = [
+                    (*of_one, *of_sequence) for of_one, of_sequence in zip(fields, sequences, strict=True)
+                ]
         header = FrameHeader(positions[0], len(positions), parts, fields)
         if not parts:
-            return Frame(positions, header, _array_of_packed(values))
-        if len(parts) == 1:
-            return Frame(positions, header, values)
-        by_tensor = zip(*values, strict=True)
-        return Frame(positions, header, [item for items in by_tensor for item in items])
+            payload = _array_of_packed(values)
+        elif len(parts) == 1:
+            payload = values
+        else:
+            payload = [item for items in zip(*values, strict=True) for item in items]
+        if self._initial_state:
+            states, initial = execution.states, self._initial_state  # those that start have none yet
+            payload += [states.get(position, initial) for position in positions]
+        return Frame(positions, header, payload)
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
@@ -234,6 +273,8 @@ class Codec:
             for index, (status, detail) in failures.items():
                 execution.fail(succeeded[index], status, detail)
             succeeded = [position for index, position in enumerate(succeeded) if index not in failures]
+        if self._initial_state:
+            payload = self._take_states(execution, succeeded, payload)
         if outcome.parts:
             self._take_rows(execution, succeeded, outcome.parts, payload)
         else:
@@ -243,6 +284,14 @@ class Codec:
             for run, start, of_run in _by_run(execution, succeeded):
                 encoded = [_encode(run.content_type, value) for value in values[of_run.start : of_run.stop]]
                 _take_bodies(execution, run, start, succeeded[of_run.start : of_run.stop], encoded)
+
+    def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
+        """Take the new states of these requests from a payload. Returns its other part."""
+        row_bytes = len(self._initial_state)
+        results, rows = frames.divide_payload(payload, row_bytes * len(positions))
+        for index, position in enumerate(positions):
+            execution.states[position] = bytes(rows[index * row_bytes : (index + 1) * row_bytes])
+        return results
 
     def _take_rows(
         self, execution: Execution, positions: Sequence[int], parts: Sequence[Part], payload: Buffer

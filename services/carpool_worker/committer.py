@@ -72,6 +72,7 @@ class Committer:
             execution.of_runs,
             execution.executed_together,
             execution.waited_us,
+            execution.changes(),
         )
 
     def _answer_large_results(self, execution: Execution) -> None:
@@ -82,6 +83,7 @@ class Committer:
         for position in execution.results.keys() - execution.answered_ahead:
             positions.append(position)
             size_bytes += len(execution.results[position].body or b"")
+            size_bytes += len(execution.states.get(position, b""))
             if size_bytes > COMMIT_BYTES_MAX // 2:
                 self._answer(execution, positions, None)
                 positions, size_bytes = [], 0
@@ -102,7 +104,8 @@ class Committer:
     def _answer(self, execution: Execution, positions: list[int], starting: int | None) -> None:
         addresses = addresses_of(execution.batch)
         answers = [
-            Answer(position, addresses[position], execution.results[position]) for position in positions
+            Answer(position, addresses[position], execution.results[position], execution.change(position))
+            for position in positions
         ]
         written = self._store.answer(self._consumer, execution.batch, answers, starting)
         execution.drop(set(positions) - written)  # a batcher answered them when their deadlines passed

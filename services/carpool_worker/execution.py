@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import ABORTED, INTERNAL, OK
-from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults
+from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
 from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool_worker.model_process.frames import FrameHeader
@@ -73,6 +73,8 @@ class Execution:
     is_normal: bool = True  # whether that is so for all frames
     chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
     first_us: int | None = None  # the time from its arrival to the first of these
+    # The states of the sequences, by position: those that were loaded, and after the execution the new ones.
+    states: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def is_suspect(self) -> bool:
@@ -112,6 +114,30 @@ class Execution:
             self.deaths[position] = self.deaths.get(position, 0) + 1
         others = [other for other in self.frames if other is not frame]
         self.frames = builder.frames_of_one(self, frame.positions, now_us) + others
+
+    def change(self, position: int) -> SequenceChange | None:
+        """What the result of this request does to its sequence; None if it is not a part of one."""
+        run, _ = self.locate(position)
+        part = run.sequence
+        if part is None:
+            return None
+        (correlation_id,) = run.correlation_ids
+        result = self.results.get(position)
+        if result is not None and result.status != OK:
+            return SequenceChange(part, correlation_id, "broken", _why_broken(correlation_id, result.status))
+        if part.ends:
+            return SequenceChange(part, correlation_id, "ended")
+        return SequenceChange(part, correlation_id, "kept", self.states[position])
+
+    def changes(self) -> list[SequenceChange]:
+        """What the results that are to be committed do to sequences."""
+        if not any(run.sequence is not None for run in self.batch.runs):
+            return []
+        positions = [position for position in self.results if position not in self.answered_ahead]
+        for of_run in self.of_runs:
+            positions += of_run.positions
+        changes = [self.change(position) for position in positions]
+        return [change for change in changes if change is not None]
 
     # --- results -------------------------------------------------------------------------------------------
 
@@ -163,8 +189,9 @@ class Execution:
 
     @property
     def result_bytes(self) -> int:
-        """The bytes of all results together, without the common heads of rows."""
-        size_bytes = sum([len(result.body or b"") for result in self.results.values()])
+        """The bytes of all results and new states together, without the common heads of rows."""
+        size_bytes = sum(map(len, self.states.values()))
+        size_bytes += sum([len(result.body or b"") for result in self.results.values()])
         for of_run in self.of_runs:
             bodies = of_run.bodies
             size_bytes += len(bodies.data) if isinstance(bodies, Rows) else sum(map(len, bodies))
@@ -200,3 +227,7 @@ class Execution:
             of_singles = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
             of_runs += [(self.batch.runs[at], number) for at, number in of_singles.items()]
         return ResultCounts(statuses, of_runs)
+
+
+def _why_broken(correlation_id: str, status: str) -> str:
+    return f"its request {correlation_id} ended with {status}"

@@ -43,7 +43,7 @@ class Fetcher:
         self.waiting = False  # for the reply to a fetch
         self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
         self._asked_us = 0  # when the fetch was sent, by Redis's clock
-        self._unloaded: list[Execution] = []  # their stored bodies could not be loaded yet
+        self._unloaded: list[Execution] = []  # their stored bodies and states could not be loaded yet
         self._log = structlog.get_logger()
 
     def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
@@ -83,12 +83,12 @@ class Fetcher:
         return [(execution.batch.id, execution.batch.epoch) for execution in self._unloaded]
 
     def _load(self) -> list[Execution]:
-        """Load the stored bodies of batches. A request whose body cannot be loaded gets its result.
+        """Load stored bodies and states. A request whose body cannot be loaded gets its result.
 
         If Redis cannot be reached, the next `start` continues here.
         """
         for execution in self._unloaded:
-            failures = self._store.load_bodies(execution.batch, execution.answered)
+            failures, execution.states = self._store.load(execution.batch, execution.answered)
             for position, detail in failures.items():
                 execution.fail(position, INVALID_ARGUMENT, detail)
         loaded, self._unloaded = self._unloaded, []

@@ -139,7 +139,7 @@ class StepReplica(ReplicaLoop):
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
         for execution in executions:
-            if execution.batch.size != 1:
+            if execution.batch.size != 1 or execution.batch.runs[0].sequence is not None:
                 self._reject(execution)
                 continue
             request = StepExecution(execution, next(self._keys), time.monotonic())
@@ -162,8 +162,8 @@ class StepReplica(ReplicaLoop):
             self._settings = self._settings.with_those_for_steps(batch.settings)
 
     def _reject(self, execution: Execution) -> None:
-        """Answer a batch of several requests: it was dispatched when a model that does not step had this
-        name. A replica of such a model can execute it; this one cannot."""
+        """Answer a batch of several requests, or of a sequence: it was dispatched when a model that does not
+        step had this name. A replica of such a model can execute it; this one cannot."""
         self._log.warning(
             "batch rejected, it is for another model of this name",
             worker=self.consumer,

@@ -261,7 +261,7 @@ def test_answered_request_is_removed_and_gets_no_second_result(model: Model) -> 
     body = b'"' + b"x" * 99 + b'"'
     model.redis.set(KEYS.body("stored"), body)
     batch = model.batch(body_key="stored", body_bytes=len(body))
-    assert model.worker.load_bodies(batch) == {}
+    assert model.worker.load(batch).failures == {}
     model.write(StepWrite(batch, 0, chunks(0, "a")))
     answer(model, batch)
     assert model.write(StepWrite(batch, 1, chunks(1, "b"), result=result(index=2))) == [("ANSWERED", 2)]

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from carpool.messages import JSON, Batch, BatchedRequest, BatchedRun, Result
+from carpool.messages import JSON, Batch, BatchedRequest, BatchedRun, Result, SequenceChange, SequencePart
 from carpool.parts import Buffer
 from carpool.wire.bodies import encode_body
 from carpool.wire.tensors import TensorSpec
@@ -15,9 +15,20 @@ from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process import main as model_process
 from carpool_worker.model_process.frames import OutcomeHeader, Ready
-from carpool_worker.model_process.model import LoadedModel
+from carpool_worker.model_process.model import LoadedModel, adapt
 
 NOW_US: Final = 10_000_000
+
+
+def codec_of_model(model: Any) -> tuple[Codec, LoadedModel]:
+    """A loaded model, and the codec of its worker, from what the model process sends over a real socket."""
+    loaded = adapt(model, "cpu")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send_load_result(theirs, model_process._ready(loaded))
+        ready = frames.receive_load_result(frames.MessageReader(ours))
+    assert isinstance(ready, Ready)
+    return Codec(ready), loaded
 
 
 def codec_of(*inputs: TensorSpec, outputs: Sequence[TensorSpec] = (), wants_requests: bool = False) -> Codec:
@@ -54,6 +65,15 @@ def run_of_one(request: BatchedRequest) -> BatchedRun:
     )
 
 
+def run_of_sequence(
+    sequence_id: str, body: Any, *, starts: bool = False, ends: bool = False, content_type: str = JSON
+) -> BatchedRun:
+    """A request of a sequence, with the correlation ID `r:` and the sequence's."""
+    place = SequencePart.place_of("1-0", 0)
+    request = request_of(body, content_type)._replace(correlation_id=f"r:{sequence_id}")
+    return run_of_one(request)._replace(sequence=SequencePart(sequence_id, starts, ends, None, place))
+
+
 def execution_of(*requests: BatchedRequest | BatchedRun, epoch: int = 1, **more: Any) -> Execution:
     runs = [run_of_one(request) if isinstance(request, BatchedRequest) else request for request in requests]
     return Execution(Batch("7-0", epoch, runs, "full", NOW_US - 2000, "lane"), **more)
@@ -77,6 +97,11 @@ def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[O
         inputs=codec.inputs,
         outputs=codec.outputs,
     )
+    return executed_by(model, frame)
+
+
+def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer]:
+    """The outcome of a frame by a loaded model, from the model process's own code over a real socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_message(ours, frame.header, *frame.payload)
@@ -93,6 +118,21 @@ def finish(codec: Codec, execution: Execution, predict: Callable[..., Any]) -> l
     execution.separate()
     assert execution.results.keys() == set(range(len(execution.batch.requests)))
     return [execution.results[position] for position in sorted(execution.results)]
+
+
+def finish_with_states(
+    codec: Codec, model: LoadedModel, execution: Execution
+) -> dict[str, tuple[Result, SequenceChange]]:
+    """Execute all frames. Returns the result of each sequence's request, and what it does to the sequence."""
+    while execution.frames:
+        codec.take_outcome(execution, execution.frames[0], *executed_by(model, execution.frames[0]))
+        del execution.frames[0]
+    execution.separate()
+    changes = {change.correlation_id: change for change in execution.changes()}
+    return {
+        changes[result.correlation_id].part.sequence_id: (result, changes[result.correlation_id])
+        for result in execution.results.values()
+    }
 
 
 def echo(batch: Any) -> Any:

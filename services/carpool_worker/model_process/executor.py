@@ -3,7 +3,7 @@
 An invalid or failing item fails alone. If the model raises on several items, they are halved until each
 failing item is alone, and the others get their results. Of n items, one failing item costs 2 log2(n) more
 calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
-results are missing.
+results are missing. So do wrong new states.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from carpool.wire.tensors import Array
 from carpool_worker.model_process.failures import WrongOutputError, failure_of
 from carpool_worker.model_process.frames import Failure
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.states import States
 
 Stacked = dict[str, Array]  # by tensor name; the first dimension counts the items
 
@@ -88,15 +89,29 @@ class Outcome(NamedTuple):
     raised: Sequence[int] = ()
 
 
-def execute(model: LoadedModel, items: Items, requests: Sequence[RequestInfo]) -> Outcome:
-    """Validate each item, run the model on the valid ones, and isolate those on which it fails."""
+class _Given(NamedTuple):
+    """What there is of a frame's requests, by index. `states`: of a model that keeps them."""
+
+    items: Items
+    requests: Sequence[RequestInfo]
+    states: States | None
+
+
+def execute(
+    model: LoadedModel, items: Items, requests: Sequence[RequestInfo], states: States | None = None
+) -> Outcome:
+    """Validate each item, run the model on the valid ones, and isolate those on which it fails.
+
+    `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
+    """
     failures = _validate(model, items)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
     parts: list[list[Any] | Stacked] = []
     raised: list[int] = []
-    if valid and not _attempt(model, items, requests, valid, failures, parts, raised):
+    given = _Given(items, requests, states)
+    if valid and not _attempt(model, given, valid, failures, parts, raised):
         return Outcome(failures, _join(parts), 0, tuple(raised))
     return Outcome(failures, _join(parts), len(valid))
 
@@ -114,8 +129,7 @@ def _validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
 
 def _attempt(
     model: LoadedModel,
-    items: Items,
-    requests: Sequence[RequestInfo],
+    given: _Given,
     indexes: Sequence[int],
     failures: dict[int, Failure],
     parts: list[list[Any] | Stacked],
@@ -126,7 +140,7 @@ def _attempt(
     Adds to `failures`, `parts` and `raised`. Returns whether it did not raise.
     """
     try:
-        outputs = _run(model, items, requests, indexes)
+        outputs = _run(model, given, indexes)
     except BaseException as error:
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
@@ -142,16 +156,24 @@ def _attempt(
         return False
     middle = len(indexes) // 2
     for half in (indexes[:middle], indexes[middle:]):
-        _attempt(model, items, requests, half, failures, parts, raised)
+        _attempt(model, given, half, failures, parts, raised)
     return False
 
 
-def _run(
-    model: LoadedModel, items: Items, requests: Sequence[RequestInfo], indexes: Sequence[int]
-) -> list[Any] | Stacked:
+def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> list[Any] | Stacked:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
+    items, requests, states = given
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
-    outputs = model.run(items.select(indexes), infos)
+    if states is None:
+        return _results(model, model.run(items.select(indexes), infos), len(indexes))
+    outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
+    results = _results(model, outputs, len(indexes))
+    states.replace(indexes, new_states)
+    return results
+
+
+def _results(model: LoadedModel, outputs: Any, count: int) -> list[Any] | Stacked:
+    """What the model returned for `count` items, one for each. Raises WrongOutputError."""
     if (
         type(outputs) is not np.ndarray
         and not isinstance(outputs, Sequence | Mapping)
@@ -159,7 +181,7 @@ def _run(
     ):
         outputs = np.asarray(outputs)  # for example a torch tensor on the CPU
     if isinstance(outputs, np.ndarray):
-        _check_count(len(outputs) if outputs.ndim else 0, len(indexes))
+        _check_count(len(outputs) if outputs.ndim else 0, count)
         if model.outputs or (outputs.ndim > 1 and outputs.dtype != object):
             return _stacked(model, {model.outputs[0].name if model.outputs else "": outputs})
         # A model that declares no tensors and returns one value for each item: a list of plain values.
@@ -167,15 +189,15 @@ def _run(
     if isinstance(outputs, Mapping):
         columns = {str(name): _column(values) for name, values in outputs.items()}
         if not columns:
-            raise WrongOutputError(f"the model returned no outputs for {len(indexes)} requests")
+            raise WrongOutputError(f"the model returned no outputs for {count} requests")
         for name, column in columns.items():
-            _check_count(len(column) if column.ndim else 0, len(indexes), f" in output {name!r}")
+            _check_count(len(column) if column.ndim else 0, count, f" in output {name!r}")
         return _stacked(model, columns)
     if isinstance(outputs, str | bytes) or not isinstance(outputs, Sequence):
         raise WrongOutputError(
-            f"the model returned a {type(outputs).__name__} for {len(indexes)} requests, not a list"
+            f"the model returned a {type(outputs).__name__} for {count} requests, not a list"
         )
-    _check_count(len(outputs), len(indexes))
+    _check_count(len(outputs), count)
     return list(outputs)
 
 

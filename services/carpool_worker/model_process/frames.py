@@ -34,6 +34,9 @@ _LOAD_FAILED: Final = "load failed"
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
+SequenceFields = tuple[
+    str, str, Mapping[str, bytes], str, bool, bool
+]  # the same, ID of its sequence, start, end
 
 
 class Ready(NamedTuple):
@@ -45,6 +48,7 @@ class Ready(NamedTuple):
     wants_requests: bool
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
     kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `step_frames`
+    initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
 
 
 class LoadFailed(NamedTuple):
@@ -58,12 +62,13 @@ class FrameHeader(NamedTuple):
     """Worker to model process: the payload has the bodies of `size` requests, the first at position `first`.
 
     Without `parts` the payload is a packed list of values. `requests` only for a model that asks for them.
+    For a model that keeps states, the payload ends with the states of all requests.
     """
 
     first: int
     size: int
     parts: Sequence[Part] = ()
-    requests: Sequence[RequestFields] = ()
+    requests: Sequence[RequestFields | SequenceFields] = ()
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
 
@@ -73,6 +78,7 @@ class OutcomeHeader(NamedTuple):
     Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
     `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
+    For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
 
     first: int
@@ -195,7 +201,7 @@ def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
     (kind, *fields), _ = reader.receive()
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt, model_kind = fields
+    settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
@@ -203,7 +209,15 @@ def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
         wants_requests,
         misspelt,
         ModelKind(model_kind),
+        initial_state,
     )
+
+
+def divide_payload(payload: Buffer, tail_bytes: int) -> tuple[memoryview, memoryview]:
+    """A payload without its last bytes, and these: the states."""
+    view = memoryview(payload)
+    middle = len(view) - tail_bytes
+    return view[:middle], view[middle:]
 
 
 # --- values ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from carpool_worker.model_process.executor import Items, ListItems, Outcome, Sta
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed, OutcomeHeader, Ready
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, SteppingModel, load_model
+from carpool_worker.model_process.states import States
 from carpool_worker.model_process.step_loop import StepLoop
 
 
@@ -71,8 +72,15 @@ def _ready(model: LoadedModel | SteppingModel) -> Ready:
         model.outputs,
         isinstance(model, SteppingModel) or model.wants_requests,
         dict(model.misspelt),
-        ModelKind.STEPPING if isinstance(model, SteppingModel) else ModelKind.PLAIN,
+        _kind_of(model),
+        b"" if isinstance(model, SteppingModel) else model.initial_state,
     )
+
+
+def _kind_of(model: LoadedModel | SteppingModel) -> ModelKind:
+    if isinstance(model, SteppingModel):
+        return ModelKind.STEPPING
+    return ModelKind.STATEFUL if model.states else ModelKind.PLAIN
 
 
 def _execute_all(sock: socket.socket, model: LoadedModel) -> None:
@@ -85,6 +93,10 @@ def _execute_all(sock: socket.socket, model: LoadedModel) -> None:
 def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: LoadedModel) -> None:
     fields, payload = reader.receive()
     frame = FrameHeader(*fields)
+    states = None
+    if model.states:
+        payload, rows = frames.divide_payload(payload, frame.size * len(model.initial_state))
+        states = States(model.states, rows, frame.size)
     items: Items
     if frame.parts:
         items = StackedItems(frames.unstack(frame.parts, frame.size, payload))
@@ -92,13 +104,16 @@ def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: Load
         items = ListItems(frames.unpack_values(payload))
     requests = [RequestInfo(*info) for info in frame.requests]
     started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, requests)
+    outcome = execute(model, items, requests, states)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     failures, parts, data = _encode(model, outcome, frame.size)
     header = OutcomeHeader(
         frame.first, frame.size, frame.number, compute_us, failures, parts, outcome.executed, outcome.raised
     )
-    frames.send_message(sock, header, data)
+    if states is None:
+        frames.send_message(sock, header, data)
+    else:
+        frames.send_message(sock, header, data, states.without(failures))
 
 
 Encoded = tuple[dict[int, frames.Failure], list[frames.Part], bytes]  # failures, parts, payload

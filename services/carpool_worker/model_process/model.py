@@ -12,6 +12,12 @@ A stepping model has `begin` and `step` in place of `predict`, or is a generator
         def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
 
+A model that keeps states of sequences declares them, and gets and returns them with each batch:
+
+        states = [StateSpec("state", "FP32", (2, -1, 128), axis=1)]   # -1: the batch
+        def initial_states(self): ...           # optional: name -> the state of one sequence that starts
+        def predict(self, batch, states): ...   # name -> array -> (outputs, new states)
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
 `predict(self, batch, requests)` also gets a RequestInfo for each item.
@@ -27,7 +33,9 @@ from typing import Any, Final, NamedTuple
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
-from carpool.wire.tensors import TensorSpec
+from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool_worker.model_process.failures import WrongOutputError
+from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping import GeneratorModel, StepRequest
 
 __all__ = ["LoadedModel", "RequestInfo", "SteppingModel", "TensorSpec", "adapt", "load_model"]
@@ -38,7 +46,10 @@ MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
 class RequestInfo(NamedTuple):
-    """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`."""
+    """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`.
+
+    `sequence_id`: None unless it is a part of a sequence, of a model that keeps states.
+    """
 
     correlation_id: str
     lane: str
@@ -62,10 +73,16 @@ class Declarations:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(Declarations):
-    """A user's model, loaded, that executes batches."""
+    """A user's model, loaded, that executes batches.
 
-    run: Callable[[Any, Sequence[RequestInfo]], Any]
+    `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
+    and new states. `initial_state`: the bytes of the state of a sequence that starts.
+    """
+
+    run: Callable[..., Any]
     wants_requests: bool = False
+    states: tuple[StateSpec, ...] = ()
+    initial_state: bytes = b""
     output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
 
     def __post_init__(self) -> None:
@@ -105,11 +122,17 @@ def adapt(model: Any, device: str) -> LoadedModel:
     _check_plain("predict", predict)
     _load(model, device)
     predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
-    wants_requests = _wants_requests(predict)
+    states, declarations = declared_states(model), _declarations(model)
+    _check_takes_states(predict, states)
+    if states:
+        _check_kind(declarations["settings"], ModelKind.STATEFUL)
+    wants_requests = "requests" in _parameters(predict)
     return LoadedModel(
-        run=_pipeline(model, predict, wants_requests),
+        run=_pipeline(model, predict, wants_requests, keeps_states=bool(states)),
         wants_requests=wants_requests,
-        **_declarations(model),
+        states=states,
+        initial_state=initial_state(model, states),
+        **declarations,
     )
 
 
@@ -139,6 +162,8 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
                 f"the model has {name!r} and generates step by step: it is one or the other, and a stepping "
                 "model has only 'begin', 'step' and 'end'"
             )
+    if getattr(model, "states", None) is not None:
+        raise UnusableError("the model has 'states' and generates step by step: it keeps none for sequences")
     begin = getattr(stepping, "begin", None)
     if begin is None:
         raise UnusableError("the model has 'step' but no 'begin', which each request needs first")
@@ -149,10 +174,7 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
     _load(model, device)
     declarations = _declarations(model)
-    try:
-        declarations["settings"].check_kind(ModelKind.STEPPING)
-    except ValueError as error:
-        raise UnusableError(str(error)) from None
+    _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
         begin=begin,
         step=stepping.step,
@@ -165,6 +187,21 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
 def _check_plain(name: str, hook: Any) -> None:
     if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook):
         raise UnusableError(f"the model's {name!r} is a coroutine function: it must be a plain function")
+
+
+def _check_kind(settings: ModelSettings, kind: ModelKind) -> None:
+    try:
+        settings.check_kind(kind)
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+
+
+def _check_takes_states(predict: Callable[..., Any], states: Sequence[StateSpec]) -> None:
+    parameter = _parameters(predict).get("states")
+    if states and parameter is None:
+        raise UnusableError("the model declares 'states', so its 'predict' must have a parameter `states`")
+    if not states and parameter is not None and parameter.default is parameter.empty:
+        raise UnusableError("the model's 'predict' has a parameter `states`, but the model declares none")
 
 
 def _load(model: Any, device: str) -> None:
@@ -185,7 +222,9 @@ def _declarations(model: Any) -> dict[str, Any]:
     }
 
 
-def _pipeline(model: Any, predict: Callable[..., Any], wants_requests: bool) -> Callable[..., Any]:
+def _pipeline(
+    model: Any, predict: Callable[..., Any], wants_requests: bool, *, keeps_states: bool
+) -> Callable[..., Any]:
     preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
 
     def run(batch: Any, requests: Sequence[RequestInfo]) -> Any:
@@ -194,14 +233,30 @@ def _pipeline(model: Any, predict: Callable[..., Any], wants_requests: bool) -> 
         outputs = predict(batch, requests) if wants_requests else predict(batch)
         return outputs if postprocess is None else postprocess(outputs)
 
-    return run
+    def run_with_states(
+        batch: Any, requests: Sequence[RequestInfo], states: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[str, Any]]:
+        if preprocess is not None:
+            batch = preprocess(batch)
+        named = {"states": states, "requests": requests} if wants_requests else {"states": states}
+        returned = predict(batch, **named)
+        if not (
+            isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        ):
+            raise WrongOutputError(
+                f"the model returned a {type(returned).__name__}, not the outputs and a dict of new states"
+            )
+        outputs, new_states = returned
+        return outputs if postprocess is None else postprocess(outputs), new_states
+
+    return run_with_states if keeps_states else run
 
 
-def _wants_requests(predict: Callable[..., Any]) -> bool:
+def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return "requests" in inspect.signature(predict).parameters
+        return inspect.signature(predict).parameters
     except (TypeError, ValueError):  # some C functions have no signature
-        return False
+        return {}
 
 
 def _settings(model: Any) -> ModelSettings:

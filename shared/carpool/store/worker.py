@@ -11,7 +11,7 @@ from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.messages import Batch, DeadLetter, Result, RunResults, SequenceChange
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
-from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -70,6 +70,14 @@ class Reclaimed(NamedTuple):
 
     batch: Batch
     progress: Progress
+
+
+class Loaded(NamedTuple):
+    """What was loaded for a batch, by position: what is wrong with stored bodies that could not be; and the
+    states of sequences, without those of which Redis has none."""
+
+    failures: Mapping[int, str]
+    states: dict[int, bytes]
 
 
 class WorkerStore:
@@ -133,12 +141,14 @@ class WorkerStore:
         entry_id, flat, epoch, progress = reply
         return Reclaimed(decode_batch(entry_id, flat, epoch), Progress.read(progress))
 
-    def load_bodies(self, batch: Batch, answered: Container[int] = ()) -> dict[int, str]:
-        """Load the stored bodies of a batch, in one round trip, into its runs; not those of `answered`.
+    def load(self, batch: Batch, answered: Container[int] = ()) -> Loaded:
+        """Load what a batch does not have with it, in one round trip: stored bodies, into its runs, and the
+        states of sequences, except for those that start. Not for `answered` positions.
 
-        Returns what is wrong with those that could not be loaded, by position. They stay as they are.
+        Bodies that cannot be loaded stay as they are.
         """
         stored: list[tuple[int, list[Body], int, StoredBody]] = []
+        sequences: list[tuple[int, str]] = []
         position = 0
         for run in batch.runs:
             if type(run.bodies) is list:
@@ -147,29 +157,33 @@ class WorkerStore:
                     for at, body in enumerate(run.bodies)
                     if type(body) is StoredBody
                 ]
+            if run.sequence is not None and not run.sequence.starts and position not in answered:
+                sequences.append((position, run.sequence.sequence_id))
             position += len(run.correlation_ids)
-        if not stored:
-            return {}
+        if not stored and not sequences:
+            return Loaded({}, {})
         batch.body_names = [body.name for *_, body in stored]
         needed = [item for item in stored if item[0] not in answered]
         # No more than a byte over what was declared: what a key has is up to its producer.
-        replies = self._link.call_strings(
-            [
-                (("GETRANGE", self.keys.body(body.name), 0, body.size_bytes), body.size_bytes)
-                for *_, body in needed
-            ]
-        )
+        commands: list[tuple[Command, int]] = [
+            (("GETRANGE", self.keys.body(body.name), 0, body.size_bytes), body.size_bytes)
+            for *_, body in needed
+        ]
+        commands += [(("HGET", self.keys.sequence(name), "state"), 0) for _, name in sequences]
+        replies = self._link.call_strings(commands)
+        for reply in replies:
+            if isinstance(reply, CommandError) and reply.code != "WRONGTYPE":
+                raise reply
         failures: dict[int, str] = {}
-        for (position, bodies, at, body), reply in zip(needed, replies, strict=True):
+        for (position, bodies, at, body), reply in zip(needed, replies[: len(needed)], strict=True):
             if isinstance(reply, CommandError):
-                if reply.code != "WRONGTYPE":
-                    raise reply
                 failures[position] = "body_key: the key is not a string"
             elif len(reply) != body.size_bytes:
                 failures[position] = _wrong_length(len(reply), body)
             else:
                 bodies[at] = reply
-        return failures
+        states = zip(sequences, replies[len(needed) :], strict=True)
+        return Loaded(failures, {position: state for (position, _), state in states if type(state) is bytes})
 
     def renew(
         self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
