@@ -46,8 +46,8 @@ class UpSettings(RedisSettings):
 
     model: CliPositionalArg[Listed] = Field(
         min_length=1,
-        description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer; "
-        "NAME=MODEL serves it under another name",
+        description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer, "
+        "voice-activity; NAME=MODEL serves it under another name",
     )
     redis_url: RedisUrl | None = Field(
         None, description="a running Redis to use (default: start one, which stops with this command)"
