@@ -263,4 +263,4 @@ def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
         program = program.replace(printed, run_with)
     source = tmp_path / "producer.py"
     source.write_text(program, encoding="utf-8")
-    assert output([sys.executable, str(source)]) == "49\n"
+    assert output([sys.executable, str(source)]) == "49\n5.0 8.0\n"
