@@ -90,8 +90,8 @@ class RecentTimes:
 
 class InFlightBatch(NamedTuple):
     """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
-    `arrivals`: when the requests arrived, as (us, number of requests). `runs` and `cost`: only where each
-    request takes a slot (`Capacity.set_slots`)."""
+    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: only of a
+    stepping or a stateful model. `cost`: only where each request takes a slot (`Capacity.set_slots`)."""
 
     dispatched_us: int
     size: int

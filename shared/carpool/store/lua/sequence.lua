@@ -29,7 +29,10 @@ local function change_sequence(index, take, is_effective)
     sequence_changed_ms = now[1] .. string.format('%03d', math.floor(now[2] / 1000))
   end
   if broken then
-    if is_broken_later then return broken end
+    if is_broken_later then  -- what stands between the two places has no state to go on with
+      redis.pcall('HDEL', key, 'state', 'next', 'last')
+      return broken
+    end
     redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
   elseif outcome == 'kept' then
     redis.pcall('HSET', key, 'state', content, 'last', correlation_id)
