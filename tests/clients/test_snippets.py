@@ -139,7 +139,7 @@ def test_program_for_a_sequence_prints_the_sums(
         assert [json.loads(line)["body"] for line in lines] == [5, 8, 12]
     else:
         assert [float(line.removesuffix(" OK")) for line in lines] == [5, 8, 12]
-    wait_until(lambda: not live.redis.keys(Keys("total").sequence("*")), description="nothing is kept")
+    assert live.redis.keys(Keys("total").sequence(f"{language.name}-*")) == [], "no state is kept"
 
 
 def as_text(language: Language, printed: str) -> str:
