@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from carpool.errors import InvalidArgumentError
+from carpool.messages import BatchedRun
+from carpool.wire.bodies import decode_body
 from carpool.wire.tensors import Array, StateSpec, TensorSpec
 from carpool_worker.model_process.model import RequestInfo
 from carpool_worker.models.onnx import OnnxModel
 from support import tiny_onnx
+from support.executions import codec_of_model, finish_with_states, prepared, run_of_sequence
 from support.tiny_onnx import Node, Value
 
 pytest.importorskip("onnxruntime")
@@ -369,6 +372,45 @@ def test_toml_replaces_metadata_and_code_replaces_both_key_by_key(tmp_path: Path
     ):
         model = loaded(tmp_path, content, toml, given)
         assert (model.max_batch_size, model.states[0].initial) == (size, initial)
+
+
+# --- in a model process ------------------------------------------------------------------------------------
+
+
+def served(model: Any, *runs: BatchedRun, states: dict[int, bytes]) -> dict[str, tuple[Any, Any]]:
+    """By sequence: the result, or the error's detail, and what is kept of the sequence."""
+    codec, adapted = codec_of_model(model)
+    found = finish_with_states(codec, adapted, prepared(codec, *runs, states=states))
+    return {
+        sequence_id: (
+            result.detail if result.body is None else decode_body(result.content_type, result.body),
+            change.content,
+        )
+        for sequence_id, (result, change) in found.items()
+    }
+
+
+def test_worker_serves_a_file_with_states_and_controls(tmp_path: Path) -> None:
+    """Given a request whose ID is no number among others, expect that it alone fails."""
+    model = loaded(tmp_path, accumulator(), STATES + "initial = 100" + CONTROLS)
+    state = np.array([10, 20], np.float32).tobytes()
+    found = served(
+        model,
+        run_of_sequence("7", [1.0, 2.0], starts=True),
+        run_of_sequence("mic7", [1.0, 2.0]),
+        run_of_sequence("8", [3.0, 4.0]),
+        states={1: state, 2: state},
+    )
+    detail, _ = found.pop("mic7")
+    assert detail.startswith("sequence_id: 'mic7' is not a whole number")
+    for sequence_id, total, started in (("7", [101, 102], 1), ("8", [13, 24], 0)):
+        result, new_state = found[sequence_id]
+        assert {name: np.ravel(value).tolist() for name, value in result.items()} == {
+            "total": total,
+            "started": [started],
+            "of": [int(sequence_id)],
+        }
+        assert np.frombuffer(new_state, np.float32).tolist() == total
 
 
 # --- wrong declarations ------------------------------------------------------------------------------------
