@@ -281,7 +281,7 @@ def sequences() -> list[Case]:
         case("the last request", "sequence_end", "1", end=True),
         case("the only request", "sequence_start", "1", "sequence_end", "1", start=True, end=True),
         case("neither, said so", "sequence_start", "0", "sequence_end", "0"),
-        case("the first one, by its index", "sequence_start", "1", "sequence_index", "0", start=True, index=0),
+        case("the first one, numbered", "sequence_start", "1", "sequence_index", "0", start=True, index=0),
         case("a request with an index", "sequence_index", "12", index=12),
         case("the largest index", "sequence_index", str(2**53), index=2**53),
         entry(
