@@ -21,6 +21,7 @@ from carpool.clock import RedisClock
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.keys import Keys
 from carpool.messages import (
+    UNANSWERED,
     BatchedRun,
     BatchSettled,
     Dispatch,
@@ -28,6 +29,8 @@ from carpool.messages import (
     Refusal,
     Result,
     Run,
+    SequenceChange,
+    SequencesEnd,
     Withdrawal,
     tickets_of_each,
 )
@@ -43,10 +46,12 @@ from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler
+from carpool_batcher.core.sequences import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
     MissingBatches,
+    UnreadEntries,
     bodies_waiting_since,
     forget_missing_entries,
 )
@@ -63,6 +68,10 @@ BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
+class ModelKindChangedError(Exception):
+    """What was read must be read again: whether requests need a sequence depends on the kind of the model."""
+
+
 class LeaseSession(NamedTuple):
     """What a batcher has only while it holds the lease."""
 
@@ -73,6 +82,7 @@ class LeaseSession(NamedTuple):
     order: ResultOrder
     missed: MissedDeadlines
     missing_batches: MissingBatches
+    unread: UnreadEntries
 
 
 class ModelBatcher:
@@ -121,7 +131,9 @@ class ModelBatcher:
         scheduler = Scheduler(settings, len(snapshot.model_processes), kind_of(snapshot.registration))
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
-        for batch in self._store.batches_in_flight():
+        batches = self._store.batches_in_flight()
+        unread = self._load_sequences(scheduler)  # after the batches: what these kept is known then
+        for batch in batches:
             runs = [_as_run(run, batch.cost) for run in batch.runs]
             scheduler.adopt(batch.id, Dispatch(runs, "idle", batch.lane), batch.dispatched_us)
             order.launched(batch.id, runs)
@@ -143,9 +155,23 @@ class ModelBatcher:
             order,
             MissedDeadlines(scheduler.capacity),
             MissingBatches(),
+            unread,
         )
         self._last_event_us = self.wake_at_us = now_us
         self.needs_snapshot = True
+
+    def _load_sequences(self, scheduler: Scheduler) -> UnreadEntries:
+        """Of a stateful model, know the sequences that are kept. Until all requests were read that wait now,
+        none of a sequence is dispatched: one that was put back stands later than its place."""
+        self._store.only_active_as = ""
+        if scheduler.kind is not ModelKind.STATEFUL:
+            return UnreadEntries(None)
+        self._store.only_active_as = self._name
+        scheduler.sequences.load(self._store.kept_sequences())
+        last_id = self._store.last_waiting_id()
+        if last_id is None:
+            scheduler.sequences.complete()
+        return UnreadEntries(last_id)
 
     def log_lost_lease(self) -> None:
         """Another batcher has the lease, or may take it."""
@@ -190,7 +216,7 @@ class ModelBatcher:
         """Whether nothing is to be done for the model, and has not been for a while."""
         assert self._session is not None
         scheduler = self._session.scheduler
-        if scheduler.waiting or scheduler.withheld or scheduler.in_flight():
+        if scheduler.waiting or scheduler.withheld or scheduler.in_flight() or scheduler.sequences:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
 
@@ -209,7 +235,12 @@ class ModelBatcher:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
                     scheduler.settle(
-                        event.batch_id, event.compute_us, settled_us, event.executed, event.waited_us
+                        event.batch_id,
+                        event.compute_us,
+                        settled_us,
+                        event.executed,
+                        event.waited_us,
+                        event.broken,
                     )
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
@@ -234,9 +265,14 @@ class ModelBatcher:
                     withdrawn += scheduler.withdraw(withdrawal.correlation_ids)
                     cancelled += scheduler.withdraw_in_flight(withdrawal.correlation_ids)
                     emptied.append(entry)
+                case [SequencesEnd() as end]:
+                    withdrawn += scheduler.end_sequences(end.sequence_ids, end.place)
+                    emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
         order.verify(fresh)
+        if session.unread.become_read(arrived):
+            scheduler.sequences.complete()
         if scheduler.settings.preserve_ordering:
             # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
             # first: should this batcher end before it did, the next one would decide anew who gets one.
@@ -261,21 +297,31 @@ class ModelBatcher:
     ) -> None:
         dispatches = [decision for decision in decisions if type(decision) is Dispatch]
         refusals += [decision for decision in decisions if type(decision) is Refusal]
-        if refusals or emptied:
-            self._refuse(session, refusals, emptied)
+        changes = [decision for decision in decisions if type(decision) is SequenceChange]
+        if refusals or emptied or changes:
+            self._refuse(session, refusals, emptied, changes)
         if dispatches:
             self._dispatch(session, dispatches, now_us)
         expired = [decision for decision in decisions if type(decision) is Expire]
         if expired:
             self._expire(session, expired)
 
-    def _refuse(self, session: LeaseSession, refusals: Sequence[Refusal], emptied: Sequence[Entry]) -> None:
+    def _refuse(
+        self,
+        session: LeaseSession,
+        refusals: Sequence[Refusal],
+        emptied: Sequence[Entry],
+        changes_of_sequences: Sequence[SequenceChange] = (),
+    ) -> None:
         scheduler = session.scheduler
         session.order.enter_if_any()
-        changes = self._store.refuse(refusals, emptied, scheduler.settings.result_ttl_ms)
+        ttl_ms = scheduler.settings.result_ttl_ms
+        changes = self._store.refuse(refusals, emptied, ttl_ms, changes_of_sequences)
         self._follow(session, changes)
         missing = set(changes.missing)
-        answered = [refusal for refusal in refusals if refusal.entry not in missing]
+        answered = [
+            refusal for refusal in refusals if refusal.entry not in missing and refusal.status != UNANSWERED
+        ]
         if answered:
             self._meter.refused(answered)
             numbers: Counter[str] = Counter()
@@ -324,6 +370,7 @@ class ModelBatcher:
             answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
             answered = self._answer_in_flight(session, batch_id, answers, DEADLINE_EXCEEDED)
             session.missed.expired(batch_id, runs, answered)
+            session.scheduler.answered_in_flight(run for first, run in runs if first in (answered or ()))
 
     def _cancel(self, session: LeaseSession, cancelled: Iterable[Cancel]) -> None:
         """Answer requests that were withdrawn in flight. Their worker learns of it with its next step."""
@@ -357,13 +404,18 @@ class ModelBatcher:
         session, now_us = self._session, self._clock.now_us()
         scheduler, entries = session.scheduler, session.entries
         self.needs_snapshot = False
-        if scheduler.kind is not kind_of(snapshot.registration):  # another model under this name
-            scheduler.kind = kind_of(snapshot.registration)
+        kind = kind_of(snapshot.registration)
+        if scheduler.kind is not kind:  # another model under this name
+            if ModelKind.STATEFUL in (kind, scheduler.kind):
+                raise ModelKindChangedError("another kind of model has this name now")
+            scheduler.kind = kind
         self.wake_at_us = now_us
         scheduler.model_processes = len(snapshot.model_processes)
         self._update_settings(scheduler, snapshot)
         session.missing_batches.forget(self._store, scheduler, snapshot.batches_in_flight, now_us)
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
+        if snapshot.waiting_entries <= len(entries):
+            scheduler.sequences.complete()  # the last unread one may have been removed
         session.missed.forget_missing(snapshot.model_processes)
         session.order.refresh(snapshot, entries)
         self._renew_bodies(entries, now_us)
@@ -417,6 +469,8 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
             refusals += scheduler.offer(item, now_us)
         elif type(item) is Refusal:
             refusals.append(item)
+            if item.breaks is not None:
+                scheduler.refuse_arrival(item.breaks, item.correlation_ids[0])
     return refusals
 
 
@@ -431,7 +485,10 @@ def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]
     of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
     for position, (correlation_id, ticket) in enumerate(of_each, first):
         result = Result(correlation_id, status, run.content_type, detail=detail)
-        yield Answer(position, Address(run.reply_to, ticket), result)
+        part, change = run.sequence, None
+        if part is not None:
+            change = SequenceChange(part, correlation_id, "broken", did_not_succeed(correlation_id))
+        yield Answer(position, Address(run.reply_to, ticket), result, change)
 
 
 def _as_run(batched: BatchedRun, cost: int) -> Run:
@@ -446,4 +503,5 @@ def _as_run(batched: BatchedRun, cost: int) -> Run:
         batched.deadline_us,
         cost=cost,
         tickets=batched.tickets,
+        sequence=batched.sequence,
     )

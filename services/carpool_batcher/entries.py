@@ -76,6 +76,21 @@ class EntryTable(dict[str, Entry]):
         return runs
 
 
+class UnreadEntries:
+    """Whether entries that waited when this batcher took over are still unread. `last_id`: the last of
+    them."""
+
+    def __init__(self, last_id: bytes | None) -> None:
+        self._last_id = last_id
+
+    def become_read(self, arrived: Sequence[RawEntry]) -> bool:
+        """These entries were read, in their order. Whether they are the last of those that were unread."""
+        if self._last_id is None or not arrived or id_order(arrived[-1][0]) < id_order(self._last_id):
+            return False
+        self._last_id = None
+        return True
+
+
 def bodies_waiting_since(entries: EntryTable, arrival_us: int) -> list[str]:
     """The names of the stored bodies of requests that wait, and arrived before this time."""
     return [

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, get_args
 from prometheus_client import Counter, Gauge
 
 from carpool.errors import (
+    ABORTED,
     CANCELLED,
     DEADLINE_EXCEEDED,
     INTERNAL,
@@ -22,7 +23,7 @@ from carpool.errors import (
 from carpool.messages import Dispatch, DispatchReason, Refusal, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
-from carpool.wire.report import BatcherReport, Gauges, SteppingReport
+from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
@@ -52,6 +53,9 @@ _ANSWERS: Final = (
     (DEADLINE_EXCEEDED, "early"),
     (DEADLINE_EXCEEDED, _IN_FLIGHT),
     (INTERNAL, "policy"),
+    (INVALID_ARGUMENT, "sequence"),
+    (ABORTED, "sequence"),
+    (CANCELLED, "sequence"),
 )
 _DISPATCH_REASONS: Final[tuple[DispatchReason, ...]] = get_args(DispatchReason)
 
@@ -214,6 +218,7 @@ class Meter:
             (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
+            sequences=_sequences_report(scheduler),
         )
 
     def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport | None:
@@ -276,6 +281,12 @@ def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
         scheduler.model_processes,
         scheduler.withheld,
     )
+
+
+def _sequences_report(scheduler: Scheduler) -> SequencesReport | None:
+    if scheduler.kind is not ModelKind.STATEFUL:
+        return None
+    return SequencesReport(*scheduler.sequences.counts())
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

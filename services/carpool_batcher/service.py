@@ -25,6 +25,7 @@ import structlog
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.lifecycle import Backoff, Loop
+from carpool.store.batcher import NotActiveError
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.reader import StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
@@ -266,6 +267,10 @@ class BatcherService:
             act(*args)
         except LinkError:
             raise
+        except NotActiveError:
+            model.batcher.log_lost_lease()
+            self._end(model)
+            return False
         except (Exception, SystemExit) as error:
             self._fail(model, error)
             return False

@@ -47,8 +47,8 @@ Carpool: dynamic batching for models over Redis streams.
   carpool version              print the version
   carpool help COMMAND         list a command's flags; CARPOOL_* variables or lines in .env set them too
 
-For up and worker, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch or writer; for the
-other commands it is a name that `carpool models` lists. To get started:
+For up and worker, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or
+voice-activity; for the other commands it is a name that `carpool models` lists. To get started:
 
   carpool up square
   carpool infer square 7

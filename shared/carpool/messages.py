@@ -241,6 +241,14 @@ class Withdrawal(NamedTuple):
     correlation_ids: frozenset[str]
 
 
+class SequencesEnd(NamedTuple):
+    """A producer ends sequences by force. `place`: where that stands in the request stream."""
+
+    entry: Entry
+    sequence_ids: Sequence[str]
+    place: str
+
+
 class BatchedRun(NamedTuple):
     """A run in a batch. The order of the fields is the order on the wire."""
 
@@ -347,6 +355,21 @@ class SequenceChange(NamedTuple):
     correlation_id: str
     outcome: SequenceOutcome
     content: bytes | str = b""
+
+
+class KeptSequence(NamedTuple):
+    """What Redis keeps of a sequence, without its state.
+
+    `next_index`: how many of its requests succeeded; None if it has no state. `broken` says why requests
+    later than `broken_at` are not served; empty if they are.
+    """
+
+    sequence_id: str
+    changed_us: int
+    next_index: int | None
+    last_id: str = ""
+    broken: str = ""
+    broken_at: str = ""
 
 
 class Result(NamedTuple):

@@ -200,8 +200,8 @@ class WorkerSettings(CommonSettings):
     """Execute batches with a model."""
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, square, docsearch or writer; "
-        "NAME=MODEL serves it under another name"
+        description="module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or "
+        "voice-activity; NAME=MODEL serves it under another name"
     )
     replicas: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         1, description="number of model processes; auto: one per device"

@@ -23,6 +23,7 @@ from carpool.messages import (
     Result,
     ResultColumns,
     Run,
+    SequencesEnd,
     Withdrawal,
 )
 from carpool.model_settings import ModelSettings
@@ -81,10 +82,12 @@ def flat(case: Case) -> list[bytes]:
 # --- requests ----------------------------------------------------------------------------------------------
 
 
-def described(item: Single | Refusal | Withdrawal) -> Case:
+def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Case:
     """What was decoded, in the notation of the vectors. Of a refusal's detail, only the field is compared."""
     if isinstance(item, Withdrawal):
         return {"withdrawal": sorted(item.correlation_ids)}
+    if isinstance(item, SequencesEnd):
+        return {"end_sequences": list(item.sequence_ids)}
     if isinstance(item, Refusal):
         return {
             "refusal": {

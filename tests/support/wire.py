@@ -9,7 +9,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Entry, Refusal, Run, Withdrawal, tickets_of_each
+from carpool.messages import CONTENT_TYPES, Entry, Refusal, Run, SequencesEnd, Withdrawal, tickets_of_each
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body
 from carpool.tickets import TicketRange
@@ -53,7 +53,7 @@ def decode_packed(maps: Any, shared: dict[str, Any] | None = None) -> tuple[Entr
     return decode({"requests": msgpack.packb(maps)} | (shared or {}))
 
 
-def decode_read(entries: Any) -> list[Single | Refusal | Withdrawal]:
+def decode_read(entries: Any) -> list[Single | Refusal | Withdrawal | SequencesEnd]:
     """What entries that were read from a request stream are decoded to, item by item."""
     return [
         item
@@ -112,12 +112,12 @@ def singles(runs: Iterable[Run]) -> list[Single]:
     ]
 
 
-def one_by_one(decoded: Iterable[Decoded]) -> list[Single | Refusal | Withdrawal]:
+def one_by_one(decoded: Iterable[Decoded]) -> list[Single | Refusal | Withdrawal | SequencesEnd]:
     """What an entry was decoded to, with an item for each request and for each refused one."""
     return list(_one_by_one(decoded))
 
 
-def _one_by_one(decoded: Iterable[Decoded]) -> Iterator[Single | Refusal | Withdrawal]:
+def _one_by_one(decoded: Iterable[Decoded]) -> Iterator[Single | Refusal | Withdrawal | SequencesEnd]:
     for item in decoded:
         if isinstance(item, Run):
             yield from singles([item])

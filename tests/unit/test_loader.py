@@ -54,11 +54,12 @@ def test_spec_without_a_valid_name_is_rejected(spec: str) -> None:
 
 
 def test_registered_models_are_those_that_the_documents_name() -> None:
-    assert registered_names() == ["docsearch", "square", "writer"]
+    assert registered_names() == ["docsearch", "square", "voice-activity", "writer"]
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("docsearch", "predict"), ("square", "predict"), ("writer", "step")]
+    ("name", "method"),
+    [("docsearch", "predict"), ("square", "predict"), ("voice-activity", "predict"), ("writer", "step")],
 )
 def test_registered_model_is_found_by_its_name(name: str, method: str) -> None:
     assert callable(getattr(find_model(name), method))
@@ -72,7 +73,9 @@ def test_another_package_can_register_a_model(tmp_path: Path, monkeypatch: pytes
     (metadata / "entry_points.txt").write_text("[carpool.models]\ncube = carpool_test_plugin:cube\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_model("cube")([2]) == [8]
-    with pytest.raises(ValueError, match=r"or a registered name \(cube, docsearch, square, writer\)"):
+    with pytest.raises(
+        ValueError, match=r"or a registered name \(cube, docsearch, square, voice-activity, writer\)"
+    ):
         find_model("sphere")
 
 
@@ -112,7 +115,8 @@ def test_model_in_a_file_can_import_modules_beside_it(
 @pytest.mark.parametrize("location", ["", "cube", "models.py", ":Name", "module:", ":"])
 def test_location_of_no_known_form_is_rejected(location: str) -> None:
     with pytest.raises(
-        ValueError, match=r"write module:Name, .* or a registered name \(docsearch, square, writer\)"
+        ValueError,
+        match=r"write module:Name, .* or a registered name \(docsearch, square, voice-activity, writer\)",
     ):
         find_model(location)
 

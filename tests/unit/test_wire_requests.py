@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, Withdrawal
+from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, SequencesEnd, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
@@ -26,11 +26,11 @@ from carpool.wire.request_fields import (
     MAX_EXTRA_BYTES,
     MAX_FIELDS,
     MAX_LANE_CHARS,
+    MAX_NAMES_BYTES,
     MAX_PACKED_BYTES,
     MAX_REQUESTS_PER_ENTRY,
 )
 from carpool.wire.requests import (
-    MAX_WITHDRAW_BYTES,
     RUN_REQUESTS_MAX,
     Decoded,
     arrival_of,
@@ -59,8 +59,11 @@ thorough = settings(deadline=None, max_examples=300)
 # Not imported from the code under test: a field that it forgets must fail here.
 CARPOOL_FIELDS = [
     *("body", "content_type", "correlation_id", "reply_to", "expiration", "priority", "lane", "cost"),
-    *("sequence_id", "sequence_start", "sequence_end", "requests", "arrival", "withdraw", "reply_columns"),
+    *("sequence_id", "sequence_start", "sequence_end", "sequence_index", "sequence_place", "end_sequences"),
+    *("requests", "arrival", "withdraw", "reply_columns"),
 ]
+NOT_REQUESTS = (b"withdraw", b"end_sequences")
+NOT_ALIKE = (*NOT_REQUESTS, b"requests", b"slots")
 # Names that Carpool knows only where there is no body.
 COLUMN_NAMES = ["correlation_ids", "row_head", "rows", "bodies", "body_key", "body_bytes"]
 
@@ -149,7 +152,7 @@ def test_any_entry_becomes_requests_refusals_or_a_withdrawal(flat: list[bytes], 
         elif isinstance(item, Refusal):
             assert_can_be_sent(item)
         else:
-            assert isinstance(item, Withdrawal)
+            assert isinstance(item, Withdrawal | SequencesEnd)
             assert decoded == [item]
 
 
@@ -191,7 +194,10 @@ def is_not_columns(sent: Any) -> bool:
 def test_each_packed_request_becomes_a_request_or_a_refusal(maps: list[Any], flat: list[bytes]) -> None:
     # Given: a packed entry with any other fields
     shared = [
-        part for pair in zip(flat[::2], flat[1::2], strict=True) if pair[0] != b"withdraw" for part in pair
+        part
+        for pair in zip(flat[::2], flat[1::2], strict=True)
+        if pair[0] not in NOT_REQUESTS
+        for part in pair
     ]
     _, decoded = decode_entry(ENTRY_ID.encode(), [*shared, b"requests", msgpack.packb(maps)], DEFAULTS)
     # Expect: one item for each, in their order
@@ -207,7 +213,7 @@ def test_each_packed_request_becomes_a_request_or_a_refusal(maps: list[Any], fla
 def test_a_request_means_the_same_in_a_run_and_alone(flat: list[bytes], others: list[Any]) -> None:
     """Requests that differ only in ID and body are decoded once for all of them."""
     pairs = zip(flat[::2], flat[1::2], strict=True)
-    shared = [part for pair in pairs if pair[0] not in (b"withdraw", b"requests", b"slots") for part in pair]
+    shared = [part for pair in pairs if pair[0] not in NOT_ALIKE for part in pair]
     same = [{"correlation_id": name, "body": body} for name, body in (("a", b"7"), ("b", b""), ("c", b"78"))]
     maps = [
         *same,
@@ -229,9 +235,9 @@ def test_a_request_means_the_same_in_a_run_and_alone(flat: list[bytes], others: 
     assert list(map(described, one_by_one(together))) == list(map(described, one_by_one(apart)))
 
 
-def described(item: Single | Refusal | Withdrawal) -> Any:
-    """Everything about an item but its entry."""
-    return item[1:] if isinstance(item, Refusal) else item
+def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Any:
+    """Everything about an item but its entry, and where it stands in it."""
+    return item._replace(breaks=None)[1:] if isinstance(item, Refusal) else item
 
 
 # --- round trips -------------------------------------------------------------------------------------------
@@ -410,11 +416,11 @@ def test_withdrawal_names_requests() -> None:
 
 def test_long_withdrawal_is_cut_between_names() -> None:
     # Given: names of 8 bytes and a space each, so that the limit falls within a name
-    sent = [f"{number:08}" for number in range(MAX_WITHDRAW_BYTES // 9 + 100)]
+    sent = [f"{number:08}" for number in range(MAX_NAMES_BYTES // 9 + 100)]
     withdrawal = only(decode({"withdraw": " ".join(sent)}))
     assert withdrawal.correlation_ids < set(sent)
-    assert len(withdrawal.correlation_ids) == MAX_WITHDRAW_BYTES // 9
-    assert only(decode({"withdraw": b"a" * (MAX_WITHDRAW_BYTES + 1)})).correlation_ids == frozenset()
+    assert len(withdrawal.correlation_ids) == MAX_NAMES_BYTES // 9
+    assert only(decode({"withdraw": b"a" * (MAX_NAMES_BYTES + 1)})).correlation_ids == frozenset()
 
 
 # --- limits ------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from carpool_batcher.core.latency import LatencyModel
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
 MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
-TIMES_MAX: Final = 16  # kept of round trips and deliveries
+TIMES_MAX: Final = 64  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
@@ -90,8 +90,8 @@ class RecentTimes:
 
 class InFlightBatch(NamedTuple):
     """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
-    `arrivals`: when the requests arrived, as (us, number of requests). `runs` and `cost`: only where each
-    request takes a slot (`Capacity.set_slots`)."""
+    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: only of a
+    stepping or a stateful model. `cost`: only where each request takes a slot (`Capacity.set_slots`)."""
 
     dispatched_us: int
     size: int

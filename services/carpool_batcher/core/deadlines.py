@@ -71,15 +71,14 @@ class Deadlines:
         self._timers = [item for item in self._timers if type(item[2]) is BatchTimer]
         heapq.heapify(self._timers)
         self._latest = None
-        for lane in self._queue.lanes.values():
-            self.watch_again(lane, settings)
+        self.watch_again(self._queue.runs(), settings)
 
     def watch_again(self, runs: Iterable[Run], settings: ModelSettings) -> None:
         """Set timers for those of these runs that wait; they may have others."""
         for run in runs:
             if run.deadline_us is None or run not in self._queue:
                 continue
-            if run not in self._queue.lanes[run.lane].expired:
+            if not self._queue.has_expired(run):
                 self.watch(run, run.deadline_us, settings, 0)
 
     def watch_batch(self, batch_id: str, expiring: Mapping[int, Run]) -> None:
@@ -140,7 +139,7 @@ class Deadlines:
         ]
         if not runs:
             return []
-        in_time = [run for run in runs if run not in self._queue.lanes[timer.lane].expired]
+        in_time = [run for run in runs if not self._queue.has_expired(run)]
         if timer.deadline_us <= now_us:
             return [decision for run in in_time for decision in self._expire(run, settings)]
         for run in in_time:

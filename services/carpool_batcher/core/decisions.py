@@ -1,10 +1,11 @@
-"""What a scheduler decides: to dispatch a batch, to refuse requests, or to answer some in flight."""
+"""What a scheduler decides: to dispatch a batch, to refuse requests, to answer some in flight, or to change
+what Redis keeps of a sequence."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from carpool.messages import Dispatch, Refusal, Run
+from carpool.messages import Dispatch, Refusal, Run, SequenceChange
 
 
 class Expire(NamedTuple):
@@ -23,7 +24,7 @@ class Cancel(NamedTuple):
     run: Run
 
 
-Decision = Dispatch | Refusal | Expire
+Decision = Dispatch | Refusal | Expire | SequenceChange
 
 
 def refusal(run: Run, status: str, reason: str, detail: str) -> Refusal:

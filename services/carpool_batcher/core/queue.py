@@ -1,11 +1,13 @@
 """The waiting queue of a model: all lanes, their totals, and the limits on what may wait.
 
-Requests begin and cease to wait only here, so that the totals are always right.
+Requests begin and cease to wait only here, so that the totals are always right. Of a sequence only the
+head is in a lane; its followers wait in `core.sequences`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
@@ -15,6 +17,7 @@ from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, si
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
+from carpool_batcher.core.sequences import Decided, Sequences
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 
@@ -28,7 +31,7 @@ class Queue:
     which empties it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: Sequences | None = None) -> None:
         self.count = 0
         self.bytes = 0
         self.arrived = 0
@@ -36,10 +39,19 @@ class Queue:
         self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
         self.changed: set[str] = set()
         self._count_by_priority = [0] * PRIORITY_LEVELS
+        self._sequences = Sequences() if sequences is None else sequences
+        self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
 
     def __contains__(self, run: Run) -> bool:
         lane = self.lanes.get(run.lane)
-        return lane is not None and run in lane
+        return (lane is not None and run in lane) or self._is_follower(run)
+
+    def _is_follower(self, run: Run) -> bool:
+        return run.sequence is not None and run in self._sequences.followers
+
+    def runs(self) -> Iterator[Run]:
+        """All waiting runs."""
+        return chain(chain.from_iterable(self.lanes.values()), self._sequences.followers)
 
     # --- admitting -----------------------------------------------------------------------------------------
 
@@ -60,16 +72,22 @@ class Queue:
         return []
 
     def _insert(self, run: Run, size_bytes: int) -> None:
-        lane = self.lanes.get(run.lane)
-        if lane is None:
-            lane = self.lanes[run.lane] = Lane(run.lane)
-        lane.insert(run, size_bytes)
-        self.changed.add(lane.name)
+        if run.sequence is None:
+            self._enter_lane(run, size_bytes)
+        else:
+            self._sequences.add(run)
         count = len(run.correlation_ids)
         self.count += count
         self.arrived += count
         self.bytes += size_bytes
         self._count_by_priority[run.priority] += count
+
+    def _enter_lane(self, run: Run, size_bytes: int) -> None:
+        lane = self.lanes.get(run.lane)
+        if lane is None:
+            lane = self.lanes[run.lane] = Lane(run.lane)
+        lane.insert(run, size_bytes)
+        self.changed.add(lane.name)
 
     def _admit_part(self, run: Run, settings: ModelSettings) -> list[Refusal]:
         """Admit the requests of a run in order, each if there is space for it."""
@@ -135,14 +153,23 @@ class Queue:
         for run in batch.runs:
             self._count_by_priority[run.priority] -= len(run.correlation_ids)
         self._drop_if_empty(lane)
+        if self._sequences:
+            for run in batch.runs:
+                self._sequences.take(run)
         return batch
 
     def remove(self, run: Run) -> None:
-        """Remove a run. It must be waiting."""
-        lane = self.lanes[run.lane]
+        """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
         size_bytes = bytes_of(run)
-        lane.remove(run, size_bytes)
-        self._count_removed(run, size_bytes, lane)
+        self._count_removed(run, size_bytes)
+        if self._is_follower(run):
+            self._followers_expired.discard(run)
+        else:
+            lane = self.lanes[run.lane]
+            lane.remove(run, size_bytes)
+            self._drop_if_empty(lane)
+        if run.sequence is not None:
+            self._sequences.removed(run)
 
     def take(self, run: Run, indexes: Sequence[int]) -> Run:
         """Remove the requests of a waiting run at these ascending indexes, at least one, and return them as a
@@ -152,15 +179,15 @@ class Queue:
             return run
         lane = self.lanes[run.lane]
         taken = lane.take(run, indexes)
-        self._count_removed(taken, bytes_of(taken), lane)
+        self._count_removed(taken, bytes_of(taken))
+        self._drop_if_empty(lane)
         return taken
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
         """Remove the requests with these correlation IDs, and return their answers. O(all waiting)."""
         withdrawn = [
             (run, [at for at, name in enumerate(run.correlation_ids) if name in correlation_ids])
-            for lane in self.lanes.values()
-            for run in lane
+            for run in self.runs()
             if not correlation_ids.isdisjoint(run.correlation_ids)
         ]
         return [
@@ -174,31 +201,55 @@ class Queue:
             if run in self:
                 self.remove(run)
 
-    def _count_removed(self, run: Run, size_bytes: int, lane: Lane) -> None:
+    def _count_removed(self, run: Run, size_bytes: int) -> None:
         count = len(run.correlation_ids)
         self.count -= count
         self.bytes -= size_bytes
         self._count_by_priority[run.priority] -= count
-        self._drop_if_empty(lane)
 
     def _drop_if_empty(self, lane: Lane) -> None:
         self.changed.add(lane.name)
         if not lane.count and lane.name:
             del self.lanes[lane.name]  # producers choose the names: empty lanes would pile up
 
+    # --- sequences -----------------------------------------------------------------------------------------
+
+    def follow(self, decided: Decided) -> None:
+        """Followers became heads of their sequences, or do not wait any more."""
+        for run in decided.heads:
+            self._enter_lane(run, bytes_of(run))
+            if run in self._followers_expired:
+                self._followers_expired.remove(run)
+                self.move_expired(run)
+        for refused in decided.refusals:
+            if refused.run is not None:
+                self._followers_expired.discard(refused.run)
+                self._count_removed(refused.run, bytes_of(refused.run))
+
     # --- deadlines -----------------------------------------------------------------------------------------
 
     def mark_urgent(self, run: Run) -> None:
-        """A waiting run must be dispatched now to meet its deadline."""
+        """A waiting run must be dispatched now to meet its deadline. A follower cannot be."""
+        if self._is_follower(run):
+            return
         lane = self.lanes[run.lane]
         lane.urgent.add(run)
         self.changed.add(lane.name)
 
     def move_expired(self, run: Run) -> None:
         """A waiting run expired, and is served behind all others."""
+        if self._is_follower(run):
+            self._followers_expired.add(run)
+            return
         lane = self.lanes[run.lane]
         lane.move_expired(run)
         self.changed.add(lane.name)
+
+    def has_expired(self, run: Run) -> bool:
+        """Whether a waiting run is served behind all others, because it expired."""
+        if self._is_follower(run):
+            return run in self._followers_expired
+        return run in self.lanes[run.lane].expired
 
     # --- reading -------------------------------------------------------------------------------------------
 

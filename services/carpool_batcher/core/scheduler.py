@@ -30,6 +30,8 @@
 7. Of a stepping model each request is a batch by itself, which is always full. A process takes as many at a
    time as it has slots (`max_batch_size`), one more for every eight, and as `max_batch_cost` allows. One that
    is withdrawn in flight is answered there.
+8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
+   waiting request takes part in rules 1 to 3; all of them in the others.
 
 A request is in exactly one state:
 
@@ -43,14 +45,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from carpool.messages import Dispatch, DispatchReason, Refusal, Run
+from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
+from carpool.messages import (
+    Dispatch,
+    DispatchReason,
+    Refusal,
+    Run,
+    SequencePart,
+)
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Cancel, Decision, Expire
+from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.queue import Queue
+from carpool_batcher.core.sequences import Sequences, ended_by_force
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -66,10 +76,11 @@ class Scheduler:
     ) -> None:
         self.custom_policy: CustomPolicy | None = None
         self.capacity = Capacity(model_processes)
+        self.sequences = Sequences()
         self._kind = kind
         self._settings = settings
         self._of_batches = self._settings_of_batches()
-        self._queue = Queue()
+        self._queue = Queue(self.sequences)
         self._deadlines = Deadlines(self._queue, self.capacity)
         self._dispatcher = Dispatcher(self._queue, self.capacity)
         self._polled_us = 0
@@ -103,6 +114,8 @@ class Scheduler:
         """The settings by which batches are formed."""
         settings = self._settings
         is_stepping = self._kind is ModelKind.STEPPING
+        self.sequences.candidates_max = settings.max_candidate_sequences
+        self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         self.step_settings = settings.for_steps() if is_stepping else ""  # what workers need
         if not is_stepping:
             self.capacity.set_slots(None, None)
@@ -128,10 +141,38 @@ class Scheduler:
 
         They are no longer in the run, except where all of it is refused: then it is the run of a Refusal.
         """
+        if run.sequence is not None or self._kind is ModelKind.STATEFUL:
+            refused = self._refusal_of_sequence(run)
+            if refused is not None:
+                return [refused]
         refusals = self._queue.admit(run, self._settings)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
+        if refusals and run.sequence is not None:
+            self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
+
+    def _refusal_of_sequence(self, run: Run) -> Refusal | None:
+        """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
+        if self._kind is not ModelKind.STATEFUL:
+            detail = "sequence_id: this model keeps no states of sequences"
+            return refusal(run, UNIMPLEMENTED, "input", detail)
+        if run.sequence is None:
+            detail = "sequence_id: missing; this model keeps a state for each sequence of requests"
+            return refusal(run, INVALID_ARGUMENT, "input", detail)
+        return self.sequences.judge(run)
+
+    def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
+        """A request of a sequence arrived that could not be decoded."""
+        if self._kind is ModelKind.STATEFUL:
+            self.sequences.refuse_arrival(part, correlation_id)
+
+    def end_sequences(self, sequence_ids: Iterable[str], place: str) -> list[Refusal]:
+        """An entry at this place ends these sequences by force. Returns the answers to requests in lanes."""
+        heads = self.sequences.end(sequence_ids, place)
+        for head in heads:
+            self._queue.remove(head)
+        return [ended_by_force(head) for head in heads]
 
     def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
         """A producer withdraws requests that wait. One Refusal for each run."""
@@ -154,7 +195,11 @@ class Scheduler:
     def forget(self, runs: Iterable[Run]) -> None:
         """Runs are no longer in Redis: removed by XDEL, or dispatched by another batcher. Those that do not
         wait are ignored."""
-        self._queue.forget(runs)
+        lost = list(runs)
+        self._queue.forget(lost)
+        for run in lost:
+            if run.sequence is not None:
+                self.sequences.lose(run)  # it was to be dispatched
 
     def watch_again(self, runs: Iterable[Run]) -> None:
         """These runs are in other entries than before: those that wait need timers for their new entries."""
@@ -176,6 +221,9 @@ class Scheduler:
         batch = self._in_flight(dispatch, dispatched_us)
         self.capacity.adopt(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
+        for run in dispatch.runs:
+            if run.sequence is not None:
+                self.sequences.adopt(run)
 
     def settle(
         self,
@@ -184,15 +232,34 @@ class Scheduler:
         settled_us: int,
         executed: int | None = None,
         waited_us: int = 0,
+        broken: Sequence[str] = (),
     ) -> None:
         """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
         together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
-        model process (see `BatchSettled`)."""
+        model process (see `BatchSettled`). `broken`: the IDs of sequences whose requests in it did not
+        succeed."""
+        for run in self._runs_of_sequences(batch_id):
+            assert run.sequence is not None
+            self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
         self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
+        for run in self._runs_of_sequences(batch_id):
+            self.sequences.lose(run)
         self.capacity.forget(batch_id, now_us)
+
+    def answered_in_flight(self, runs: Iterable[Run]) -> None:
+        """These requests of a batch in flight were answered, and not OK."""
+        for run in runs:
+            if run.sequence is not None:
+                self.sequences.fail(run)
+
+    def _runs_of_sequences(self, batch_id: str) -> list[Run]:
+        if self._kind is not ModelKind.STATEFUL:
+            return []
+        batch = self.capacity.in_flight.get(batch_id)
+        return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -234,13 +301,27 @@ class Scheduler:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
         decisions = self._deadlines.run_due(self._settings, now_us)
+        if self._kind is not ModelKind.STATEFUL:
+            decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
+            return decisions
+        decisions += self._decide_sequences(now_us)
         decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
+        decisions += self._decide_sequences(now_us)  # requests may have been refused
         return decisions
+
+    def _decide_sequences(self, now_us: int) -> list[Decision]:
+        decided = self.sequences.decide(now_us)
+        self._queue.follow(decided)
+        self._deadlines.watch_again(decided.heads, self._settings)
+        return [*decided.refusals, *decided.changes]
 
     def wake_at_us(self) -> int | None:
         """When `poll` could next decide something by time alone, as of the last `poll`; None: never."""
         deadline_us = self._deadlines.wake_at_us()
         dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
+        if self._kind is ModelKind.STATEFUL:
+            times_us = (deadline_us, dispatch_us, self.sequences.wake_at_us())
+            return min((at_us for at_us in times_us if at_us is not None), default=None)
         if deadline_us is None or dispatch_us is None:
             return dispatch_us if deadline_us is None else deadline_us
         return min(deadline_us, dispatch_us)
@@ -258,7 +339,9 @@ class Scheduler:
             size += count
             run.bodies = []
         batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
-        if self._kind is not ModelKind.STEPPING:
+        if self._kind is ModelKind.PLAIN:
             return batch
+        if self._kind is ModelKind.STATEFUL:
+            return batch._replace(runs=dispatch.runs)
         cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
         return batch._replace(runs=dispatch.runs, cost=cost)

@@ -46,8 +46,8 @@ class UpSettings(RedisSettings):
 
     model: CliPositionalArg[Listed] = Field(
         min_length=1,
-        description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer; "
-        "NAME=MODEL serves it under another name",
+        description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer, "
+        "voice-activity; NAME=MODEL serves it under another name",
     )
     redis_url: RedisUrl | None = Field(
         None, description="a running Redis to use (default: start one, which stops with this command)"
@@ -201,7 +201,7 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
             worker.model,
             settings.prefix,
             worker.inputs,
-            streams=worker.kind is ModelKind.STEPPING,
+            worker.kind,
         ):
             screen.print(f"  {line}")
         screen.print()

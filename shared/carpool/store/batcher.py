@@ -10,14 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import Batch, Dispatch, Entry, Refusal, Result, Run, tickets_of_each
+from carpool.messages import (
+    UNANSWERED,
+    Batch,
+    Dispatch,
+    Entry,
+    KeptSequence,
+    Refusal,
+    Result,
+    Run,
+    SequenceChange,
+    tickets_of_each,
+)
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
-from carpool.store.connection import Argument, Link, Script
+from carpool.store.connection import Argument, CommandError, Link, Script
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -28,18 +39,22 @@ from carpool.store.results import (
     release,
     result_groups,
 )
+from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
 _DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back"))
-_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back"))
+_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence"))
 _MISSING: Final = Script("missing")
 
 PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
 PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
 RENEWALS_MAX: Final = 1000  # in one round trip
+LOOKUPS_MAX: Final = 1000  # likewise
+
+_FIELDS_KEPT: Final = ("next", "last", "broken", "broken_at")
 
 
 class PutBack(NamedTuple):
@@ -67,6 +82,10 @@ class EntryChanges(NamedTuple):
     missing: list[Entry]  # no longer in the stream: none of their requests was dispatched or answered
 
 
+class NotActiveError(Exception):
+    """This batcher does not hold the lease of a stateful model any more. Nothing was written."""
+
+
 class Dispatched(NamedTuple):
     """A batch that is in flight now: its ID, and its dispatch with the requests that still waited."""
 
@@ -89,6 +108,7 @@ class BatcherStore:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
+        self.only_active_as = ""  # of a stateful model: the batcher's name, which must hold the lease
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -101,6 +121,25 @@ class BatcherStore:
             decode_batch(entry_id, flat, 0)
             for entry_id, flat in self._link.call("XRANGE", self.keys.batches, "-", "+")
         ]
+
+    def kept_sequences(self) -> list[KeptSequence]:
+        """Every sequence of which Redis keeps a state, or that it is broken."""
+        flat = self._link.call("ZRANGE", self.keys.sequences, 0, -1, "WITHSCORES")
+        scored = zip(flat[::2], flat[1::2], strict=True)
+        changed_us = {name.decode(): int(float(at_ms)) * 1000 for name, at_ms in scored}
+        kept: list[KeptSequence] = []
+        known = list(changed_us)
+        for start in range(0, len(known), LOOKUPS_MAX):
+            names = known[start : start + LOOKUPS_MAX]
+            commands = [("HMGET", self.keys.sequence(name), *_FIELDS_KEPT) for name in names]
+            for name, reply in zip(names, self._link.call_many(*commands), strict=True):
+                kept.append(_kept_sequence(name, changed_us[name], reply))
+        return kept
+
+    def last_waiting_id(self) -> bytes | None:
+        """The ID of the last entry of the request stream; None if it is empty."""
+        last = self._link.call("XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
+        return bytes(last[0][0]) if last else None
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:
         """Which of these entries are no longer in the stream."""
@@ -143,6 +182,7 @@ class BatcherStore:
 
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`).
+        Raises NotActiveError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
         indexes: dict[Entry, int] = {}
@@ -153,13 +193,15 @@ class BatcherStore:
         batched = [
             self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings) for dispatch in dispatches
         ]
-        args: list[Argument] = [_arrivals_arg(arrivals), *list_args([entry.id for entry in indexes])]
+        args: list[Argument] = [_arrivals_arg(arrivals), self.only_active_as]
+        args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
         args += group_list_args(batched)
         keys = self.keys
-        missing, new_ids, batch_ids, tickets = self._link.run(
-            _DISPATCH, [keys.requests, keys.batches, keys.held, keys.order], args
-        )
+        script_keys = [keys.requests, keys.batches, keys.held, keys.order]
+        if self.only_active_as:
+            script_keys.append(keys.batcher)
+        missing, new_ids, batch_ids, tickets = self._run_active(_DISPATCH, script_keys, args)
 
         missing_ids = {entry_id.decode() for entry_id in missing}
         batches = [
@@ -196,17 +238,29 @@ class BatcherStore:
         args += list_args(fields)
         return args
 
+    def _run_active(self, script: Script, script_keys: list[str], args: list[Argument]) -> Any:
+        reply = self._link.run(script, script_keys, args)
+        if reply == b"NOT_ACTIVE":
+            raise NotActiveError(self.keys.model)
+        return reply
+
     def refuse(
-        self, refusals: Sequence[Refusal], emptied: Sequence[Entry], result_ttl_ms: int
+        self,
+        refusals: Sequence[Refusal],
+        emptied: Sequence[Entry],
+        result_ttl_ms: int,
+        changes_of_sequences: Sequence[SequenceChange] = (),
     ) -> EntryChanges:
         """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
 
-        The rest of an entry is put back.
+        The rest of an entry is put back. Raises NotActiveError.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
+        if self.only_active_as:
+            script_keys.keys.append(self.keys.batcher)
         remaining: list[list[list[Run]]] = []
         groups: list[Group] = []
         for entry, of_entry in by_entry.items():
@@ -217,8 +271,9 @@ class BatcherStore:
             result_args = group_list_args(result_groups(self.keys, script_keys, results))
             bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
-        args = [result_ttl_ms, *group_list_args(groups)]
-        replies = self._link.run(_REFUSE, script_keys.keys, args)
+        args = [result_ttl_ms, self.only_active_as, *group_list_args(groups)]
+        args += change_args(self.keys, script_keys, changes_of_sequences)
+        replies = self._run_active(_REFUSE, script_keys.keys, args)
 
         changes = EntryChanges([], [], [])
         for entry, parts, (outcome, *part_ids) in zip(by_entry, remaining, replies, strict=True):
@@ -248,6 +303,21 @@ class BatcherStore:
             return answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms)
         except SettledError:
             return None
+
+
+def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | CommandError) -> KeptSequence:
+    if isinstance(reply, CommandError):  # a user made the key another type
+        return KeptSequence(name, changed_us, None)
+    next_index, last_id, broken, broken_at = [value and value.decode("utf-8", "replace") for value in reply]
+    is_broken = bool(broken and broken_at)
+    return KeptSequence(
+        name,
+        changed_us,
+        int(next_index) if next_index else None,
+        last_id or "",
+        (is_broken and broken) or "",
+        (is_broken and broken_at) or "",
+    )
 
 
 def _arrivals_arg(arrivals: Sequence[TicketRange]) -> str:
@@ -303,6 +373,8 @@ def _body_names(refusals: Iterable[Refusal]) -> list[str]:
 
 
 def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
+    if refusal.status == UNANSWERED:
+        return
     run = refusal.run
     tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
     for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):

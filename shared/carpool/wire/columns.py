@@ -18,7 +18,8 @@ from carpool.wire.request_fields import (
     Fields,
     read_text,
 )
-from carpool.wire.runs import Decoded, body_field, check_body_size, check_requests, decode_attributes, refuse
+from carpool.wire.runs import body_field, check_body_size, check_requests, decode_attributes, refuse
+from carpool.wire.sequence_fields import Decoded
 
 # In columns no field of a producer's own has one of these names.
 COLUMNS_ONLY: Final = COLUMN_FIELDS | STORED_BODY_FIELDS

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import msgpack
 
-from carpool.messages import Entry, Run, Withdrawal
+from carpool.messages import Entry, Refusal, Run
 from carpool.rows import Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 from carpool.wire.columns import COLUMNS_ONLY, column_body_fields
 from carpool.wire.request_fields import Fields
-from carpool.wire.runs import Decoded
+from carpool.wire.sequence_fields import Decoded, sequence_fields
 
 _TICKET_RANGE: Final = re.compile(r"([0-9]{1,20}-[0-9]{1,20}):([0-9]{1,4})\+([0-9]{1,4})")
 
@@ -72,6 +72,8 @@ def _attributes_of(run: Run) -> Fields:
         attributes["lane"] = run.lane
     if run.deadline_us is not None:
         attributes["expiration"] = max(1, (run.deadline_us - run.arrival_us) // 1000)
+    if run.sequence is not None:
+        attributes.update(sequence_fields(run.sequence))
     return attributes
 
 
@@ -98,7 +100,7 @@ def restore_tickets(entry: Entry, decoded: Sequence[Decoded], slots: bytes) -> N
             return
         ranges.append(TicketRange(match[1], int(match[2]), int(match[3])))
     tickets = Tickets(tuple(ranges))
-    counts = [len(item.correlation_ids) for item in decoded if type(item) is not Withdrawal]
+    counts = [len(item.correlation_ids) for item in decoded if isinstance(item, Run | Refusal)]
     if tickets.size != sum(counts) or not all(of_range.size for of_range in ranges):
         return
     entry.claimed_tickets = tickets

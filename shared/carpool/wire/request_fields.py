@@ -21,9 +21,12 @@ MAX_EXTRA_BYTES: Final = 64 * 1024
 MAX_LANE_CHARS: Final = 128
 MAX_COST: Final = 1 << 40
 
-SEQUENCE_FIELDS: Final = ("sequence_id", "sequence_start", "sequence_end")
+MAX_NAMES_BYTES: Final = 1 << 20  # of requests that are withdrawn, or of sequences that are ended
+
+SEQUENCE_FIELDS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "sequence_index"})
 # Fields that are not passed on to the model. All others are, and are kept when a request is put back: so is
-# `tenant`, although the batcher reads it. (`slots` is read only in an entry put back: see `wire.put_back`.)
+# `tenant`, although the batcher reads it. (`slots` and `sequence_place` are read only in an
+# entry put back: see `wire.put_back`.)
 CARPOOL_FIELDS: Final = frozenset(
     {
         "body",
@@ -37,9 +40,11 @@ CARPOOL_FIELDS: Final = frozenset(
         "reply_columns",
         "stream",
         *SEQUENCE_FIELDS,
+        "sequence_place",
         "requests",
         "arrival",
         "withdraw",
+        "end_sequences",
     }
 )
 # These two sets are read only where there is no `body`. Beside a `body` they are the producer's own fields.

@@ -30,19 +30,18 @@ from carpool.wire.request_fields import (
     MAX_REQUESTS_PER_ENTRY,
     Fields,
 )
-from carpool.wire.runs import (
+from carpool.wire.runs import body_field, check_requests, decode_attributes, decode_request, refuse
+from carpool.wire.sequence_fields import (
     Decoded,
-    body_field,
-    check_requests,
-    decode_attributes,
-    decode_request,
-    refuse,
+    divide_sequences,
+    has_sequences,
+    read_end_sequences,
+    split_names,
 )
 
 __all__ = ["Decoded", "arrival_of", "decode_entry", "encode_runs", "tickets_of"]
 
 RUN_REQUESTS_MAX: Final = 8  # or the model's `max_batch_size`: longer runs are divided
-MAX_WITHDRAW_BYTES: Final = 1 << 20
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
 
 _FIELD_NAMES: Final = {name.encode(): name for name in CARPOOL_FIELDS | COLUMN_FIELDS}
@@ -72,7 +71,9 @@ def decode_entry(
         for key, value in zip(flat[::2], flat[1::2], strict=True)
     }
     if "withdraw" in raw:
-        return entry, [_decode_withdrawal(entry, raw["withdraw"])]
+        return entry, [Withdrawal(entry, frozenset(split_names(raw["withdraw"])))]
+    if "end_sequences" in raw:
+        return entry, [read_end_sequences(entry, raw["end_sequences"])]
     packed = raw.pop("requests", None)
     arrival = raw.pop("arrival", None)
     if arrival is not None:
@@ -89,9 +90,12 @@ def decode_entry(
         decoded = decode_columns(entry, raw, settings)
     else:
         request = decode_request(entry, raw, settings, default_id=name)
-        if type(request) is Run:
+        if type(request) is Run and request.sequence is None:
             entry.runs.append(request)
-        return entry, [request]
+            return entry, [request]
+        decoded = [request]
+    if has_sequences(decoded):
+        decoded = divide_sequences(decoded, were_put_back=arrival is not None)
     decoded = _divide_long_runs(decoded, settings)
     entry.runs = [item for item in decoded if type(item) is Run]
     return entry, decoded
@@ -112,12 +116,6 @@ def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[D
         else:
             divided.append(item)
     return divided
-
-
-def _decode_withdrawal(entry: Entry, names: bytes) -> Withdrawal:
-    if len(names) > MAX_WITHDRAW_BYTES:  # drop the last name: what is left of it may be another request's ID
-        names = names[:MAX_WITHDRAW_BYTES].rpartition(b" ")[0]
-    return Withdrawal(entry, frozenset(names.decode("ascii", "replace").split()))
 
 
 # --- several requests in one entry -------------------------------------------------------------------------

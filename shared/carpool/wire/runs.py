@@ -10,15 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from carpool.errors import CarpoolError, InvalidArgumentError, UnimplementedError
+from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
-from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run, Withdrawal
+from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     MAX_COST,
-    SEQUENCE_FIELDS,
     STORED_BODY_FIELDS,
     Fields,
     read_content_type,
@@ -29,12 +28,13 @@ from carpool.wire.request_fields import (
     read_valid_content_type,
     read_valid_name,
 )
+from carpool.wire.sequence_fields import Decoded, read_sequence, read_valid_sequence
+
+__all__ = ["Decoded", "body_field", "check_requests", "decode_attributes", "decode_request", "refuse"]
 
 MAX_EXPIRATION_MS: Final = 1 << 53
 
 _ID_LETTERS: Final = CORRELATION_ID_LETTERS.encode()
-
-Decoded = Run | Refusal | Withdrawal  # what an entry has
 
 
 def decode_request(entry: Entry, raw: Fields, settings: ModelSettings, default_id: str) -> Run | Refusal:
@@ -72,9 +72,7 @@ def decode_attributes(run: Run, raw: Fields, settings: ModelSettings) -> None:
         if not raw.keys() <= CARPOOL_FIELDS:
             run.tenant = read_name(raw, "tenant", "") or ""
             run.extra = read_extra_fields(raw)
-        for field in SEQUENCE_FIELDS:
-            if field in raw:
-                raise UnimplementedError(f"{field}: stateful sequences are not supported by this version")
+        run.sequence = read_sequence(raw)
     expiration_ms = settings.expiration_ms(run.priority, asked_ms)
     if expiration_ms is not None:
         run.deadline_us = run.arrival_us + expiration_ms * 1000
@@ -172,6 +170,7 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
         "input",
         error.detail,
         body_names=_stored_names_in(raw),
+        breaks=read_valid_sequence(raw),
     )
 
 

@@ -8,17 +8,23 @@
 -- Entries that arrived are put into the order of results first (see ordering/enter.lua): without that, none of their
 -- requests may be dispatched. To do so here saves a round trip.
 --
--- KEYS  1 requests   2 batches   3 held   4 order
+-- Of a stateful model only the active batcher may dispatch: another one, which was paused, would send a request of a
+-- sequence beside the one in flight.
+--
+-- KEYS  1 requests   2 batches   3 held   4 order   5 batcher, if ARGV[2] is not ''
 -- ARGV  1 entries to put into the order, '' if none
---       2.. list of entry IDs
+--       2 of a stateful model the name of this batcher, else ''
+--       3.. list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
 --       list of batches: list of the indexes of its entries; list of its fields
--- Returns { IDs of missing entries },
+-- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else
+--         { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing },
 --         the number of tickets in the order if ARGV[1] is not '', else -1
 -- O(entries), and O(bytes) for the payloads.
-local take = argument_reader(2)
+if ARGV[2] ~= '' and redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'NOT_ACTIVE' end
+local take = argument_reader(3)
 
 local ids, is_missing, missing = take_list(take), {}, {}
 for i = 1, #ids do

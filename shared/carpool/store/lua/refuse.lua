@@ -1,15 +1,22 @@
 -- refuse: waiting requests are answered without being dispatched (expired, over a limit, withdrawn, invalid).
 -- Entries without requests (withdrawals) are only removed. Nothing is written for an entry that is no longer in the
--- stream: it was removed by XDEL, or dispatched or answered already.
+-- stream: it was removed by XDEL, or dispatched or answered already. What all of this changes in sequences is written
+-- with it, and which sequences end because they were idle. Of a stateful model only the active batcher may do so.
 --
--- KEYS  1 requests   2 order   3 held   4.. the keys of results and of stored bodies
+-- KEYS  1 requests   2 order   3 held   4 batcher, if ARGV[2] is not ''
+--       .. the keys of results, of stored bodies and of sequences
 -- ARGV  1 result TTL (ms)
---       2.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
+--       2 of a stateful model the name of this batcher, else ''
+--       3.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
 --           of tickets or '', payload; list of stored bodies to delete: index in KEYS
--- Returns for each entry { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
+--       list of changes of sequences (see sequence.lua)
+-- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else for each entry
+--         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
+if ARGV[2] ~= '' and redis.call('GET', KEYS[4]) ~= ARGV[2] then return 'NOT_ACTIVE' end
+if ARGV[2] ~= '' then redis.call('XDEL', KEYS[1], '0-0') end -- must be the first write: see deliver.lua
 local ttl_ms = ARGV[1]
-local take = argument_reader(2)
+local take = argument_reader(3)
 local arrived = {}
 local replies = {}
 for e = 1, tonumber(take()) do
@@ -30,5 +37,6 @@ for e = 1, tonumber(take()) do
     if not is_missing then redis.pcall('UNLINK', key) end
   end
 end
+change_sequences(take, true)
 if #arrived > 0 then release(KEYS[2], KEYS[3], arrived) end
 return replies

@@ -28,7 +28,10 @@ local function change_sequence(take, is_effective)
   if known.err then known = {} end
   local is_broken_later = known[1] and known[1] > place
   if outcome == 'broken' then
-    if is_broken_later then return id, true, true end
+    if is_broken_later then  -- what stands between the two places has no state to go on with
+      redis.pcall('HDEL', key, 'state', 'next', 'last')
+      return id, true, true
+    end
     redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
   elseif outcome == 'kept' then
     redis.pcall('HSET', key, 'state', content, 'last', correlation_id, 'next', (tonumber(known[3]) or 0) + 1)

@@ -1,0 +1,232 @@
+"""One sequence: which of its requests waits, in which order they are served, and which cannot be.
+
+Its waiting requests are in *segments*: one for the requests that belong to the state that is kept, and one
+for each waiting start, with what stands after it. Within a segment a request with an index has its turn when
+all before it were served; one without is served in the order of the request stream. Nothing here knows of
+lanes, time or other sequences: that is `core.sequences`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from carpool.messages import Run, SequencePart
+
+
+class Segment:
+    """The requests from one start to before the next, as far as they wait.
+
+    `broken`: why those that come later are not served; empty if they are.
+    """
+
+    __slots__ = ("_by_index", "_in_order", "broken", "start")
+
+    def __init__(self, start: Run | None = None, broken: str = "") -> None:
+        self.start = start
+        self.broken = broken
+        self._by_index: dict[int, Run] = {}
+        self._in_order: OrderedDict[Run, None] = OrderedDict()  # those without an index
+
+    def __iter__(self) -> Iterator[Run]:
+        """All of its waiting requests, in no certain order."""
+        if self.start is not None:
+            yield self.start
+        yield from self.rest()
+
+    def rest(self) -> Iterator[Run]:
+        """Those after the start."""
+        yield from self._in_order
+        yield from self._by_index.values()
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether requests other than the start wait."""
+        return bool(self._in_order or self._by_index)
+
+    @property
+    def has_unnumbered(self) -> bool:
+        """Whether requests without an index wait."""
+        return bool(self._in_order)
+
+    def add(self, run: Run) -> None:
+        """A request waits that stands after all of those without an index."""
+        part = part_of(run)
+        if part.starts:
+            self.start = run
+        elif part.index is None:
+            self._in_order[run] = None
+        else:
+            self._by_index[part.index] = run
+
+    def remove(self, run: Run) -> None:
+        """A request waits no more."""
+        part = part_of(run)
+        if run is self.start:
+            self.start = None
+        elif part.index is None:
+            del self._in_order[run]
+        else:
+            del self._by_index[part.index]
+
+    def with_index(self, index: int) -> Run | None:
+        """The waiting request that has this index."""
+        return self._by_index.get(index)
+
+    def turn_of(self, next_index: int) -> Run | None:
+        """The request that is served next, if `next_index` requests were served; None if it is missing."""
+        indexed = self._by_index.get(next_index)
+        unindexed = next(iter(self._in_order), None)
+        if indexed is None or unindexed is None:
+            return unindexed if indexed is None else indexed
+        return min(indexed, unindexed, key=place_of)
+
+    def after(self, place: str) -> list[Run]:
+        """The waiting requests that stand after this place, in the order of the request stream."""
+        return sorted((run for run in self if place_of(run) > place), key=place_of)
+
+
+class Taken:
+    """The request of a sequence that is in flight. `has_failed`: it has another answer than OK.
+
+    `is_counted`: a batcher that took over found its state kept already.
+    """
+
+    __slots__ = ("correlation_id", "has_failed", "is_counted", "part", "segment")
+
+    def __init__(self, part: SequencePart, correlation_id: str, segment: Segment) -> None:
+        self.part = part
+        self.correlation_id = correlation_id
+        self.segment = segment
+        self.has_failed = False
+        self.is_counted = False
+
+
+class Sequence:
+    """A sequence that is kept, is broken, or has requests.
+
+    `kept`: the next request can go on with its state. `next_index`: how many requests succeeded since it was
+    started; `last_id` the correlation ID of the last of them. `head`: the request that is in a lane; `taken`:
+    the one that is in flight. At most one of the two is set.
+
+    `is_recorded`: Redis knows of it. `counts`: it is one of the sequences of which there are at most
+    `max_candidate_sequences`. `waits_for_space`: its start waits until it may be one.
+    """
+
+    __slots__ = (
+        "counts",
+        "head",
+        "is_recorded",
+        "kept",
+        "last_id",
+        "next_index",
+        "segments",
+        "sequence_id",
+        "taken",
+        "waits_for_space",
+    )
+
+    def __init__(self, sequence_id: str) -> None:
+        self.sequence_id = sequence_id
+        self.segments: deque[Segment] = deque([Segment()])
+        self.kept = False
+        self.next_index = 0
+        self.last_id = ""
+        self.head: Run | None = None
+        self.taken: Taken | None = None
+        self.is_recorded = False
+        self.counts = False
+        self.waits_for_space = False
+
+    @property
+    def current(self) -> Segment:
+        """The segment whose requests are served."""
+        return self.segments[0]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of it is in a lane or in flight."""
+        return self.head is not None or self.taken is not None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether requests other than a start can be served now or later."""
+        return self.kept or self.is_busy or any(segment.start is not None for segment in self.segments)
+
+    def add(self, run: Run) -> Segment:
+        """A request arrived, and waits. Returns its segment."""
+        if part_of(run).starts:
+            self.open_segment()
+        segment = self.segments[-1]
+        segment.add(run)
+        return segment
+
+    def open_segment(self, broken: str = "") -> None:
+        """A start arrived. What came before it in the wrong order, with an index, belongs to it."""
+        last = self.segments[-1]
+        if self.is_begun or last.broken or last.has_unnumbered:
+            self.segments.append(Segment(broken=broken))
+        else:
+            last.broken = broken
+
+    def known_id(self, part: SequencePart) -> str | None:
+        """The correlation ID of the request that came before with the same index; '' if it is not known any
+        more, None if there was none."""
+        segment, index = self.segments[-1], part.index
+        if index is None:
+            return None
+        if part.starts:
+            return self._known_start_id()
+        waiting = segment.with_index(index)
+        if waiting is not None:
+            return waiting.correlation_ids[0]
+        if len(self.segments) > 1 or segment.start is not None:
+            return None
+        served = self.next_index
+        current = self._current_part()
+        if current is not None:
+            served = 0 if current[0].starts else served
+            if index == served:
+                return current[1]
+        elif not self.kept:
+            return None
+        if index >= served:
+            return None
+        return self.last_id if index == served - 1 else ""
+
+    def _known_start_id(self) -> str | None:
+        """The correlation ID of the last start, if it had the index 0 and nothing was served since."""
+        start = self.segments[-1].start
+        if start is not None:
+            return start.correlation_ids[0] if part_of(start).index == 0 else None
+        if len(self.segments) > 1:
+            return None
+        current = self._current_part()
+        if current is not None:
+            return current[1] if current[0].starts and current[0].index == 0 else None
+        return self.last_id if self.kept and self.next_index == 1 else None
+
+    def _current_part(self) -> tuple[SequencePart, str] | None:
+        if self.taken is not None:
+            return self.taken.part, self.taken.correlation_id
+        if self.head is not None:
+            return part_of(self.head), self.head.correlation_ids[0]
+        return None
+
+    def served_of_last_segment(self) -> int:
+        """The index that is missing next, for a sentence to a producer."""
+        current = self._current_part()
+        if current is None:
+            return self.next_index
+        return 1 if current[0].starts else self.next_index + 1
+
+
+def part_of(run: Run) -> SequencePart:
+    """What makes a run a part of a sequence; it must be one."""
+    assert run.sequence is not None
+    return run.sequence
+
+
+def place_of(run: Run) -> str:
+    """Where a run of a sequence stands in the request stream."""
+    return part_of(run).place

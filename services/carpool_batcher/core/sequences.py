@@ -1,0 +1,516 @@
+"""All sequences of a model: their heads, how many are kept at a time, and when idle ones end.
+
+1. Of each sequence at most one request is in a lane (its *head*) or in flight. Its other waiting requests are
+   *followers*. When the request in flight was answered OK, the next one becomes the head (`core.sequence`).
+2. A request that ends in any other way breaks its sequence: those that stand after it, up to the next
+   start, are answered ABORTED. Those that stand before it are still served.
+3. A start needs space: at most `candidates_max` sequences are begun at a time. Others wait, in the order of
+   arrival. A start of a sequence that is begun needs none: earlier requests finish, then it begins anew.
+4. A sequence without a request in a lane or in flight is *still*. After `idle_us` it is ended; if requests
+   wait for an index, or for a start, these are refused.
+5. A request that was sent twice, as its index shows, is dropped if it has the same correlation ID.
+6. A batcher that takes over knows what Redis keeps, and what is in flight. It reads all waiting requests
+   before there is any head: one that was put back stands later in the request stream than its place says.
+
+Events are recorded, and `decide` says what follows from them: so it sees all that arrived together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
+from carpool.messages import UNANSWERED, KeptSequence, Refusal, Run, SequenceChange, SequencePart
+from carpool_batcher.core.decisions import refusal
+from carpool_batcher.core.sequence import Segment, Sequence, Taken, part_of, place_of
+
+ENDED_BY_FORCE: Final = "it was ended (end_sequences)"
+_LAST_PLACE: Final = "~"  # after each place
+
+
+class Decided(NamedTuple):
+    """Requests that become heads, followers that are refused, and what changes in Redis besides."""
+
+    heads: list[Run]
+    refusals: list[Refusal]
+    changes: list[SequenceChange]
+
+
+class SequenceCounts(NamedTuple):
+    """`kept`: begun, and neither ended nor broken. The last three are counters."""
+
+    kept: int
+    waiting_to_start: int
+    started: int
+    ended: int
+    broken: int
+
+
+class _Break(NamedTuple):
+    """A request of a sequence did not succeed, for this reason."""
+
+    part: SequencePart
+    correlation_id: str
+    reason: str
+    is_recorded: bool  # in Redis
+
+
+class _End(NamedTuple):
+    """A sequence is ended by force, by an entry at this place."""
+
+    sequence_id: str
+    place: str
+
+
+class Sequences:
+    """The sequences of one model. `followers`: requests that wait and are not in a lane, with their
+    segments."""
+
+    def __init__(self) -> None:
+        self.candidates_max = 1
+        self.idle_us = 0
+        self.followers: dict[Run, Segment | None] = {}  # None: not read completely yet
+        self._by_id: dict[str, Sequence] = {}
+        self._changed: dict[Sequence, None] = {}  # since the last `decide`
+        self._breaks: list[tuple[Segment, str]] = []  # after these places requests are aborted
+        self._marks: dict[Sequence, SequenceChange] = {}  # the latest break that Redis does not know of
+        # Since when they are still, and whether requests wait; the oldest first.
+        self._still: dict[Sequence, tuple[int, bool]] = {}
+        self._to_start: list[
+            tuple[str, str]
+        ] = []  # a heap of (place of a start that needs space, sequence ID)
+        self._decided = Decided([], [], [])
+        self._unread: list[tuple[str, Run | _Break | _End]] | None = None  # while a batcher takes over
+        self._loaded: dict[str, KeptSequence] = {}
+        self._kept = self._waiting_to_start = self._started = self._ended = self._broken = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def counts(self) -> SequenceCounts:
+        """For the report."""
+        return SequenceCounts(self._kept, self._waiting_to_start, self._started, self._ended, self._broken)
+
+    # --- taking over ---------------------------------------------------------------------------------------
+
+    def load(self, kept: Iterable[KeptSequence]) -> None:
+        """Redis has these sequences. Until `complete` no request becomes a head."""
+        self._unread = []
+        for one in sorted(kept, key=lambda one: one.changed_us):
+            sequence = self._by_id[one.sequence_id] = Sequence(one.sequence_id)
+            sequence.is_recorded = True
+            if one.next_index is not None:
+                sequence.kept, sequence.next_index, sequence.last_id = True, one.next_index, one.last_id
+            if one.broken:
+                part = SequencePart(one.sequence_id, False, False, None, one.broken_at)
+                self._unread.append((one.broken_at, _Break(part, "", one.broken, True)))
+            self._loaded[one.sequence_id] = one
+            self._still[sequence] = one.changed_us, False
+
+    def adopt(self, run: Run) -> None:
+        """This request is in flight, dispatched by a previous batcher. Its result may be in Redis already."""
+        part, correlation_id = part_of(run), run.correlation_ids[0]
+        sequence, loaded = self._sequence(part.sequence_id), self._loaded.get(part.sequence_id)
+        taken = sequence.taken = Taken(part, correlation_id, sequence.current)
+        taken.is_counted = sequence.kept and not part.starts and sequence.last_id == correlation_id
+        is_broken = loaded is not None and loaded.broken_at == part.place
+        is_without_state = not (part.starts or part.ends or sequence.kept)
+        taken.has_failed = is_broken or is_without_state
+        if taken.has_failed:
+            sequence.kept, sequence.current.broken = False, did_not_succeed(correlation_id)
+
+    def complete(self) -> None:
+        """All requests that waited when this batcher took over were read. May be called repeatedly."""
+        if self._unread is None:
+            return
+        unread, self._unread = sorted(self._unread, key=lambda item: item[0]), None
+        for _, event in unread:
+            if type(event) is _Break:
+                self._replay_break(event)
+            elif type(event) is _End:
+                self.end([event.sequence_id], event.place)
+            elif type(event) is Run and event in self.followers:
+                del self.followers[event]
+                self._replay_arrival(event)
+        self._loaded.clear()
+        self._changed.update(dict.fromkeys(self._by_id.values()))
+
+    def _replay_arrival(self, run: Run) -> None:
+        refused = self.judge(run)
+        if refused is None:
+            self.add(run)
+        else:
+            self._decided.refusals.append(refused)
+
+    def _replay_break(self, event: _Break) -> None:
+        sequence = self._by_id.get(event.part.sequence_id)
+        if sequence is None:
+            return
+        taken = sequence.taken
+        is_restarted = taken is not None and taken.part.starts and taken.part.place > event.part.place
+        if not (is_restarted and event.is_recorded):
+            self._break(sequence, sequence.segments[-1], event)
+
+    # --- arrivals ------------------------------------------------------------------------------------------
+
+    def judge(self, run: Run) -> Refusal | None:
+        """A request arrived: why it cannot wait; None if it may. Nothing is changed."""
+        if self._unread is not None:
+            return None
+        part = part_of(run)
+        sequence = self._by_id.get(part.sequence_id)
+        if sequence is None:
+            return None if part.starts or part.index is not None else _never_begun(run)
+        segment = sequence.segments[-1]
+        if segment.broken and not part.starts:
+            return _aborted(run, segment.broken)
+        known_id = sequence.known_id(part)
+        if known_id == run.correlation_ids[0]:
+            return refusal(run, UNANSWERED, "duplicate", "")
+        if known_id is not None and not part.starts:
+            return _processed_already(run, sequence.served_of_last_segment())
+        if part.starts or part.index is not None or sequence.is_begun:
+            return None
+        return _never_begun(run)
+
+    def add(self, run: Run) -> None:
+        """A request waits."""
+        if self._unread is not None:
+            self._unread.append((place_of(run), run))
+            self.followers[run] = None
+            return
+        sequence = self._sequence(part_of(run).sequence_id)
+        self.followers[run] = sequence.add(run)
+        self._changed[sequence] = None
+
+    def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
+        """A request was refused when it arrived: over a limit, or invalid. O(1)."""
+        event = _Break(part, correlation_id, did_not_succeed(correlation_id), False)
+        if self._unread is not None:
+            self._unread.append((part.place, event))
+            return
+        if part.starts:
+            self._sequence(part.sequence_id).open_segment()
+        sequence = self._by_id.get(part.sequence_id)
+        if sequence is not None:
+            self._break(sequence, sequence.segments[-1], event)
+
+    def end(self, sequence_ids: Iterable[str], place: str) -> list[Run]:
+        """An entry at this place ends sequences by force. Returns their heads, which the caller removes and
+        refuses."""
+        if self._unread is not None:
+            self._unread += [(place, _End(sequence_id, place)) for sequence_id in sequence_ids]
+            return []
+        known = [self._by_id[name] for name in sequence_ids if name in self._by_id]
+        return [head for sequence in known if (head := self._end_by_force(sequence, place)) is not None]
+
+    def _end_by_force(self, sequence: Sequence, place: str) -> Run | None:
+        for segment in sequence.segments:
+            for run in list(segment):
+                self._refuse(segment, run, ended_by_force(run))
+        self._set_waiting(sequence, False)
+        sequence.segments.clear()
+        sequence.segments.append(Segment(broken=ENDED_BY_FORCE))
+        head, sequence.head, sequence.kept = sequence.head, None, False
+        if sequence.taken is not None:
+            sequence.taken.has_failed = True
+        part = SequencePart(sequence.sequence_id, False, True, None, place)
+        self._marks.pop(sequence, None)
+        self._decided.changes.append(SequenceChange(part, "", "ended"))
+        self._decided.changes.append(SequenceChange(part, "", "broken", ENDED_BY_FORCE))
+        sequence.is_recorded = True
+        self._ended += 1
+        self._changed[sequence] = None
+        return head
+
+    # --- what becomes of waiting requests ------------------------------------------------------------------
+
+    def removed(self, run: Run) -> None:
+        """A waiting request, a head or a follower, does not wait any more, and was not dispatched."""
+        part, correlation_id = part_of(run), run.correlation_ids[0]
+        event = _Break(part, correlation_id, did_not_succeed(correlation_id), False)
+        if run in self.followers:
+            segment = self.followers.pop(run)
+            if segment is None:
+                assert self._unread is not None
+                self._unread.append((part.place, event))
+                return
+            sequence = self._by_id[part.sequence_id]
+            if run is sequence.current.start:
+                self._set_waiting(sequence, False)
+            segment.remove(run)
+            self._break(sequence, segment, event)
+            return
+        known = self._by_id.get(part.sequence_id)
+        if known is not None and known.head is run:
+            known.head, known.kept = None, False
+            self._break(known, known.current, event)
+
+    def take(self, run: Run) -> None:
+        """A head is dispatched."""
+        part = part_of(run)
+        sequence = self._by_id[part.sequence_id]
+        sequence.head = None
+        sequence.taken = Taken(part, run.correlation_ids[0], sequence.current)
+
+    # --- in flight -----------------------------------------------------------------------------------------
+
+    def settle(self, run: Run, *, is_broken: bool) -> None:
+        """The batch of this request settled. `is_broken`: it was not answered OK."""
+        sequence = self._with_taken(run)
+        if sequence is None or sequence.taken is None:
+            return
+        if is_broken:
+            self.fail(run)
+        taken, sequence.taken = sequence.taken, None
+        self._changed[sequence] = None
+        if taken.has_failed:
+            return
+        part = taken.part
+        self._started += part.starts
+        self._ended += part.ends
+        sequence.kept = not part.ends
+        sequence.is_recorded = sequence.kept or bool(taken.segment.broken)
+        if part.starts or part.ends:
+            sequence.next_index = int(not part.ends)
+        elif not taken.is_counted:
+            sequence.next_index += 1
+        sequence.last_id = taken.correlation_id
+
+    def fail(self, run: Run) -> None:
+        """This request in flight was answered, and not OK. Redis knows of it."""
+        self._fail(run, is_recorded=True)
+
+    def lose(self, run: Run) -> None:
+        """This request was to be dispatched, or is in flight, and is not in Redis any more."""
+        sequence = self._fail(run, is_recorded=False)
+        if sequence is not None:
+            sequence.taken = None
+
+    def _fail(self, run: Run, *, is_recorded: bool) -> Sequence | None:
+        sequence = self._with_taken(run)
+        if sequence is None or sequence.taken is None:
+            return None
+        taken = sequence.taken
+        if not taken.has_failed:
+            taken.has_failed, sequence.kept = True, False
+            reason = did_not_succeed(taken.correlation_id)
+            event = _Break(taken.part, taken.correlation_id, reason, is_recorded)
+            self._break(sequence, taken.segment, event)
+        self._changed[sequence] = None
+        return sequence
+
+    def _with_taken(self, run: Run) -> Sequence | None:
+        part = part_of(run)
+        sequence = self._by_id.get(part.sequence_id)
+        if sequence is None or sequence.taken is None or sequence.taken.part.place != part.place:
+            return None
+        return sequence
+
+    # --- decisions -----------------------------------------------------------------------------------------
+
+    def wake_at_us(self) -> int | None:
+        """When `decide` could next decide something; 0: at once; None: not before something happens."""
+        if self._unread is not None:
+            return None
+        if self._changed or self._decided.refusals or self._decided.changes:
+            return 0
+        return next(iter(self._still.values()))[0] + self.idle_us if self._still else None
+
+    def decide(self, now_us: int) -> Decided:
+        """What follows from all that happened, and from the time."""
+        if self._unread is not None:
+            return Decided([], [], [])
+        self._follow_events(now_us)
+        if self._end_still(now_us):
+            self._follow_events(now_us)
+        self._decided.changes.extend(self._marks.values())
+        self._marks.clear()
+        decided, self._decided = self._decided, Decided([], [], [])
+        return decided
+
+    def _follow_events(self, now_us: int) -> None:
+        for segment, place in self._breaks:
+            for run in segment.after(place):
+                self._refuse(segment, run, _aborted(run, segment.broken))
+        self._breaks.clear()
+        changed, self._changed = self._changed, {}
+        for sequence in changed:
+            self._advance(sequence, now_us)
+        self._begin_waiting(now_us)
+
+    def _advance(self, sequence: Sequence, now_us: int) -> None:
+        """Choose the head of a sequence, and forget one of which nothing is left."""
+        if not sequence.is_busy:
+            self._choose_head(sequence)
+        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
+        self._kept += counts - sequence.counts
+        sequence.counts = counts
+        if sequence.is_busy or sequence.waits_for_space:
+            self._still.pop(sequence, None)
+            return
+        waits = sequence.current.has_rest
+        if not (sequence.is_recorded or waits or sequence.current.broken):
+            self._still.pop(sequence, None)
+            del self._by_id[sequence.sequence_id]
+            return
+        since = self._still.get(sequence)
+        if since is None or since[1] is not waits:
+            self._still.pop(sequence, None)
+            self._still[sequence] = now_us, waits
+
+    def _choose_head(self, sequence: Sequence) -> None:
+        """Find the request whose turn it is, and refuse those that will never have one."""
+        while True:
+            segment = sequence.current
+            if segment.start is not None:
+                self._begin(sequence, segment.start)
+                return
+            run = segment.turn_of(sequence.next_index) if sequence.kept else None
+            if run is not None:
+                self._promote(sequence, run)
+                return
+            is_last = len(sequence.segments) == 1
+            self._refuse_unservable(segment, is_kept=sequence.kept, is_last=is_last)
+            if segment.broken:
+                sequence.kept = False
+            if is_last or segment.has_rest:
+                return
+            sequence.segments.popleft()
+
+    def _refuse_unservable(self, segment: Segment, *, is_kept: bool, is_last: bool) -> None:
+        """None of these requests has its turn. Only those stay that wait for an index or a start."""
+        if segment.broken:
+            for run in list(segment.rest()):
+                self._refuse(segment, run, _aborted(run, segment.broken))
+        elif not is_kept:
+            for run in list(segment.rest()):
+                if not is_last or part_of(run).index is None:
+                    self._refuse(segment, run, _never_begun(run))
+
+    def _begin(self, sequence: Sequence, start: Run) -> None:
+        """It is the turn of a start: it becomes the head if there is space."""
+        if sequence.counts or self._kept < self.candidates_max:
+            self._set_waiting(sequence, False)
+            self._promote(sequence, start)
+        elif not sequence.waits_for_space:
+            self._set_waiting(sequence, True)
+            heapq.heappush(self._to_start, (place_of(start), sequence.sequence_id))
+
+    def _begin_waiting(self, now_us: int) -> None:
+        """Sequences that wait to start begin, as far as there is space."""
+        while self._to_start and self._kept < self.candidates_max:
+            place, sequence_id = heapq.heappop(self._to_start)
+            sequence = self._by_id.get(sequence_id)
+            if sequence is None or not sequence.waits_for_space:
+                continue
+            start = sequence.current.start
+            if start is not None and place_of(start) == place:
+                self._advance(sequence, now_us)
+
+    def _set_waiting(self, sequence: Sequence, waits: bool) -> None:
+        self._waiting_to_start += waits - sequence.waits_for_space
+        sequence.waits_for_space = waits
+
+    def _promote(self, sequence: Sequence, run: Run) -> None:
+        sequence.current.remove(run)
+        del self.followers[run]
+        sequence.head = run
+        self._decided.heads.append(run)
+
+    # --- still sequences -----------------------------------------------------------------------------------
+
+    def _end_still(self, now_us: int) -> bool:
+        """End the sequences that have been still for `idle_us`. Whether there were any."""
+        ended = False
+        while self._still:
+            sequence, (since_us, waits) = next(iter(self._still.items()))
+            if since_us + self.idle_us > now_us:
+                break
+            ended = True
+            del self._still[sequence]
+            if waits:
+                self._refuse_stuck(sequence)
+            else:
+                self._end_idle(sequence)
+        return ended
+
+    def _refuse_stuck(self, sequence: Sequence) -> None:
+        """Its requests wait for an index that did not come, or for a start."""
+        runs = sorted(sequence.current.rest(), key=place_of)
+        if sequence.kept:
+            first, idle_ms = runs[0], self.idle_us // 1000
+            reason = f"its request with the index {sequence.next_index} did not arrive within {idle_ms} ms"
+            event = _Break(part_of(first), first.correlation_ids[0], reason, False)
+            self._break(sequence, sequence.current, event)
+            sequence.kept = False
+        for run in runs:
+            broken = sequence.current.broken
+            self._refuse(sequence.current, run, _aborted(run, broken) if broken else _never_begun(run))
+        self._changed[sequence] = None
+
+    def _end_idle(self, sequence: Sequence) -> None:
+        self._kept -= sequence.counts
+        self._ended += sequence.kept
+        del self._by_id[sequence.sequence_id]
+        if sequence.is_recorded:
+            part = SequencePart(sequence.sequence_id, False, True, None, _LAST_PLACE)
+            self._decided.changes.append(SequenceChange(part, "", "ended"))
+
+    # --- records -------------------------------------------------------------------------------------------
+
+    def _sequence(self, sequence_id: str) -> Sequence:
+        sequence = self._by_id.get(sequence_id)
+        if sequence is None:
+            sequence = self._by_id[sequence_id] = Sequence(sequence_id)
+        return sequence
+
+    def _refuse(self, segment: Segment, run: Run, refused: Refusal) -> None:
+        segment.remove(run)
+        del self.followers[run]
+        self._decided.refusals.append(refused)
+
+    def _break(self, sequence: Sequence, segment: Segment, event: _Break) -> None:
+        """What stands after this request in its segment is not served."""
+        self._broken += not segment.broken
+        segment.broken = event.reason
+        self._breaks.append((segment, event.part.place))
+        self._changed[sequence] = None
+        sequence.is_recorded = True
+        if event.is_recorded:
+            return
+        mark = self._marks.get(sequence)
+        if mark is None or mark.part.place < event.part.place:
+            self._marks[sequence] = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
+
+
+def did_not_succeed(correlation_id: str) -> str:
+    """Why a sequence is broken."""
+    return f"its request {correlation_id} did not succeed"
+
+
+def _aborted(run: Run, reason: str) -> Refusal:
+    detail = f"sequence {part_of(run).sequence_id}: {reason}; begin it again with sequence_start"
+    return _refusal(run, ABORTED, detail)
+
+
+def _never_begun(run: Run) -> Refusal:
+    name = part_of(run).sequence_id
+    detail = f"sequence_id: {name} was never begun, or has ended: begin it with sequence_start"
+    return _refusal(run, INVALID_ARGUMENT, detail)
+
+
+def _processed_already(run: Run, next_index: int) -> Refusal:
+    detail = f"sequence_index: {part_of(run).index} was processed already; next is {next_index}"
+    return _refusal(run, INVALID_ARGUMENT, detail)
+
+
+def ended_by_force(run: Run) -> Refusal:
+    """The answer to a request that waited when its sequence was ended by force."""
+    return _refusal(run, CANCELLED, f"sequence {part_of(run).sequence_id}: {ENDED_BY_FORCE}")
+
+
+def _refusal(run: Run, status: str, detail: str) -> Refusal:
+    return refusal(run, status, "sequence", detail)

@@ -1,0 +1,218 @@
+"""The production Scheduler with sequences in virtual time, and a Redis that is a few dictionaries."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from carpool.messages import (
+    Dispatch,
+    Entry,
+    KeptSequence,
+    Refusal,
+    Run,
+    SequenceChange,
+    SequenceOutcome,
+    SequencePart,
+)
+from carpool.model_settings import ModelKind, ModelSettings
+from carpool_batcher.core.scheduler import Expire, Scheduler
+
+MS = 1000
+
+
+class StoredSequence:
+    """The hash of a sequence."""
+
+    def __init__(self) -> None:
+        self.next_index: int | None = None
+        self.last_id = ""
+        self.broken = ""
+        self.broken_at = ""
+
+
+class SequenceStore:
+    """What the scripts do to sequences: `sequence.lua` in Python."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, StoredSequence] = {}
+        self.changed_us: dict[str, int] = {}
+
+    def change(self, change: SequenceChange, now_us: int) -> None:
+        part = change.part
+        stored = self.kept.setdefault(part.sequence_id, StoredSequence())
+        is_broken_later = stored.broken_at > part.place
+        if change.outcome == "broken":
+            if is_broken_later:
+                stored.next_index, stored.last_id = None, ""
+                return
+            stored.broken, stored.broken_at = str(change.content), part.place
+        elif change.outcome == "kept" and not part.starts:
+            stored.next_index, stored.last_id = (stored.next_index or 0) + 1, change.correlation_id
+        else:
+            fresh = self.kept[part.sequence_id] = StoredSequence()
+            if is_broken_later:
+                fresh.broken, fresh.broken_at = stored.broken, stored.broken_at
+            if change.outcome == "kept":
+                fresh.next_index, fresh.last_id = 1, change.correlation_id
+            elif not is_broken_later:
+                del self.kept[part.sequence_id]
+                self.changed_us.pop(part.sequence_id, None)
+                return
+        self.changed_us[part.sequence_id] = now_us
+
+    def load(self) -> list[KeptSequence]:
+        return [
+            KeptSequence(name, self.changed_us[name], one.next_index, one.last_id, one.broken, one.broken_at)
+            for name, one in self.kept.items()
+        ]
+
+
+class SequenceHarness:
+    """A scheduler of a stateful model, to which a test sends requests, and whose decisions are carried out.
+
+    `answers`: the status of every request that was answered, by its name; '' for one that was dropped.
+    """
+
+    def __init__(self, model_processes: int = 8, **settings: Any) -> None:
+        settings = {"max_batch_size": 4, "max_sequence_idle_ms": 100, **settings}
+        self.settings = ModelSettings(**settings)
+        self.model_processes = model_processes
+        self.store = SequenceStore()
+        self.waiting: dict[str, Run] = {}  # in Redis, by name
+        self.in_flight: dict[str, list[Run]] = {}  # likewise, by batch
+        self.answers: dict[str, str] = {}
+        self.details: dict[str, str] = {}
+        self.unmatched: list[Refusal] = []
+        self._ids = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self.scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.settings, self.model_processes, ModelKind.STATEFUL)
+
+    # --- producers -----------------------------------------------------------------------------------------
+
+    def send(self, name: str, at: float = 0, *, entry_id: str = "", **fields: Any) -> None:
+        """A request arrives; `a0` is of the sequence `a`. Options: start, end, index, and those of a Run."""
+        entry_id = entry_id or f"{next(self._ids)}-0"
+        part = SequencePart(
+            fields.pop("sequence", name[0]),
+            fields.pop("start", False),
+            fields.pop("end", False),
+            fields.pop("index", None),
+            SequencePart.place_of(entry_id, 0),
+        )
+        correlation_id = fields.pop("correlation_id", name)
+        expiration = fields.pop("expiration", None)
+        deadline_us = None if expiration is None else int((at + expiration) * MS)
+        entry = Entry(entry_id, int(at * MS))
+        run = Run(
+            entry,
+            [correlation_id],
+            [b"body"],
+            arrival_us=int(at * MS),
+            deadline_us=deadline_us,
+            sequence=part,
+            **fields,
+        )
+        entry.runs.append(run)
+        self.waiting[name] = run
+        for refused in self.scheduler.offer(run, int(at * MS)):
+            self._answer(refused)
+
+    def withdraw(self, *names: str) -> None:
+        for refused in self.scheduler.withdraw(frozenset(names)):
+            self._answer(refused)
+
+    def end_sequences(self, *sequence_ids: str) -> None:
+        place = SequencePart.place_of(f"{next(self._ids)}-0", 0)
+        for refused in self.scheduler.end_sequences(sequence_ids, place):
+            self._answer(refused)
+
+    def delete(self, name: str) -> None:
+        """A request is removed by XDEL, which the batcher notices."""
+        self.scheduler.forget([self.waiting.pop(name)])
+
+    # --- the batcher ---------------------------------------------------------------------------------------
+
+    def poll(self, at: float = 0) -> list[list[str]]:
+        """Carry out all decisions. Returns the batches, each as the names of its requests, sorted."""
+        now_us = int(at * MS)
+        batches: list[list[str]] = []
+        for decision in self.scheduler.poll(now_us):
+            if isinstance(decision, Dispatch):
+                batch_id = str(next(self._numbers))
+                self.scheduler.launch(batch_id, decision, now_us)
+                self.in_flight[batch_id] = decision.runs
+                batches.append(sorted(self._names(decision.runs)))
+            elif isinstance(decision, SequenceChange):
+                self.store.change(decision, now_us)
+            elif isinstance(decision, Expire):
+                self._expire(decision, now_us)
+            else:
+                self._answer(decision)
+        return batches
+
+    def _names(self, runs: Iterable[Run]) -> list[str]:
+        names = [name for name, run in self.waiting.items() if run in runs]
+        for name in names:
+            del self.waiting[name]
+        return names
+
+    def _answer(self, refused: Refusal) -> None:
+        (name,) = [name for name, run in self.waiting.items() if run is refused.run]
+        assert name not in self.answers
+        del self.waiting[name]
+        self.answers[name], self.details[name] = refused.status, refused.detail
+
+    def _expire(self, expired: Expire, now_us: int) -> None:
+        run = expired.run
+        assert run.sequence is not None
+        self.store.change(SequenceChange(run.sequence, run.correlation_ids[0], "broken", "late"), now_us)
+        self.scheduler.answered_in_flight([run])
+
+    # --- workers -------------------------------------------------------------------------------------------
+
+    def settle(self, *failing: str, at: float = 0) -> None:
+        """Every batch in flight is committed; the sequences in `failing` fail."""
+        for batch_id in list(self.in_flight):
+            self.settle_batch(batch_id, failing, at)
+
+    def settle_batch(self, batch_id: str, failing: Iterable[str] = (), at: float = 0) -> None:
+        now_us = int(at * MS)
+        broken: list[str] = []
+        for run in self.in_flight.pop(batch_id):
+            part, name = run.sequence, run.correlation_ids[0]
+            assert part is not None
+            stored = self.store.kept.get(part.sequence_id)
+            has_state = part.starts or (stored is not None and stored.next_index is not None)
+            if part.sequence_id in failing or not has_state or (stored and stored.broken_at == part.place):
+                broken.append(part.sequence_id)
+                self.store.change(SequenceChange(part, name, "broken", "it raised"), now_us)
+            else:
+                outcome: SequenceOutcome = "ended" if part.ends else "kept"
+                self.store.change(SequenceChange(part, name, outcome), now_us)
+        self.scheduler.settle(batch_id, 0, now_us, broken=broken)
+
+    def run(self, at: float = 0) -> list[list[str]]:
+        """Poll and settle until nothing more is dispatched. Returns all batches."""
+        batches: list[list[str]] = []
+        while dispatched := self.poll(at):
+            batches += dispatched
+            self.settle(at=at)
+        return batches
+
+    # --- taking over ---------------------------------------------------------------------------------------
+
+    def take_over(self, at: float = 0, reading: Iterable[str] | None = None) -> None:
+        """Another batcher takes over, and reads the requests that wait in this order."""
+        self.scheduler = self._new_scheduler()
+        self.scheduler.sequences.load(self.store.load())
+        for batch_id, runs in self.in_flight.items():
+            self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
+        for name in list(self.waiting if reading is None else reading):
+            for refused in self.scheduler.offer(self.waiting[name], int(at * MS)):
+                self._answer(refused)
+        self.scheduler.sequences.complete()
