@@ -82,8 +82,9 @@ class Segment:
         return min(indexed, unindexed, key=place_of)
 
     def after(self, place: str) -> list[Run]:
-        """The waiting requests that stand after this place, in the order of the request stream."""
-        return sorted((run for run in self if place_of(run) > place), key=place_of)
+        """The waiting requests besides the start that stand after this place, in the order of the request
+        stream."""
+        return sorted((run for run in self.rest() if place_of(run) > place), key=place_of)
 
 
 class Taken:

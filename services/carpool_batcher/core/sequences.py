@@ -135,7 +135,9 @@ class Sequences:
                 del self.followers[event]
                 self._replay_arrival(event)
         self._loaded.clear()
-        self._changed.update(dict.fromkeys(self._by_id.values()))
+        for sequence in self._by_id.values():
+            self._recount(sequence)
+            self._changed[sequence] = None
 
     def _replay_arrival(self, run: Run) -> None:
         refused = self.judge(run)
@@ -345,9 +347,7 @@ class Sequences:
         """Choose the head of a sequence, and forget one of which nothing is left."""
         if not sequence.is_busy:
             self._choose_head(sequence)
-        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
-        self._kept += counts - sequence.counts
-        sequence.counts = counts
+        self._recount(sequence)
         if sequence.is_busy or sequence.waits_for_space:
             self._still.pop(sequence, None)
             return
@@ -360,6 +360,11 @@ class Sequences:
         if since is None or since[1] is not waits:
             self._still.pop(sequence, None)
             self._still[sequence] = now_us, waits
+
+    def _recount(self, sequence: Sequence) -> None:
+        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
+        self._kept += counts - sequence.counts
+        sequence.counts = counts
 
     def _choose_head(self, sequence: Sequence) -> None:
         """Find the request whose turn it is, and refuse those that will never have one."""
