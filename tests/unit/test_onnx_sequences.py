@@ -15,7 +15,7 @@ from carpool.errors import InvalidArgumentError
 from carpool.messages import BatchedRun
 from carpool.wire.bodies import decode_body
 from carpool.wire.tensors import Array, StateSpec, TensorSpec
-from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.model_process.model import RequestInfo, adapt
 from carpool_worker.models.onnx import OnnxModel
 from support import tiny_onnx
 from support.executions import codec_of_model, finish_with_states, prepared, run_of_sequence
@@ -413,6 +413,14 @@ def test_worker_serves_a_file_with_states_and_controls(tmp_path: Path) -> None:
         assert np.frombuffer(new_state, np.float32).tolist() == total
 
 
+def test_any_setting_may_be_declared(tmp_path: Path) -> None:
+    content = accumulator({"carpool.max_sequence_idle_ms": "500", "carpool.preferred_batch_sizes": "[4, 8]"})
+    model = loaded(tmp_path, content, "max_sequence_idle_ms = 700\n" + STATES + CONTROLS)
+    settings = adapt(model, "cpu").settings
+    assert (settings.max_sequence_idle_ms, settings.preferred_batch_sizes) == (700, (4, 8))
+    assert settings.max_batch_size == OnnxModel.max_batch_size
+
+
 # --- wrong declarations ------------------------------------------------------------------------------------
 
 
@@ -432,9 +440,10 @@ START = '[controls]\nSTART = { input = "start" '
         ("states = [1]", "states[0]: 1 must be a table with the keys input, output, axis, shape, initial"),
         ("constants = 5", "constants: 5 must be a table of inputs with their values, such as sr = 16000"),
         ("controls = 5", 'controls: 5 must be a table, such as START = { input = "start" }'),
-        ("state = []", "state: unknown key; valid are states, constants, controls, max_batch_size"),
-        ("max_batch_size = 0", "max_batch_size: 0 must be a whole number of at least 1"),
-        ("max_batch_size = true", "max_batch_size: True must be a whole number of at least 1"),
+        ("state = []", "state: unknown key; valid are states, constants, controls and settings"),
+        ("max_batch_size = 0", "max_batch_size is 0: must be a whole number of at least 1"),
+        ("max_batch_size = true", "max_batch_size is True: must be a whole number of at least 1"),
+        ("policy = 'never'", "policy is 'never': must be eager, deferred"),
         ('[[states]]\ninput = "sum"', "states[0].output: is missing; it must be the name of an output"),
         ('[[states]]\ninput = 5\noutput = "next"', "states[0].input: 5 is not a text; it must be the name"),
         (STATES + "axes = 1", "states[0].axes: unknown key; valid are input, output, axis, shape, initial"),
