@@ -110,9 +110,9 @@ class Sequence:
     started; `last_id` the correlation ID of the last of them. `head`: the request that is in a lane; `taken`:
     the one that is in flight. At most one of the two is set.
 
-    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is one of
-    the sequences of which there are at most `max_candidate_sequences`. `waits_for_space`: its start waits until
-    it may be one.
+    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is one
+    of the sequences of which there are at most `max_candidate_sequences`. `waits_for_space`: its start waits
+    until it may be one.
     """
 
     __slots__ = (
