@@ -219,7 +219,8 @@ def test_requests_put_back_keep_their_places(served: Served) -> None:
     served.send("a3")
     batch = served.fetch()  # a1 and a2 are put back, behind a3
     entries = served.link.call("XRANGE", served.keys.requests, "-", "+")
-    runs = [run for entry in entries for run in decode_entry(*entry, ModelSettings())[0].runs]
+    decoded = [decode_entry(entry_id, flat, ModelSettings())[0] for entry_id, flat in entries]
+    runs = [run for entry in decoded for run in entry.runs]
     assert [run.correlation_ids for run in runs] == [["a3"], ["a1"], ["a2"]]
     places = [run.sequence.place for run in runs if run.sequence is not None]
     assert places[1] < places[2] < places[0]

@@ -17,7 +17,7 @@ from carpool_batcher.core.sequences import Sequences
 from simulation.test_sequences_machine import SequencesMachine
 
 MACHINE_SETTINGS: Final = hypothesis_settings(
-    max_examples=300,
+    max_examples=1000,
     stateful_step_count=40,
     deadline=None,
     database=None,
