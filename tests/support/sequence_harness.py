@@ -15,9 +15,10 @@ from carpool.messages import (
     SequenceChange,
     SequenceOutcome,
     SequencePart,
+    SlotFreed,
 )
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.scheduler import Expire, Scheduler
+from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 
 MS = 1000
 
@@ -147,20 +148,35 @@ class SequenceHarness:
         """Carry out all decisions. Returns the batches, each as the names of its requests, sorted."""
         now_us = int(at * MS)
         batches: list[list[str]] = []
-        for decision in self.scheduler.poll(now_us):
+        for decision in self._in_the_order_of_the_batcher(self.scheduler.poll(now_us)):
             if isinstance(decision, Dispatch):
                 batch_id = str(next(self._numbers))
                 self.scheduler.launch(batch_id, decision, now_us)
                 self.in_flight[batch_id] = decision.runs
+                self.dispatched(batch_id, decision)
                 batches.append(sorted(self._names(decision.runs)))
             elif isinstance(decision, SequenceChange):
                 self.changed(decision)
                 self.store.change(decision, now_us)
             elif isinstance(decision, Expire):
                 self._expire(decision, now_us)
+            elif isinstance(decision, SlotFreed):
+                self.freed(decision)
             else:
                 self._answer(decision)
         return batches
+
+    @staticmethod
+    def _in_the_order_of_the_batcher(decisions: Iterable[Decision]) -> list[Decision]:
+        """One script carries out all but those of the last two kinds; then there is one for each of these."""
+        order = (Dispatch, Expire)
+        return sorted(decisions, key=lambda one: (isinstance(one, order), isinstance(one, Expire)))
+
+    def dispatched(self, batch_id: str, dispatch: Dispatch) -> None:
+        """This batch is in flight."""
+
+    def freed(self, freed: SlotFreed) -> None:
+        """The batcher told a process that a sequence has no slot there."""
 
     def changed(self, change: SequenceChange) -> None:
         """The batcher decided to change what is stored of a sequence."""
