@@ -246,12 +246,20 @@ class SequenceHarness:
 
     # --- taking over ---------------------------------------------------------------------------------------
 
+    def load(self) -> list[KeptSequence]:
+        """What Redis has of all sequences."""
+        return self.store.load()
+
+    def adopt(self, at: float) -> None:
+        """The scheduler learns what is in flight."""
+        for batch_id, runs in self.in_flight.items():
+            self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
+
     def take_over(self, at: float = 0, reading: Iterable[str] | None = None) -> None:
         """Another batcher takes over, and reads the requests that wait in this order."""
         self.scheduler = self._new_scheduler()
-        self.scheduler.sequences.load(self.store.load())
-        for batch_id, runs in self.in_flight.items():
-            self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
+        self.scheduler.sequences.load(self.load())
+        self.adopt(at)
         for name in list(self.waiting if reading is None else reading):
             for refused in self.scheduler.offer(self.waiting[name], int(at * MS)):
                 self._answer(refused)
