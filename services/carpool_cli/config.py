@@ -156,9 +156,10 @@ def _check_effect(effective: ModelSettings, values: Mapping[str, str], model: st
     """Raise ValueError for a setting that has no meaning for this model."""
     effective.check_kind(kind)
     for name in values:
-        only_kind = ModelSettings.only_kind(name)
-        if only_kind is not None and only_kind is not kind:
-            raise ValueError(f"{name}: it has an effect only on {only_kind} models, and {model} is not one")
+        only_kinds = ModelSettings.only_kinds(name)
+        if only_kinds and kind not in only_kinds:
+            kinds = " and ".join(only_kinds)
+            raise ValueError(f"{name}: it has an effect only on {kinds} models, and {model} is not one")
 
 
 def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name: str) -> str:

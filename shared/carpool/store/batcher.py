@@ -24,6 +24,7 @@ from carpool.messages import (
     Result,
     Run,
     SequenceChange,
+    SlotFreed,
     tickets_of_each,
 )
 from carpool.rows import BODY_TTL_MS, stored_names
@@ -42,11 +43,12 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
+from carpool.wire.inbox import SequenceEnded, encode_ended
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
-_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back"))
-_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence"))
+_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back", "inbox"))
+_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence", "inbox"))
 _MISSING: Final = Script("missing")
 
 PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
@@ -83,7 +85,7 @@ class EntryChanges(NamedTuple):
 
 
 class NotActiveError(Exception):
-    """This batcher does not hold the lease of a stateful model any more. Nothing was written."""
+    """This batcher does not hold the lease of a model with sequences any more. Nothing was written."""
 
 
 class Dispatched(NamedTuple):
@@ -108,7 +110,7 @@ class BatcherStore:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
-        self.only_active_as = ""  # of a stateful model: the batcher's name, which must hold the lease
+        self.only_active_as = ""  # of a model with sequences: the batcher's name, which must hold the lease
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -190,18 +192,19 @@ class BatcherStore:
             indexes.setdefault(run.entry, len(indexes) + 1)
         remaining = {entry: parts for entry in indexes if (parts := _parts_to_put_back(entry, decided))}
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
+        keys = self.keys
+        script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
+        if self.only_active_as:
+            script_keys.keys.append(keys.batcher)
         batched = [
-            self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings) for dispatch in dispatches
+            self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings, script_keys)
+            for dispatch in dispatches
         ]
         args: list[Argument] = [_arrivals_arg(arrivals), self.only_active_as]
         args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
         args += group_list_args(batched)
-        keys = self.keys
-        script_keys = [keys.requests, keys.batches, keys.held, keys.order]
-        if self.only_active_as:
-            script_keys.append(keys.batcher)
-        missing, new_ids, batch_ids, tickets = self._run_active(_DISPATCH, script_keys, args)
+        missing, new_ids, batch_ids, tickets = self._run_active(_DISPATCH, script_keys.keys, args)
 
         missing_ids = {entry_id.decode() for entry_id in missing}
         batches = [
@@ -220,7 +223,12 @@ class BatcherStore:
         return DispatchOutcome(batches, changes, tickets if arrivals else None)
 
     def _dispatch_args(
-        self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int, step_settings: str
+        self,
+        dispatch: Dispatch,
+        indexes: Mapping[Entry, int],
+        result_ttl_ms: int,
+        step_settings: str,
+        script_keys: ScriptKeys,
     ) -> list[Argument]:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
@@ -234,8 +242,12 @@ class BatcherStore:
             fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
+        process = dispatch.process
+        if process:
+            fields += ["process", process]
         args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
         args += list_args(fields)
+        args += [process, script_keys.index(self.keys.inbox(process))] if process else [""]
         return args
 
     def _run_active(self, script: Script, script_keys: list[str], args: list[Argument]) -> Any:
@@ -250,10 +262,12 @@ class BatcherStore:
         emptied: Sequence[Entry],
         result_ttl_ms: int,
         changes_of_sequences: Sequence[SequenceChange] = (),
+        freed: Sequence[SlotFreed] = (),
     ) -> EntryChanges:
         """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
 
-        The rest of an entry is put back. Raises NotActiveError.
+        The rest of an entry is put back. `freed`: what processes of a bound model are told. Raises
+        NotActiveError.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
@@ -273,6 +287,12 @@ class BatcherStore:
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, self.only_active_as, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)
+        args += group_list_args(
+            [
+                (script_keys.index(self.keys.inbox(process)), *encode_ended(SequenceEnded(sequence_id)))
+                for process, sequence_id in freed
+            ]
+        )
         replies = self._run_active(_REFUSE, script_keys.keys, args)
 
         changes = EntryChanges([], [], [])
