@@ -2,9 +2,10 @@
 
     HOST-PID-RANDOM              a batcher or a worker
     HOST-PID-RANDOM/REPLICA      one replica of a worker; its consumer name in Redis
-    HOST-PID-RANDOM/REPLICA.LIFE of a bound model: its second life and later ones
+    HOST-PID-RANDOM/REPLICA.LIFE the same, in its second life or a later one
 
-A life of a replica of a bound model ends when the states in its model process are lost. RANDOM (six hex digits) keeps a process apart from an earlier one with the same pid, as in containers.
+RANDOM (six hex digits) keeps a process apart from an earlier one with the same pid, as in containers. A life
+of a replica of a bound model ends when the states of the sequences in its model process are lost.
 """
 
 from __future__ import annotations
@@ -45,11 +46,8 @@ def parse_process_name(name: str) -> ProcessName | None:
     process, slash, life = name.partition("/")
     replica, dot, number = life.partition(".")
     host, _, pid = process.rpartition("-")[0].rpartition("-")
-    if (
-        not (host and pid.isdecimal())
-        or bool(slash) != replica.isdecimal()
-        or bool(dot) != number.isdecimal()
-    ):
+    is_complete = bool(slash) == replica.isdecimal() and bool(dot) == number.isdecimal()
+    if not (host and pid.isdecimal() and is_complete):
         return None
     return ProcessName(host, int(pid), int(replica) if slash else None)
 
