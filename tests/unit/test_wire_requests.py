@@ -237,6 +237,8 @@ def test_a_request_means_the_same_in_a_run_and_alone(flat: list[bytes], others: 
 
 def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Any:
     """Everything about an item but its entry, and where it stands in it."""
+    if isinstance(item, Single):
+        return item._replace(sequence=item.sequence and item.sequence._replace(place=""))
     return item._replace(breaks=None)[1:] if isinstance(item, Refusal) else item
 
 
