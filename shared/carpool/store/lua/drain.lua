@@ -1,0 +1,11 @@
+-- drain: a process of a bound model begins no more sequences, and leaves when those that it has have ended.
+--
+-- KEYS  1 draining   2 settled
+-- ARGV  1 consumer  2 maximum length of `settled`
+-- Returns 1. O(1).
+local DRAINING_TTL_MS = 24 * 3600 * 1000 -- for what a worker leaves behind that is killed meanwhile
+redis.call('SREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua
+redis.call('SADD', KEYS[1], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], DRAINING_TTL_MS)
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)
+return 1
