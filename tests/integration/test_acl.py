@@ -348,12 +348,15 @@ def test_admin_overrides_settings(no_denials: Secured) -> None:
 
 @pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin"}))
 def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
+    if (role, secured.rules) == ("batcher", "6"):
+        pytest.skip(
+            "with these rules a batcher may use HSET, which it needs for sequences, on all of its keys"
+        )
     refused = carpool(secured, role, "config", "square", "max_queue_size=1")
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
-    if (role, secured.rules) != ("batcher", "6"):  # with these it may use its HSET on all of its keys
-        with secured.signed_in(role) as client, pytest.raises(NoPermissionError):
-            client.hset(Keys("square").config, "max_queue_size", 1)
+    with secured.signed_in(role) as client, pytest.raises(NoPermissionError):
+        client.hset(Keys("square").config, "max_queue_size", 1)
     assert not secured.stack.redis.exists(Keys("square").config)
 
 
