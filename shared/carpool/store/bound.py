@@ -73,7 +73,8 @@ class BoundStore(WorkerStore):
 
     def drain(self, process: str) -> None:
         """The process begins no more sequences."""
-        self._link.run(_DRAIN, [self.keys.draining, self.keys.settled], [process, SETTLED_ENTRIES_MAX])
+        keys = [self.keys.draining, self.keys.settled, self.keys.workers]
+        self._link.run(_DRAIN, keys, [process, SETTLED_ENTRIES_MAX])
 
 
 def _decode(pending: Sequence[Any], entries: Sequence[Any]) -> Batch:

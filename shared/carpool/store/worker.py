@@ -116,7 +116,7 @@ class WorkerStore:
 
     def leave(self, consumer: str) -> None:
         """A model process takes no more batches."""
-        keys = [self.keys.workers, self.keys.batches, self.keys.settled, self.keys.draining]
+        keys = [self.keys.workers, self.keys.batches, self.keys.settled]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
     def start_fetch(self, consumer: str, block_ms: int | None, count: int = 1) -> None:

@@ -1,11 +1,10 @@
 -- leave: a model process takes no more batches. Its consumer is deleted only if it owns no batch: deleting it would
 -- also delete its pending entries, and then no worker could reclaim these batches.
 --
--- KEYS  1 workers   2 batches   3 settled   4 draining
+-- KEYS  1 workers   2 batches   3 settled
 -- ARGV  1 consumer  2 maximum length of `settled`
 -- Returns 1. O(consumers).
 redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('SREM', KEYS[4], ARGV[1])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)
 local pending = redis.pcall('XPENDING', KEYS[2], 'workers', '-', '+', 1, ARGV[1])
 if not pending.err and #pending == 0 then redis.pcall('XGROUP', 'DELCONSUMER', KEYS[2], 'workers', ARGV[1]) end
