@@ -124,8 +124,10 @@ class BatcherStore:
             for entry_id, flat in self._link.call("XRANGE", self.keys.batches, "-", "+")
         ]
 
-    def kept_sequences(self) -> list[KeptSequence]:
-        """Every sequence of which Redis keeps a state, or that it is broken."""
+    def kept_sequences(self, *, with_processes: bool = False) -> list[KeptSequence]:
+        """Every sequence of which Redis keeps a state, or that it is broken. `with_processes`: of a bound
+        model, which has the names of processes in place of states."""
+        fields = (*_FIELDS_KEPT, "state") if with_processes else _FIELDS_KEPT
         flat = self._link.call("ZRANGE", self.keys.sequences, 0, -1, "WITHSCORES")
         scored = zip(flat[::2], flat[1::2], strict=True)
         changed_us = {name.decode(): int(float(at_ms)) * 1000 for name, at_ms in scored}
@@ -133,7 +135,7 @@ class BatcherStore:
         known = list(changed_us)
         for start in range(0, len(known), LOOKUPS_MAX):
             names = known[start : start + LOOKUPS_MAX]
-            commands = [("HMGET", self.keys.sequence(name), *_FIELDS_KEPT) for name in names]
+            commands = [("HMGET", self.keys.sequence(name), *fields) for name in names]
             for name, reply in zip(names, self._link.call_many(*commands), strict=True):
                 kept.append(_kept_sequence(name, changed_us[name], reply))
         return kept
@@ -328,7 +330,8 @@ class BatcherStore:
 def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | CommandError) -> KeptSequence:
     if isinstance(reply, CommandError):  # a user made the key another type
         return KeptSequence(name, changed_us, None)
-    next_index, last_id, broken, broken_at = [value and value.decode("utf-8", "replace") for value in reply]
+    texts = [value and value.decode("utf-8", "replace") for value in reply]
+    (next_index, last_id, broken, broken_at), process = texts[:4], texts[4:]
     is_broken = bool(broken and broken_at)
     return KeptSequence(
         name,
@@ -337,6 +340,7 @@ def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | Comma
         last_id or "",
         (is_broken and broken) or "",
         (is_broken and broken_at) or "",
+        "".join(name or "" for name in process),
     )
 
 
