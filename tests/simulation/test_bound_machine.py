@@ -8,12 +8,13 @@ for which it has no slot (`support.bound_harness`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from carpool.messages import Dispatch, Run, SequenceChange
+from carpool.messages import Dispatch, SequenceChange
 from simulation.test_sequences_machine import IDLE_MS, Observed, SequencesMachine, part_of
 from support.bound_harness import BoundHarness
 
@@ -21,21 +22,25 @@ PROCESSES_MAX = 3
 
 
 class ObservedBound(BoundHarness):
-    """A harness that also notes which processes the batcher knows to drain, and since which place."""
+    """A harness that also notes which processes the batcher knows, and which of them to drain."""
 
     def __init__(self, *names: str, **settings: Any) -> None:
         super().__init__(*names, **settings)
+        self.known = set(self.processes)
+        self.known_to_drain: set[str] = set()
         self.lost: set[str] = set()  # requests that a process had served or was to serve when it died
         self.idle_after: dict[str, list[str]] = {}
-        self.drains_since: dict[str, str] = {}
 
     def changed(self, change: SequenceChange) -> None:
         Observed.changed(self, change)  # type: ignore[arg-type]
 
     def compare(self) -> None:
         super().compare()
-        for name in self.draining:
-            self.drains_since.setdefault(name, max(map(place, self.runs.values()), default=""))
+        self.known, self.known_to_drain = set(self.processes), set(self.draining)
+
+    def take_over(self, at: float = 0, reading: Iterable[str] | None = None) -> None:
+        self.known, self.known_to_drain = set(self.processes), set(self.draining)
+        super().take_over(at, reading)
 
     def die(self, name: str) -> None:
         """A process ends, and the states in it are lost."""
@@ -47,12 +52,11 @@ class ObservedBound(BoundHarness):
 
     def dispatched(self, batch_id: str, dispatch: Dispatch) -> None:
         super().dispatched(batch_id, dispatch)
-        if dispatch.process in self.drains_since:
+        assert dispatch.process in self.known, "it is gone"
+        if dispatch.process not in self.processes:
+            self.lost.update(map(self.name_of, dispatch.runs))
+        if dispatch.process in self.known_to_drain:
             assert not any(part_of(run).starts for run in dispatch.runs), "it drains"
-
-
-def place(run: Run) -> str:
-    return part_of(run).place
 
 
 class BoundMachine(SequencesMachine):
