@@ -60,6 +60,7 @@ class BoundReplica(ReplicaLoop[Item]):
     ) -> None:
         super().__init__(consumer, process, inbox)
         self.is_member = False  # it joins when its process is ready, in each of its lives
+        self.can_be_revived = False
         self._name = consumer
         self._life = 1
         self._codec = codec
@@ -274,7 +275,7 @@ class BoundReplica(ReplicaLoop[Item]):
         return [(execution.batch.id, execution.batch.epoch) for execution in self._executions]
 
     def on_lease_lost(self, consumer: str) -> None:
-        """The batcher may have aborted the sequences."""
+        """The batcher aborts the sequences."""
         if consumer == self.consumer:
             self._is_over = True
 
