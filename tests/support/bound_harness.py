@@ -61,6 +61,7 @@ class BoundHarness(SequenceHarness):
         self.draining: set[str] = set()
         self.process_of: dict[str, str] = {}  # by batch
         self.kept_by: dict[str, str] = {}  # as in Redis, by sequence
+        self.served_by: dict[str, str] = {}  # by request
         super().__init__(max_batch_size=slots, **settings)
 
     def _new_scheduler(self) -> Scheduler:
@@ -117,7 +118,7 @@ class BoundHarness(SequenceHarness):
                 self.store.change(SequenceChange(part, correlation_id, "broken", "it failed"), now_us)
                 continue
             self.ok[self.name_of(run)] = state
-            self.kept_by[part.sequence_id] = name
+            self.kept_by[part.sequence_id] = self.served_by[self.name_of(run)] = name
             outcome = SequenceChange(part, correlation_id, "ended" if part.ends else "kept", name)
             self.store.change(outcome, now_us)
         self.scheduler.settle(batch_id, 0, now_us, broken=broken)

@@ -286,6 +286,26 @@ def test_a_sequence_that_begins_anew_waits_if_only_a_process_that_drains_has_spa
     assert harness.run() == [["a1"]]
 
 
+def test_a_start_that_waits_for_a_busy_process_moves_when_that_drains() -> None:
+    harness = BoundHarness("p", slots=3)
+    harness.send("a0", start=True)
+    harness.send("b0", start=True)
+    harness.run()
+    harness.send("a1")
+    harness.poll()
+    harness.send("b1", start=True)
+    harness.send("b2")
+    harness.send("c0", start=True)
+    assert harness.poll() == []
+    harness.drain("p")
+    harness.join("q")
+    harness.compare()
+    assert harness.poll() == [["b1", "c0"]]
+    harness.settle()
+    assert harness.run() == [["b2"]]
+    assert slots(harness) == {"p": ["a"], "q": ["b", "c"]}
+
+
 # --- taking over -------------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,7 @@ class Queue:
                 self._count_removed(refused.run, bytes_of(refused.run))
 
     def follow_again(self, head: Run) -> None:
-        """A head becomes a follower, because its model process is gone."""
+        """A head becomes a follower, because its model process is gone, or drains."""
         lane = self._lane_of(head)
         if head in lane.expired:
             self._followers_expired.add(head)

@@ -144,9 +144,9 @@ class Scheduler:
         self.model_processes = len(live)
         if self._kind is ModelKind.BOUND:
             self.processes.follow(live, draining)
-            for head in self.sequences.heads_to_lose():
+            for head in self.sequences.heads_to_move():
                 self._queue.follow_again(head)
-            self.sequences.lose_processes()
+            self.sequences.leave_processes()
 
     def set_withheld(self, results: int) -> None:
         """Set how many results are withheld until earlier ones are done (`preserve_ordering`)."""

@@ -11,8 +11,8 @@
 5. A request that was sent twice, as its index shows, is dropped if it has the same correlation ID.
 6. A batcher that takes over knows what Redis keeps, and what is in flight. It reads all waiting requests
    before there is any head: one that was put back stands later in the request stream than its place says.
-7. If the process that has the state of a sequence is gone, the sequence is broken. A start that it did not
-   get yet goes to another one.
+7. If the process that has the state of a sequence is gone, the sequence is broken. A start that did not reach
+   a process that is gone, or that drains, goes to another one.
 
 Events are recorded, and `decide` says what follows from them: so it sees all that arrived together.
 """
@@ -159,7 +159,7 @@ class Sequences:
                 del self.followers[event]
                 self._replay_arrival(event)
         self._loaded.clear()
-        self.lose_processes()
+        self.leave_processes()
         for sequence in self._by_id.values():
             self._recount(sequence)
             self._changed[sequence] = None
@@ -473,20 +473,22 @@ class Sequences:
         """Of a bound model, the process to which a head goes; '' if it is any."""
         return self._by_id[part_of(run).sequence_id].process
 
-    def heads_to_lose(self) -> list[Run]:
-        """The heads that `lose_processes` makes followers again: the caller takes them out of their lanes."""
+    def heads_to_move(self) -> list[Run]:
+        """The heads that `leave_processes` makes followers again, for the caller to take out of their
+        lanes."""
         if self._unread is not None:
             return []
-        return [one.head for one in self._by_id.values() if one.head is not None and self.space.is_lost(one)]
+        leaving = filter(self.space.must_leave, self._by_id.values())
+        return [sequence.head for sequence in leaving if sequence.head is not None]
 
-    def lose_processes(self) -> None:
-        """Break the sequences whose model process is gone."""
+    def leave_processes(self) -> None:
+        """Sequences leave model processes that are gone, which breaks them, or that drain."""
         if self._unread is None:
             for sequence in self._by_id.values():
-                if self.space.is_lost(sequence):
-                    self._lose_process(sequence)
+                if self.space.must_leave(sequence):
+                    self._leave_process(sequence)
 
-    def _lose_process(self, sequence: Sequence) -> None:
+    def _leave_process(self, sequence: Sequence) -> None:
         head, taken = sequence.head, sequence.taken
         if head is not None:
             sequence.head = None
@@ -544,6 +546,7 @@ class Sequences:
         self._leave(sequence)
         self._ended += sequence.kept
         del self._by_id[sequence.sequence_id]
+        self._marks.pop(sequence, None)
         if sequence.is_recorded:
             part = SequencePart(sequence.sequence_id, False, True, None, _LAST_PLACE)
             self._decided.changes.append(SequenceChange(part, "", "ended"))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from carpool.messages import SlotFreed
-from carpool_batcher.core.sequence import Sequence
+from carpool_batcher.core.sequence import Sequence, part_of
 
 
 class Space:
@@ -30,8 +30,8 @@ class Space:
         """Whether a sequence has space already, in which it can begin anew."""
         return sequence.counts
 
-    def is_lost(self, sequence: Sequence) -> bool:
-        """Whether the process that had the state of a sequence is gone."""
+    def must_leave(self, sequence: Sequence) -> bool:
+        """Whether a sequence cannot stay in its process: that is gone, or drains before it has the start."""
         return False
 
     def hold(self, sequence: Sequence, process: str) -> None:
@@ -79,8 +79,11 @@ class Processes(Space):
     def is_taken_by(self, sequence: Sequence) -> bool:
         return sequence.process in self._live and sequence.process not in self._draining
 
-    def is_lost(self, sequence: Sequence) -> bool:
-        return (sequence.is_in_process or bool(sequence.process)) and sequence.process not in self._live
+    def must_leave(self, sequence: Sequence) -> bool:
+        process, head = sequence.process, sequence.head
+        if process in self._draining and head is not None and part_of(head).starts:
+            return True
+        return (sequence.is_in_process or bool(process)) and process not in self._live
 
     def hold(self, sequence: Sequence, process: str) -> None:
         self.leave(sequence)
