@@ -142,6 +142,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
             effective.check_sizes()
         if values:
             _check_effect(effective, values, model, kind_of(registered))
+        if kind_of(registered) is ModelKind.BOUND:
+            effective.check_slots(ModelSettings.from_mapping(registered).max_batch_size)
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:

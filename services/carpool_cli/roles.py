@@ -90,7 +90,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
             "batcher report requests batches progress order held result replies body sequence sequences "
-            "inbox",
+            "inbox workers",
         ),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
         Grant("lease.lua", "get set del", "batcher"),
@@ -102,6 +102,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("inbox.lua: deliver the batches of a bound model", "xreadgroup xgroup|create", "batches"),
         Grant("inbox.lua: tell a process of a bound model", "xadd pexpire", "inbox"),
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
+        Grant("dispatch.lua: whether the process of a bound model has left", "zscore", "workers"),
         Grant("answer.lua: record the requests answered ahead", "hdel hset hsetnx pexpire", "progress"),
         *_CHANGE_SEQUENCES,
         *_DELIVER,

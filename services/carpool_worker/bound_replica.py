@@ -60,6 +60,7 @@ class BoundReplica(ReplicaLoop[Item]):
     ) -> None:
         super().__init__(consumer, process, inbox)
         self.is_member = False  # it joins when its process is ready, in each of its lives
+        self.can_be_revived = False
         self._name = consumer
         self._life = 1
         self._codec = codec
@@ -71,7 +72,7 @@ class BoundReplica(ReplicaLoop[Item]):
         self._register = register
         self._metrics = metrics
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
-        self._sequences: set[str] = set()  # that have a slot
+        self._sequences: set[str] = set()  # that have a slot, or were sent to get one
         self._is_over = False  # this life: the states in the model process are lost, or believed to be
         self._is_marked = False  # as draining
         self._is_quiet = False  # nothing has come since
@@ -125,6 +126,8 @@ class BoundReplica(ReplicaLoop[Item]):
         if is_next:
             execution.start_at(execution.ready_us)
         self._executions = (*self._executions, execution)
+        parts = [run.sequence for run in execution.batch.runs]
+        self._sequences.update(part.sequence_id for part in parts if part is not None and part.starts)
         for frame in execution.frames:
             self.process.send(frame.header, *frame.payload)
 
@@ -207,15 +210,14 @@ class BoundReplica(ReplicaLoop[Item]):
             return
         kept = {position for of_run in execution.of_runs for position in of_run.positions}
         kept |= {position for position, result in execution.results.items() if result.status == OK}
-        ended: list[str] = []
-        for position, part in enumerate(run.sequence for run in execution.batch.runs):
-            if part is None:
-                continue
-            if part.ends or position not in kept:  # it failed, or a batcher answered it
-                ended.append(part.sequence_id)
-            else:
-                self._sequences.add(part.sequence_id)
-        self._end(ended)
+        parts = enumerate(run.sequence for run in execution.batch.runs)  # each run is one request
+        self._end(
+            [
+                part.sequence_id
+                for position, part in parts
+                if part is not None and (part.ends or position not in kept)  # it failed, or was answered
+            ]
+        )
 
     def _is_own(self, execution: Execution) -> bool:
         """Whether it was dispatched to this process, and not reclaimed: its sequences are here."""
@@ -274,7 +276,7 @@ class BoundReplica(ReplicaLoop[Item]):
         return [(execution.batch.id, execution.batch.epoch) for execution in self._executions]
 
     def on_lease_lost(self, consumer: str) -> None:
-        """The batcher may have aborted the sequences."""
+        """The batcher aborts the sequences."""
         if consumer == self.consumer:
             self._is_over = True
 

@@ -62,7 +62,8 @@ class Heartbeat:
             if self._draining and replica.may_leave:
                 self._store.leave(consumer)
                 continue
-            renewal = self._store.renew(consumer, self._lease_ms, replica.batches())
+            batches = replica.batches()
+            renewal = self._store.renew(consumer, self._lease_ms, batches, revive=replica.can_be_revived)
             if not renewal.had_lease:
                 replica.on_lease_lost(consumer)
             if not renewal.is_registered:

@@ -41,6 +41,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
 
     def __init__(self, consumer: str, process: ProcessHandle, fetcher: Fetches[Fetched]) -> None:
         self.consumer = consumer
+        self.can_be_revived = True  # under this name, after its lease ran out
         self.is_member = True
         self.process = process
         self._fetcher: Fetches[Fetched] = fetcher
@@ -122,7 +123,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         return not self.batches()
 
     def on_lease_lost(self, consumer: str) -> None:
-        """Its lease under this name had run out, and is renewed now: others took it for dead meanwhile."""
+        """Its lease under this name had run out: others take it for dead."""
 
     @property
     def slots(self) -> int:

@@ -322,6 +322,13 @@ class ModelSettings:
                 f"because max_batch_size is {self.max_batch_size}"
             )
 
+    def check_slots(self, declared: int) -> None:
+        """Raise ValueError for more slots than the processes of a bound model have, which it declares."""
+        if self.max_batch_size > declared:
+            raise ValueError(
+                f"max_batch_size: {self.max_batch_size} is more than the {declared} slots of a process"
+            )
+
     def check_kind(self, kind: ModelKind) -> None:
         """Raise ValueError for a setting that would have no meaning for a model of this kind, or a wrong one.
 

@@ -192,6 +192,21 @@ def test_process_that_was_taken_for_dead_has_no_sequences(played: Played) -> Non
     assert played.heard(other, ("C", "4")) == [[digest("c", [4]), 0]]
 
 
+def test_start_whose_batch_another_worker_has_leaves_no_slot_in_use(played: Played, tmp_path: Path) -> None:
+    """Given a commit that is fenced, expect the process to be believed dead, and to end what it began."""
+    played.worker()
+    process = played.process()
+    gate = tmp_path / "gate"
+    played.dispatch(process, ("A", f'"wait {gate}"'))
+    wait_until((tmp_path / "gate.started").exists, description="it is executed")
+    ((batch_id, _),) = played.redis.xrange(KEYS.batches)
+    played.redis.xclaim(KEYS.batches, "workers", "another", 0, [batch_id])
+    gate.touch()
+    other = played.process(but=process)
+    played.wait_for_hook("end a")
+    assert played.heard(other, ("B", "1")) == [[digest("b", [1]), 0]]
+
+
 def test_batch_of_a_dead_worker_is_aborted_by_another_one(played: Played, tmp_path: Path) -> None:
     first = played.worker()
     process = played.process()

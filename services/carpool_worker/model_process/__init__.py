@@ -24,6 +24,6 @@ Of a model that binds sequences:
     bound_frames    what crosses the process boundary beside frames
     bound_executor  which sequence has which slot; runs the model on the rows of all slots
 
-`frames`, `step_frames` and `bound_frames` are the boundary, shared by both processes. Beside them the worker imports only
-`loader`, for the model's name, and `chunks`.
+`frames`, `step_frames` and `bound_frames` are the boundary, shared by both processes. Beside them the worker
+imports only `loader`, for the model's name, and `chunks`.
 """

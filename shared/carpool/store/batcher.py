@@ -88,6 +88,10 @@ class NotActiveError(Exception):
     """This batcher does not hold the lease of a model with sequences any more. Nothing was written."""
 
 
+class ProcessLeftError(Exception):
+    """A process of a bound model has left, for which a batch was to be dispatched. Nothing was written."""
+
+
 class Dispatched(NamedTuple):
     """A batch that is in flight now: its ID, and its dispatch with the requests that still waited."""
 
@@ -186,7 +190,7 @@ class BatcherStore:
 
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`).
-        Raises NotActiveError.
+        Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
         indexes: dict[Entry, int] = {}
@@ -197,12 +201,13 @@ class BatcherStore:
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
         if self.only_active_as:
-            script_keys.keys.append(keys.batcher)
+            script_keys.keys += [keys.batcher, keys.workers]
         batched = [
             self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings, script_keys)
             for dispatch in dispatches
         ]
         args: list[Argument] = [_arrivals_arg(arrivals), self.only_active_as]
+        args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
         args += group_list_args(batched)
@@ -256,6 +261,8 @@ class BatcherStore:
         reply = self._link.run(script, script_keys, args)
         if reply == b"NOT_ACTIVE":
             raise NotActiveError(self.keys.model)
+        if reply == b"PROCESS_LEFT":
+            raise ProcessLeftError(self.keys.model)
         return reply
 
     def refuse(

@@ -196,9 +196,12 @@ class WorkerStore:
         states = zip(sequences, replies[len(needed) :], strict=True)
         return Loaded(failures, {position: state for (position, _), state in states if type(state) is bytes})
 
-    def renew(self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]) -> Renewal:
-        """Extend the lease of a model process and of the batches (ID, epoch) that it has in hand."""
-        args: list[Argument] = [consumer, lease_ms]
+    def renew(
+        self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]], *, revive: bool = True
+    ) -> Renewal:
+        """Extend the lease of a model process and of the batches (ID, epoch) that it has in hand. `revive`:
+        its lease also if that had run out."""
+        args: list[Argument] = [consumer, lease_ms, "1" if revive else ""]
         for batch_id, epoch in batches:
             args += [batch_id, epoch]
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]

@@ -14,14 +14,16 @@
 -- A batch of a bound model is for one process: it is in the pending list of its consumer at once, as if that had
 -- fetched it, and in its inbox.
 --
--- KEYS  1 requests   2 batches   3 held   4 order   5 batcher, if ARGV[2] is not ''   .. inboxes
+-- KEYS  1 requests   2 batches   3 held   4 order   5 batcher and 6 workers, if ARGV[2] is not ''   .. inboxes
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
---       3.. list of entry IDs
+--       3.. list of the processes of a bound model that execute these batches
+--       list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
 --       list of batches: list of the indexes of its entries; list of its fields; the process that executes it, '' if
 --           it is any, else also the index in KEYS of its inbox
--- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else
+-- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
+--       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
 --         { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing },
@@ -29,6 +31,9 @@
 -- O(entries), and O(bytes) for the payloads.
 if ARGV[2] ~= '' and redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 local take = argument_reader(3)
+for _, process in ipairs(take_list(take)) do
+  if ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[6], process) then return 'PROCESS_LEFT' end
+end
 
 local ids, is_missing, missing = take_list(take), {}, {}
 for i = 1, #ids do
