@@ -297,6 +297,26 @@ ROWS: Final[dict[str, list[Panel]]] = {
             quantiles("carpool_step_seconds"),
         ),
     ],
+    "Do sequences go on?": [  # of stateful models; others have none
+        Panel(
+            "Sequences",
+            "short",
+            "Those that have begun, and neither ended nor broken: Redis has a state for each. If they only "
+            "grow, producers do not end them; idle ones are ended after max_sequence_idle_ms. Some wait to "
+            "start: raise max_candidate_sequences if Redis has memory for their states.",
+            {
+                "kept {{model}}": "sum by (model) (carpool_kept_sequences{M})",
+                "waiting to start {{model}}": "sum by (model) (carpool_sequences_waiting_to_start{M})",
+            },
+        ),
+        Panel(
+            "Changes of sequences",
+            "ops",
+            "How many sequences start, end and break in each second. A broken one is begun again by its "
+            "producer: the panel Errors by reason shows what failed.",
+            {"{{change}} {{model}}": "sum by (change, model) (rate(carpool_sequences_total{M}[T]))"},
+        ),
+    ],
     "Which requests fail, and why?": [
         Panel(
             "Results by status",
@@ -313,7 +333,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "early: it "
             "could not meet its deadline; start workers, or allow more time. model, policy: it raised an "
             "exception; look at the result's detail. dead_letter: it killed its process. withdrawn: the "
-            "producer withdrew it.",
+            "producer withdrew it. sequence: its sequence was never begun, broke, or was ended.",
             {
                 "{{status}} {{reason}}": "sum by (status, reason) "
                 '(rate(carpool_requests_total{M,status!="OK"}[T]))'

@@ -47,6 +47,7 @@ from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler
 from carpool_batcher.core.sequences import did_not_succeed
+from carpool_batcher.early_refusals import EarlyRefusals
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
@@ -83,6 +84,7 @@ class LeaseSession(NamedTuple):
     missed: MissedDeadlines
     missing_batches: MissingBatches
     unread: UnreadEntries
+    early: EarlyRefusals
 
 
 class ModelBatcher:
@@ -156,6 +158,7 @@ class ModelBatcher:
             MissedDeadlines(scheduler.capacity),
             MissingBatches(),
             unread,
+            EarlyRefusals(),
         )
         self._last_event_us = self.wake_at_us = now_us
         self.needs_snapshot = True
@@ -204,7 +207,7 @@ class ModelBatcher:
                 refusals, emptied = self._admit(self._session, arrived.requests, now_us)
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
-        self.wake_at_us = scheduler.wake_at_us()
+        self.wake_at_us = _earlier(scheduler.wake_at_us(), self._session.early.due_us)
         # While nothing waits, no decision depends on a batch that settles.
         self._session.subscription.awaits_settled = scheduler.waiting > 0
 
@@ -217,6 +220,8 @@ class ModelBatcher:
         assert self._session is not None
         scheduler = self._session.scheduler
         if scheduler.waiting or scheduler.withheld or scheduler.in_flight() or scheduler.sequences:
+            return False
+        if self._session.early.due_us is not None:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
 
@@ -283,7 +288,8 @@ class ModelBatcher:
             order.admit(runs)
         if cancelled:
             self._cancel(session, cancelled)
-        return refusals + [_where_it_is(refusal) for refusal in withdrawn], emptied
+        # The rest of an entry may have been put back in others by then.
+        return refusals + [refusal.where_it_is() for refusal in withdrawn], emptied
 
     # --- acting --------------------------------------------------------------------------------------------
 
@@ -297,6 +303,7 @@ class ModelBatcher:
     ) -> None:
         dispatches = [decision for decision in decisions if type(decision) is Dispatch]
         refusals += [decision for decision in decisions if type(decision) is Refusal]
+        refusals = session.early.hold(refusals, now_us)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         if refusals or emptied or changes:
             self._refuse(session, refusals, emptied, changes)
@@ -456,9 +463,11 @@ class ModelBatcher:
         self._log.warning("report for carpool top not published", reason=str(error))
 
 
-def _where_it_is(refusal: Refusal) -> Refusal:
-    """The refusal, after the rest of the run's entry may have been put back in other entries."""
-    return refusal if refusal.run is None else refusal._replace(entry=refusal.run.entry)
+def _earlier(at_us: int | None, other_us: int | None) -> int | None:
+    """The earlier of two times; None is never."""
+    if at_us is None or other_us is None:
+        return other_us if at_us is None else at_us
+    return min(at_us, other_us)
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:

@@ -28,6 +28,7 @@ from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.recent_latency import RecentLatency, count_equal
+from carpool_batcher.sequence_meter import SequenceMeter, SequenceMetrics
 
 _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_waiting_requests": "Requests waiting to be dispatched",
@@ -96,6 +97,7 @@ class BatcherMetrics(CommonMetrics):
             ("model", "cause"),
             registry=registry,
         )
+        self.sequences = SequenceMetrics(registry)
         self.gauges = [Gauge(name, text, ("model",), registry=registry) for name, text in _GAUGES.items()]
         self.active = Gauge(
             "carpool_batcher_active", "1 if this batcher forms the model's batches, 0 if it is on standby",
@@ -131,6 +133,7 @@ class Meter:
         self._missed = {cause: metrics.missed.labels(model, cause) for cause in CAUSES}
         self._totals_known: _Totals | None = None  # None: something was counted since
         self._exported: Gauges | None = None
+        self._sequences = SequenceMeter(metrics.sequences, model)
         self.activated(0)
         self.deactivated()
 
@@ -181,6 +184,7 @@ class Meter:
 
     def update_gauges(self, scheduler: Scheduler, now_us: int) -> None:
         """Update the gauges; called regularly while this batcher is active."""
+        self._sequences.export(_sequences_report(scheduler))
         values = gauges(scheduler, now_us)
         if values == self._exported:  # those of an idle model do not change, and exporting them takes 30 µs
             return
@@ -242,6 +246,7 @@ class Meter:
     def deactivated(self) -> None:
         """This batcher is on standby; the gauges are exported by the active one."""
         self._exported = None
+        self._sequences.deactivated()
         self._metrics.active.labels(self._model).set(0)
         for gauge in self._metrics.gauges:
             gauge.remove(self._model)

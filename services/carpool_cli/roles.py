@@ -37,6 +37,15 @@ _DELIVER: Final = (
     Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
     Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "held"),
 )
+# Only a worker reads a state. To write one, sequence.lua looks at what is known about the sequence.
+_CHANGE_SEQUENCES: Final = (
+    Grant(
+        "sequence.lua: the state of a sequence, or why it is broken",
+        "hmget hset hincrby hdel del pexpire",
+        "sequence",
+    ),
+    Grant("sequence.lua: which sequences are kept", "zadd zrem", "sequences"),
+)
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
     _CLOCK,
@@ -46,6 +55,7 @@ _COUNTS: Final = (
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
     ),
     Grant("count results that are to be delivered in order", "llen", "order"),
+    Grant("count sequences that are kept", "zcard", "sequences"),
     Grant("list the model processes that are alive", "zrange", "workers"),
     Grant("check whether a batcher is active", "exists", "batcher"),
     Grant("read its report, which has counts and nothing of a request", "get", "report"),
@@ -79,8 +89,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
-            "batcher report requests batches progress order held result replies body",
+            "batcher report requests batches progress order held result replies body sequence sequences",
         ),
+        Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
         Grant("lease.lua", "get set del", "batcher"),
         Grant("report.lua", "set del", "report"),
         Grant("dispatch.lua, refuse.lua: remove entries, put back the rest", "xdel xadd", "requests"),
@@ -88,6 +99,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
         Grant("dispatch.lua: add batches", "xadd", "batches"),
         Grant("answer.lua: record the requests answered ahead", "hdel hsetnx pexpire", "progress"),
+        *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),
     "worker": (
@@ -99,7 +111,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over",
             "evalsha eval",
-            "workers batches settled registration progress dead order held result replies body",
+            "workers batches settled registration progress dead order held result replies body "
+            "sequence sequences",
         ),
         Grant("join.lua, leave.lua, renew.lua: leases", "zadd zrem zscore zremrangebyscore", "workers"),
         Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
@@ -107,6 +120,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("step.lua: how much of a stream is unread", "llen", "result"),
         Grant("step.lua: how much of a stream is unread", "xlen", "replies"),
         Grant("load large bodies", "getrange", "body"),
+        Grant("load states", "hget", "sequence"),
         Grant("commit.lua: remove the batch", "xack xdel", "batches"),
         Grant("commit.lua: delete large bodies", "unlink", "body"),
         Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
@@ -116,6 +130,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "hdel hset hmget hsetnx hincrby hgetall hkeys pexpire del",
             "progress",
         ),
+        *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
@@ -134,6 +149,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("remove a model that is no longer served", "srem", "models"),
         Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
         Grant("remove its remaining results", "del", "order held result replies body"),
+        Grant("remove its sequences", "del", "sequence sequences"),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
@@ -164,6 +180,8 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "replies": keys.replies("*"),
         "body": keys.body("*"),
         "progress": keys.progress("*"),
+        "sequence": keys.sequence("*"),
+        "sequences": keys.sequences,
         "order": keys.order,
         "held": keys.held,
     }

@@ -482,6 +482,10 @@ class Refusal(NamedTuple):
     body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
     breaks: SequencePart | None = None  # the sequence that is broken by it: so recorded with the answer
 
+    def where_it_is(self) -> Refusal:
+        """This refusal, with the entry in which the run is now: it may have been put back in another one."""
+        return self if self.run is None else self._replace(entry=self.run.entry)
+
 
 class DeadLetter(NamedTuple):
     """A request that was given up, with the reason and how often a process ended while executing it.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Final, NoReturn
+from textwrap import dedent
+from typing import Final, NamedTuple, NoReturn
 
 import pytest
 from redis import Redis
@@ -21,6 +23,25 @@ from support.stack import Stack
 PASSWORD: Final = secrets.token_urlsafe(32)
 RUN_S: Final = 30.0
 REQUIRED: Final = "CARPOOL_CLIENTS_REQUIRED"
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+class Documented(NamedTuple):
+    """A model in docs/models.md, and the program that uses it."""
+
+    model: str
+    program: str
+
+
+def _stateful() -> Documented:
+    _, _, rest = (ROOT / "docs" / "models.md").read_text("utf-8").partition("\n## Models that keep a state\n")
+    (block,) = re.findall(r"^    import numpy.*?(?=^\S)", rest, re.MULTILINE | re.DOTALL)
+    model, with_, program = dedent(block).partition("with ")
+    return Documented(model, with_ + program)
+
+
+STATEFUL: Final = _stateful()
 
 Build = Callable[[Language, Path], list[str]]
 
@@ -70,7 +91,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             )
         stack.redis = Redis.from_url(url, protocol=2, socket_timeout=30)
         stack.batcher()
+        total = tmp_path_factory.mktemp("models") / "total.py"
+        total.write_text(STATEFUL.model, encoding="utf-8")
         models = {
+            "total": f"{total}:Total",
             "square": "square",
             "countdown": "stepping.py:countdown",
             **{name.lower(): f"polyglot.py:{name}" for name in ("Transpose", "Vectors", "Away", "writer")},

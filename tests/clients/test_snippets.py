@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -18,7 +18,7 @@ from carpool.keys import Keys
 from carpool.messages import JSON, RAW
 from carpool.rows import StoredBody
 from carpool_cli.local.embedded import EmbeddedRedis
-from clients.conftest import Build, output
+from clients.conftest import STATEFUL, Build, output
 from clients.languages import HERE, LANGUAGES, Language
 from support.models.polyglot import STORY
 from support.stack import Stack
@@ -42,7 +42,8 @@ class Section(NamedTuple):
 ONE_REQUEST: Final = Section("docs/languages.md", "One request", lines_max=24)
 MANY_REQUESTS: Final = Section("shared/PROTOCOL.md", "In your language", lines_max=44)
 A_STREAM: Final = Section("docs/languages.md", "A stream", lines_max=19)
-STREAMING: Final = ("shell", "node", "go")  # the languages of that section
+A_SEQUENCE: Final = Section("docs/languages.md", "A sequence", lines_max=28)
+STREAMING: Final = ("shell", "node", "go")  # the languages of these sections
 
 
 def snippets(section: Section) -> dict[str, str]:
@@ -68,8 +69,13 @@ def run(section: Section, language: Language, build: Build, port: int, folder: P
 
 @pytest.mark.parametrize(
     ("section", "languages"),
-    [(ONE_REQUEST, LANGUAGES), (MANY_REQUESTS, LANGUAGES), (A_STREAM, STREAMING)],
-    ids=["one request", "many requests", "a stream"],
+    [
+        (ONE_REQUEST, LANGUAGES),
+        (MANY_REQUESTS, LANGUAGES),
+        (A_STREAM, STREAMING),
+        (A_SEQUENCE, STREAMING),
+    ],
+    ids=["one request", "many requests", "a stream", "a sequence"],
 )
 def test_section_has_a_short_program_for_each_language(section: Section, languages: Iterable[str]) -> None:
     shown = snippets(section)
@@ -123,6 +129,19 @@ def test_program_for_a_stream_prints_how_it_was_broken_off(
     assert as_text(language, printed) == f"{''.join(STORY[:2])}\nABORTED\n"
 
 
+@streaming
+def test_program_for_a_sequence_prints_the_sums(
+    language: Language, build: Build, live: Stack, tmp_path: Path
+) -> None:
+    """A program prints the numbers, some with the status, or the envelopes."""
+    lines = run(A_SEQUENCE, language, build, live.server.port, tmp_path).splitlines()
+    if language.name == "shell":
+        assert [json.loads(line)["body"] for line in lines] == [5, 8, 12]
+    else:
+        assert [float(line.removesuffix(" OK")) for line in lines] == [5, 8, 12]
+    assert live.redis.keys(Keys("total").sequence(f"{language.name}-*")) == [], "no state is kept"
+
+
 def as_text(language: Language, printed: str) -> str:
     """What the program in another language prints for the envelopes that the one in shell prints."""
     if language.name != "shell":
@@ -132,11 +151,12 @@ def as_text(language: Language, printed: str) -> str:
     return f"{''.join(each['body'] for each in chunks)}\n{final['status']}\n"
 
 
-def commands(title: str) -> list[str]:
+def commands(title: str, level: str = "###") -> list[str]:
     """The commands for a shell in a subsection of PROTOCOL.md, each block for itself."""
     text = (ROOT / MANY_REQUESTS.file).read_text(encoding="utf-8")
-    _, _, rest = text.partition(f"\n### {title}\n")
-    return re.findall(r"^```bash\n(.*?)^```$", rest.partition("\n### ")[0], re.MULTILINE | re.DOTALL)
+    _, _, rest = text.partition(f"\n{level} {title}\n")
+    part = re.split(r"\n##+ ", rest, maxsplit=1)[0]
+    return re.findall(r"^```bash\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
 
 
 def run_commands(code: str, port: int) -> None:
@@ -184,6 +204,28 @@ def test_large_body_is_sent_as_documented(redis: Redis) -> None:
     assert 50_000 < redis.pttl(Keys("square").body("b-17")) <= 60_000
 
 
+def test_sequences_are_answered_as_documented(live: Stack) -> None:
+    """A sequence, one that is ended by force, and one whose requests arrive in another order."""
+    for code in (
+        *commands("Sequences", level="##"),
+        *commands("Ending sequences by force"),
+        *commands("Sending again"),
+    ):
+        run_commands(code, live.server.port)
+    sums = {name: live.result("total", name) for name in ("a", "b", "e0", "e1", "e2")}
+    assert {name: result.get("body") for name, result in sums.items()} == {
+        "a": 5,
+        "b": 8,
+        "e0": 2,
+        "e1": 6,
+        "e2": 14,
+    }
+    assert live.result("total", "d")["status"] in ("OK", "CANCELLED"), "it may be in flight already"
+    live.redis.xadd(Keys("total").requests, {"correlation_id": "d2", "sequence_id": "mic8", "body": "2"})
+    late = live.result("total", "d2")
+    assert (late["status"], "end_sequences" in late["detail"]) == ("ABORTED", True)
+
+
 def test_columns_are_answered_as_documented(live: Stack) -> None:
     numbers, _ = commands("Columns")
     run_commands(numbers, live.server.port)
@@ -199,6 +241,18 @@ def test_large_body_is_answered_as_documented(live: Stack) -> None:
     wait_until(lambda: not live.redis.exists(Keys("square").body("b-17")), description="the body is deleted")
 
 
+def test_model_that_keeps_a_state_is_served_as_documented(live: Stack, tmp_path: Path) -> None:
+    """The class in docs/models.md is the model `total`; this is the program below it."""
+    program = f"""
+from carpool import Client
+with Client("redis://127.0.0.1:{live.server.port}/0") as client:
+{indent(STATEFUL.program.replace('"Total"', '"total"'), "    ")}
+"""
+    source = tmp_path / "prices.py"
+    source.write_text(program, encoding="utf-8")
+    assert output([sys.executable, str(source)]) == "5.0 8.0\n"
+
+
 def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
     """It is run with fewer requests than printed, and prints the one result."""
     _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## A producer\n")
@@ -209,4 +263,4 @@ def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
         program = program.replace(printed, run_with)
     source = tmp_path / "producer.py"
     source.write_text(program, encoding="utf-8")
-    assert output([sys.executable, str(source)]) == "49\n"
+    assert output([sys.executable, str(source)]) == "49\n5.0 8.0\n"

@@ -86,7 +86,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "stream": False,
         "fields": {},
     }
-    assert others.keys() <= understood.keys()
+    assert others.keys() <= {*understood, "sequence"}
     return {"request": understood | others}
 
 
@@ -253,12 +253,81 @@ def refused_requests() -> list[Case]:
             correlation_id="c1",
             content_type=RAW,
         ),
-        *(
-            case(f"{field} without sequence_id", "sequence_id", "body", "7", field, "1")
-            for field in ("sequence_start", "sequence_end")
-        ),
         *_limits_of_unknown_fields(),
     ]
+
+
+def sequences() -> list[Case]:
+    """Requests of sequences, and entries that end sequences."""
+
+    def part(index: int | None = None, *, start: bool = False, end: bool = False) -> Case:
+        return {"sequence_id": "mic7", "start": start, "end": end, "index": index}
+
+    def case(name: str, *flat: Any, **expected: Any) -> Case:
+        fields = ("body", "7", "sequence_id", "mic7", *flat)
+        return entry(name, *fields, becomes=[request(sequence=part(**expected))])
+
+    def refused(name: str, *flat: Any, field: str) -> Case:
+        return entry(name, "body", "7", *flat, becomes=[refusal(field)])
+
+    def ended(name: str, value: Bytes, *sequence_ids: str) -> Case:
+        return entry(name, "end_sequences", value, becomes=[{"end_sequences": list(sequence_ids)}])
+
+    one, two = ({"correlation_id": name, "body": b"7"} for name in "ab")
+    start, end = {"sequence_start": 1}, {"sequence_end": "1", "sequence_index": 1}
+    return [
+        case("neither the first nor the last request"),
+        case("the first request", "sequence_start", "1", start=True),
+        case("the last request", "sequence_end", "1", end=True),
+        case("the only request", "sequence_start", "1", "sequence_end", "1", start=True, end=True),
+        case("neither, said so", "sequence_start", "0", "sequence_end", "0"),
+        case("the first one, numbered", "sequence_start", "1", "sequence_index", "0", start=True, index=0),
+        case("a request with an index", "sequence_index", "12", index=12),
+        case("the largest index", "sequence_index", str(2**53), index=2**53),
+        entry(
+            "requests of an entry, with a field that they share",
+            *("sequence_id", "mic7", "requests", pack([one | start, two | end])),
+            becomes=[
+                request("a", sequence=part(start=True)),
+                request("b", sequence=part(index=1, end=True)),
+            ],
+        ),
+        entry(
+            "columns",
+            *("sequence_id", "mic7", "correlation_ids", "a b", "rows", "12"),
+            becomes=[request("a", "1", sequence=part()), request("b", "2", sequence=part())],
+        ),
+        entry(
+            "requests of several sequences, and of none",
+            "requests",
+            pack([one | {"sequence_id": "mic7"}, two]),
+            becomes=[request("a", sequence=part()), request("b")],
+        ),
+        *(
+            refused(f"{field} without sequence_id", field, "1", field="sequence_id")
+            for field in ("sequence_start", "sequence_end", "sequence_index")
+        ),
+        *(
+            refused(f"sequence_id {what}", "sequence_id", value, field="sequence_id")
+            for what, value in {"is empty": "", "has a space": "a b", "is too long": "a" * 129}.items()
+        ),
+        *(
+            refused(f"{field} {value!r}", "sequence_id", "mic7", field, value, field=field)
+            for field in ("sequence_start", "sequence_end")
+            for value in ("2", "-1", "", "true")
+        ),
+        *(
+            refused(f"sequence_index {value!r}", "sequence_id", "mic7", *flag, "sequence_index", value,
+                    field="sequence_index")
+            for value, *flag in (
+                ("-1",), ("",), ("1.0",), (str(2**53 + 1),), ("0",), ("1", "sequence_start", "1"),
+            )
+        ),
+        ended("one sequence is ended", "mic7", "mic7"),
+        ended("several sequences are ended, each once", "mic7 mic8 mic7", "mic7", "mic8"),
+        ended("what is no name is left out", "a/b  mic7 ", "mic7"),
+        ended("no sequence is ended", ""),
+    ]  # fmt: skip
 
 
 def _limits_of_unknown_fields() -> list[Case]:
@@ -918,12 +987,14 @@ def batches() -> list[Case]:
     first = ["1-0", "a", JSON, None, 1000, None, [b"7"], None, None, False, None]
     second = ["2-0", "b c", RAW, "r", 2000, 9000, None, [b"\xff", 1, b"78"], {"tenant": b"blue"}, True, None]
     third = ["2-0", "d e", MSGPACK, "r", 2000, 9000, [b"\x07", ["k", 5]], None, None, False, None]
+    mic7 = ["mic7", True, False, 0, "00000000000000000001-00000000000000000000:00000"]
+    of_sequence = [*first[:-1], mic7]
     tickets = pack([None, ["2-0", ["1-0", 3, 1], ["1-0", 7, 1]], ["2-0", ["2-0", 0, 2]]])
     ticket = {"b": ["1-0", 3, 1], "c": ["1-0", 7, 1], "d": ["2-0", 0, 1], "e": ["2-0", 1, 1]}
     names = ("entry_id", "correlation_id", "content_type", "reply_to", "arrival_us", "deadline_us")
 
     def batched(run: list[Any]) -> list[Case]:
-        entry_id, ids, *others, bodies, rows, extra, _, _ = run
+        entry_id, ids, *others, bodies, rows, extra, _, sequence = run
         if rows is not None:
             head, width, data = rows
             bodies = [head + data[at : at + width] for at in range(0, len(data), width)]
@@ -932,11 +1003,12 @@ def batches() -> list[Case]:
             dict(zip(names, [entry_id, correlation_id, *others], strict=True))
             | ({"body": as_vector(body)} if type(body) is bytes else {"stored_body": body})
             | {"fields": fields, "ticket": ticket.get(correlation_id)}
+            | ({"sequence": sequence} if sequence else {})
             for correlation_id, body in zip(ids.split(), bodies, strict=True)
         ]
 
     def case(name: str, expected: list[list[Any]], *others: str) -> Case:
-        runs = pack([first, second, third])
+        runs = pack([of_sequence if of_sequence in expected else first, second, third])
         flat = ("runs", runs, "tickets", tickets, "size", "5", "reason", "full", *others)
         return {
             "name": name,
@@ -955,6 +1027,7 @@ def batches() -> list[Case]:
         case("all requests of two entries", [first, second, third]),
         case("a batch of a lane", [first, second, third], "lane", "small"),
         case("a batch whose execution time is expected", [first, second, third], "expected_us", "4200"),
+        case("a request of a sequence", [of_sequence, second, third]),
         case("an entry that was no longer in Redis is left out", [first], "gone", "2-0"),
         case("several such entries are left out", [], "gone", "2-0 1-0"),
     ]
@@ -963,13 +1036,13 @@ def batches() -> list[Case]:
 def settled() -> list[Case]:
     """Entries of the settled stream, which workers write and batchers read."""
 
-    def batch(name: str, *others: str, executed: int) -> Case:
+    def batch(name: str, *others: str, executed: int, **besides: Any) -> Case:
         flat = ("batch", "9-0", "worker", "w/0", "size", "5", "compute_us", "17", *others)
         numbers = {"size": 5, "compute_us": 17, "settled_us": 1_700_000_000_000_123, "executed": executed}
         return {
             "name": name,
             "fields": fields_of((*flat, "settled_us", "1700000000000123")),
-            "becomes": {"batch_id": "9-0", "worker": "w/0", **numbers},
+            "becomes": {"batch_id": "9-0", "worker": "w/0", **numbers, **besides},
         }
 
     def change(name: str, *flat: str, worker: str) -> Case:
@@ -980,6 +1053,7 @@ def settled() -> list[Case]:
         batch("some were not executed", "executed", "3", executed=3),
         batch("they were executed one at a time", "executed", "0", executed=0),
         batch("a worker that does not tell: all of them", executed=5),
+        batch("sequences were broken", "broken", "mic7 mic8", executed=5, broken=["mic7", "mic8"]),
         change("a model process joined or left", "worker", "w/0", worker="w/0"),
         change("settings were overridden", "config", "max_batch_size", worker=""),
     ]
@@ -1230,6 +1304,7 @@ def files() -> dict[str, dict[str, list[Case]]]:
         },
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
         "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},
+        "sequences.json": {"cases": sequences()},
         "results.json": {
             "envelopes": results(),
             "chunks": chunks(),

@@ -23,6 +23,7 @@ from carpool.messages import (
     Result,
     ResultColumns,
     Run,
+    SequencePart,
     SequencesEnd,
     Withdrawal,
 )
@@ -43,7 +44,7 @@ from carpool.wire.results import (
 )
 from carpool.wire.tensors import from_bytes, to_bytes
 from contract import make_vectors
-from support.wire import Single, one_by_one
+from support.wire import ENTRY_ID, Single, one_by_one
 
 VECTORS = Path(__file__).parent / "vectors"
 FILES = sorted(path.name for path in VECTORS.glob("*.json"))
@@ -113,7 +114,18 @@ def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Case:
             "reply_columns": item.reply_columns,
             "stream": item.stream,
             "fields": item.extra,
+            **({} if item.sequence is None else {"sequence": _part(item.sequence)}),
         }
+    }
+
+
+def _part(part: SequencePart) -> Case:
+    assert part.place == SequencePart.place_of(ENTRY_ID, int(part.place[-5:]))
+    return {
+        "sequence_id": part.sequence_id,
+        "start": part.starts,
+        "end": part.ends,
+        "index": part.index,
     }
 
 
@@ -126,7 +138,7 @@ def expected(item: Case) -> Case:
     return {"request": request | body | {"fields": fields}}
 
 
-@cases("cases", "requests.json", "packed.json", "columns.json")
+@cases("cases", "requests.json", "packed.json", "columns.json", "sequences.json")
 def test_entry_is_decoded_as_in_the_vector(case: Case) -> None:
     settings = ModelSettings(**case.get("settings", {}))
     entry, decoded = decode_entry(case["id"].encode(), flat(case), settings)
@@ -186,7 +198,8 @@ def batched(written: Case) -> BatchedRequest:
     body = StoredBody(*written["stored_body"]) if "stored_body" in written else as_bytes(written["body"])
     own.pop("stored_body", None)
     ticket = own["ticket"] and TicketRange(*own["ticket"])
-    return BatchedRequest(**(own | {"body": body, "extra": extra, "ticket": ticket}))
+    sequence = SequencePart(*own["sequence"]) if "sequence" in own else None
+    return BatchedRequest(**(own | {"body": body, "extra": extra, "ticket": ticket, "sequence": sequence}))
 
 
 @cases("batches", "batches.json")
@@ -209,6 +222,8 @@ def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
 def test_settled_entry_is_decoded_as_in_the_vector(case: Case) -> None:
     becomes = case["becomes"]
     kind = BatchSettled if "batch_id" in becomes else ModelProcessesChanged
+    if "broken" in becomes:
+        becomes = becomes | {"broken": tuple(becomes["broken"])}
     assert decode_settled(flat(case)) == kind(**becomes)
 
 

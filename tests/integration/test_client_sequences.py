@@ -413,12 +413,14 @@ async def test_single_request_may_name_its_sequence(client: AsyncClient, service
         ({"sequence_id": "a b"}, "sequence_id: 'a b' must have 1 to 128 characters"),
         ({"sequence_id": 7}, "sequence_id: 7 must have"),
         ({"sequence_start": True}, "sequence_start: only together with sequence_id"),
-        ({"sequence_end": True, "sequence_index": 0}, "sequence_end, sequence_index: only together with"),
+        ({"sequence_end": True, "sequence_index": 2}, "sequence_end, sequence_index: only together with"),
+        ({"sequence_end": True, "sequence_index": 0}, "sequence_index: must be 0 with"),
         ({"sequence_id": "a", "sequence_index": -1}, "sequence_index: -1 must be a whole number"),
         ({"sequence_id": "a", "sequence_index": True}, "sequence_index: True must be"),
         ({"sequence_id": "a", "sequence_start": "yes"}, "sequence_start: 'yes' must be True or False"),
         ({"sequence_id": "a", "sequence_end": 2}, "sequence_end: 2 must be True or False"),
-        ({"sequence_id": "a", "sequence_start": True, "sequence_index": 1}, "1 is not that of the first"),
+        ({"sequence_id": "a", "sequence_start": True, "sequence_index": 1}, "must be 0 with sequence_start"),
+        ({"sequence_id": "a", "sequence_index": 0}, "must be 0 with sequence_start, and only there"),
     ],
 )
 async def test_invalid_options_are_not_sent(

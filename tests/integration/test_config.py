@@ -125,7 +125,8 @@ def test_each_setting_is_shown_with_its_source(stack: Stack) -> None:
         "has_effect": True,
     }
     assert [name for name, of in settings.items() if not of["has_effect"]] == [
-        *("max_prefill_cost", "stream_buffer", "reader_idle_ms")
+        *("max_prefill_cost", "stream_buffer", "reader_idle_ms"),
+        *("max_candidate_sequences", "max_sequence_idle_ms"),
     ]
     page = run(stack, MODEL).stdout.splitlines()
     assert page[0].split() == ["setting", "value", "from", "meaning"]

@@ -504,6 +504,7 @@ def test_reclaimed_batch_loads_states_again_and_not_those_of_answered_requests(
     runs = [model.run(name, 1) for name in "abc"]
     batch = model.batch(*runs, consumer="dead")
     assert model.worker.load(batch).states == {0: sums(0), 1: sums(10), 2: sums(20)}
+    assert model.worker.load(batch, {0}).states == {1: sums(10), 2: sums(20)}
     answer = Answer(0, HERE, Result(of(runs[0]), OK, JSON, b"1"), change(runs[0], "kept", sums(1)))
     assert model.worker.answer("dead", batch, [answer], 1) == {0}
     model.expire_lease(batch.id, "dead")

@@ -48,7 +48,7 @@ from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Ste
 from carpool_worker.model_process.stepper import Stepper
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import StepReplica
-from support.executions import codec_of
+from support.executions import codec_of, execution_of, run_of_sequence
 from support.models.stepping import Chain
 from support.stream_load import StreamChecker
 from support.wire import flat_of
@@ -409,6 +409,17 @@ def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
         followed.append(worker.replica.slots)
     worker.close()
     assert followed == [5, 5, 5, 5, 4]
+
+
+def test_request_of_a_sequence_is_rejected() -> None:
+    """It was dispatched when a model that keeps states had this name."""
+    worker = Worker("redis://127.0.0.1:1", "w")
+    execution = execution_of(run_of_sequence("a", 1, starts=True))
+    worker.replica._take([execution])
+    worker.close()
+    assert execution.results[0].status == ABORTED
+    assert [change.outcome for change in execution.changes()] == ["broken"]
+    assert worker.replica.batches() == []
 
 
 # --- planted faults, which the machine must find ------------------------------------------------------------

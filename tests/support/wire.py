@@ -9,7 +9,16 @@ import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Entry, Refusal, Run, SequencesEnd, Withdrawal, tickets_of_each
+from carpool.messages import (
+    CONTENT_TYPES,
+    Entry,
+    Refusal,
+    Run,
+    SequencePart,
+    SequencesEnd,
+    Withdrawal,
+    tickets_of_each,
+)
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body
 from carpool.tickets import TicketRange
@@ -84,6 +93,7 @@ class Single(NamedTuple):
     reply_columns: bool
     stream: bool
     ticket: TicketRange | None
+    sequence: SequencePart | None = None
 
 
 def singles(runs: Iterable[Run]) -> list[Single]:
@@ -104,6 +114,7 @@ def singles(runs: Iterable[Run]) -> list[Single]:
             run.reply_columns,
             run.stream,
             ticket,
+            run.sequence,
         )
         for run in runs
         for at, (correlation_id, ticket) in enumerate(

@@ -13,13 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
+import numpy as np
 import pytest
 
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
 from carpool.messages import DispatchReason
+from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
-from carpool_cli.demo import writing
+from carpool_cli.demo import listening, writing
 from carpool_cli.demo.docsearch import DocSearch
 from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, percentile, same_answer, send_all
 from carpool_cli.demo.report import REASON_MEANINGS, Measured, show_figures
@@ -314,7 +316,8 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert plain[0].endswith("infer square 7")
     assert plain[1].startswith('redis-cli BLPOP "carpool:{square}:result:$(redis-cli XADD ')
     assert "Client()" in plain[2]
-    assert paste.lines("redis://127.0.0.1:6379/0", "m", streams=True)[0].endswith("infer m hello --stream")
+    streamed, *_ = paste.lines("redis://127.0.0.1:6379/0", "m", kind=ModelKind.STEPPING)
+    assert streamed.endswith("infer m hello --stream")
     assert "redis-cli -p 7000 " in paste.lines("redis://127.0.0.1:7000/0", "square")[1]
     assert "redis-cli -s /tmp/r.sock " in paste.lines("unix:///tmp/r.sock", "square")[1]
     assert "redis-cli -u rediss://example.org/0 " in paste.lines("rediss://example.org/0", "square")[1]
@@ -323,6 +326,13 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert paste.needs_environment("redis://:hush@example.org/0")
     assert "hush" not in "".join(secret)
     assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
+
+
+def test_commands_for_a_model_with_states_send_a_whole_sequence() -> None:
+    infer, redis_cli, python = paste.lines("redis://127.0.0.1:6379/0", "m", kind=ModelKind.STATEFUL)
+    assert infer.endswith("infer m hello --sequence-id try --sequence-start --sequence-end")
+    assert "'*' sequence_id try sequence_start 1 sequence_end 1 body " in redis_cli
+    assert ', sequence_id="try", sequence_start=True, sequence_end=True)' in python
 
 
 def commands(*inputs: TensorSpec) -> list[str]:
@@ -421,3 +431,95 @@ async def test_wrong_square_is_a_problem(scenario: Scenario) -> None:
 
     await scenario._send_squares(cast(AsyncClient, WrongClient()))
     assert scenario.problems == ["result is not the square: 2 requests; the first: 7"]
+
+
+# --- microphones
+
+
+def listening_of(*microphones: Sequence[float]) -> listening.Listening:
+    heard = [np.array(values, np.float32) for values in microphones]
+    return listening.Listening(heard, [0.001] * sum(map(len, heard)), 0.01)
+
+
+def test_microphones_are_always_the_same_and_somebody_speaks_at_each() -> None:
+    first, second = listening.microphones(3), listening.microphones(3)
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one.frames, other.frames)
+        assert one.frames.shape == (listening.FRAMES, 512)
+        assert np.abs(one.frames).max() <= 1
+        loud, quiet = one.frames[one.is_speech], one.frames[~one.is_speech]
+        assert len(loud) and len(quiet)
+        assert np.abs(loud).max() > 10 * np.abs(quiet).max()
+
+
+def test_picture_shows_the_higher_of_two_probabilities() -> None:
+    heard = np.array([0, 0.05, 0.5, 0.1, 0.99, 0, 1, 1], np.float32)
+    assert listening.picture(heard) == "·▄██"
+
+
+def test_microphones_that_differ_are_found() -> None:
+    direct = listening_of([0.5, 0.6], [0.1, 0.2])
+    assert listening.differing(direct, direct) == []
+    assert listening.differing(listening_of([0.5, 0.6], [0.1, 0.2], [0.9, 0.9]), direct) == []
+    assert listening.differing(listening_of([0.5, 0.6], [0.1, 0.2001]), direct) == [1]
+    assert listening.differing(listening_of([0.4, 0.6]), direct) == [0]
+
+
+def test_pictures_say_how_often_speech_is_heard() -> None:
+    pipe = io.StringIO()
+    sent = [listening.Microphone(np.zeros((4, 512), np.float32), np.array([False, False, True, True]))] * 2
+    listening.show_pictures(sent, listening_of([0, 0, 1, 1], [0, 1, 1, 0]), Screen(pipe))
+    lines = pipe.getvalue().splitlines()
+    assert lines[:2] == ["  microphone 1  ·█", "  microphone 2  ██"]
+    assert "above 50% in" in lines[3] and lines[4].startswith("  75% of the frames in which somebody speaks")
+    assert lines[4].endswith("and in 25% of the others.")
+
+
+def test_ways_of_listening_are_beside_each_other() -> None:
+    pipe = io.StringIO()
+    together, alone = listening_of([0.5] * 10, [0.5] * 10), listening_of([0.5] * 5)
+    listening.show_listening(together, alone, alone, Counter(full=3, idle=2), Screen(pipe))
+    lines = [line.split() for line in pipe.getvalue().splitlines()]
+    assert lines[1] == ["2", "microphones", "at", "once", "2,000", "4.0", "500", "µs", "1", "ms", "1", "ms"]
+    assert lines[2][-8:] == ["500", "1.0", "2", "ms", "1", "ms", "1", "ms"]
+    assert "so 64 can be heard at this rate" in pipe.getvalue()
+
+
+async def test_microphone_that_differs_from_direct_calls_is_a_problem(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def listen(_client: object, sent: Sequence[object], *, at_once: bool) -> listening.Listening:
+        return listening_of([0.1, 0.2], [0.9, 0.8] if at_once else [0.9, 0.2])
+
+    log = tmp_path / "worker.log"
+    log.write_text("")
+    scenario._supervisor.workers.append(cast(Any, SimpleNamespace(model="voice-activity", log=log)))
+    quiet = listening.Microphone(np.zeros((2, 512), np.float32), np.array([True, False]))
+    monkeypatch.setattr(listening, "MODELS", ("voice-activity",))
+    monkeypatch.setattr(listening, "microphones", lambda: [quiet, quiet])
+    monkeypatch.setattr(listening, "listen", listen)
+    monkeypatch.setattr(listening, "listen_directly", lambda *_: listening_of([0.1, 0.2], [0.9, 0.8]))
+    monkeypatch.setattr(WorkerLog, "reasons", no_reasons)
+    monkeypatch.setattr("carpool_cli.demo.scenario.VoiceActivity", FakeVoiceActivity)
+    await scenario._listen(cast(AsyncClient, FakeClient()))
+    assert scenario.problems == ["microphones differ from direct calls of the model: 2"]
+
+
+class FakeVoiceActivity:
+    def load(self, device: str) -> None:
+        """Nothing to load."""
+
+
+async def no_reasons(_log: WorkerLog, _requests: int) -> Counter[str]:
+    return Counter()
+
+
+async def test_without_the_packages_the_microphones_are_left_out(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = io.StringIO()
+    scenario._screen = Screen(pipe)
+    monkeypatch.setattr(listening, "MODELS", ())
+    await scenario._listen(cast(AsyncClient, FakeClient()))
+    assert "pip install 'carpool[voice]'" in pipe.getvalue()
+    assert scenario.problems == []

@@ -9,7 +9,8 @@ import pytest
 
 from carpool import StateSpec
 from carpool.errors import ABORTED, INTERNAL, INVALID_ARGUMENT, OK, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK
+from carpool.messages import JSON, MSGPACK, RAW
+from carpool.rows import Rows
 from carpool.wire.bodies import decode_body
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.model import RequestInfo
@@ -170,6 +171,13 @@ def test_request_of_another_kind_of_model_is_aborted() -> None:
     execution = prepared(codec, run_of_one(plain_request_of(1)))
     assert not execution.frames
     assert (execution.results[0].status, execution.changes()) == (ABORTED, [])
+    codec, _ = codec_of_model(Cell())
+    rows = run_of_one(plain_request_of(1))._replace(
+        correlation_ids=["a", "b"], bodies=Rows(b"", bytes(24), 12), content_type=RAW
+    )
+    execution = prepared(codec, rows)
+    assert not execution.frames
+    assert [execution.results[at].status for at in range(2)] == [ABORTED] * 2
     codec, _ = codec_of_model(lambda batch: batch)
     execution = prepared(codec, run_of_sequence("a", 1, starts=True))
     assert not execution.frames

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from carpool.errors import InvalidArgumentError
+from carpool.messages import BatchedRun
+from carpool.wire.bodies import decode_body
 from carpool.wire.tensors import Array, StateSpec, TensorSpec
-from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.model_process.model import RequestInfo, adapt
 from carpool_worker.models.onnx import OnnxModel
 from support import tiny_onnx
+from support.executions import codec_of_model, finish_with_states, prepared, run_of_sequence
 from support.tiny_onnx import Node, Value
 
 pytest.importorskip("onnxruntime")
@@ -371,6 +374,53 @@ def test_toml_replaces_metadata_and_code_replaces_both_key_by_key(tmp_path: Path
         assert (model.max_batch_size, model.states[0].initial) == (size, initial)
 
 
+# --- in a model process ------------------------------------------------------------------------------------
+
+
+def served(model: Any, *runs: BatchedRun, states: dict[int, bytes]) -> dict[str, tuple[Any, Any]]:
+    """By sequence: the result, or the error's detail, and what is kept of the sequence."""
+    codec, adapted = codec_of_model(model)
+    found = finish_with_states(codec, adapted, prepared(codec, *runs, states=states))
+    return {
+        sequence_id: (
+            result.detail if result.body is None else decode_body(result.content_type, result.body),
+            change.content,
+        )
+        for sequence_id, (result, change) in found.items()
+    }
+
+
+def test_worker_serves_a_file_with_states_and_controls(tmp_path: Path) -> None:
+    """Given a request whose ID is no number among others, expect that it alone fails."""
+    model = loaded(tmp_path, accumulator(), STATES + "initial = 100" + CONTROLS)
+    state = np.array([10, 20], np.float32).tobytes()
+    found = served(
+        model,
+        run_of_sequence("7", [1.0, 2.0], starts=True),
+        run_of_sequence("mic7", [1.0, 2.0]),
+        run_of_sequence("8", [3.0, 4.0]),
+        states={1: state, 2: state},
+    )
+    detail, _ = found.pop("mic7")
+    assert detail.startswith("sequence_id: 'mic7' is not a whole number")
+    for sequence_id, total, started in (("7", [101, 102], 1), ("8", [13, 24], 0)):
+        result, new_state = found[sequence_id]
+        assert {name: np.ravel(value).tolist() for name, value in result.items()} == {
+            "total": total,
+            "started": [started],
+            "of": [int(sequence_id)],
+        }
+        assert np.frombuffer(new_state, np.float32).tolist() == total
+
+
+def test_any_setting_may_be_declared(tmp_path: Path) -> None:
+    content = accumulator({"carpool.max_sequence_idle_ms": "500", "carpool.preferred_batch_sizes": "[4, 8]"})
+    model = loaded(tmp_path, content, "max_sequence_idle_ms = 700\n" + STATES + CONTROLS)
+    settings = adapt(model, "cpu").settings
+    assert (settings.max_sequence_idle_ms, settings.preferred_batch_sizes) == (700, (4, 8))
+    assert settings.max_batch_size == OnnxModel.max_batch_size
+
+
 # --- wrong declarations ------------------------------------------------------------------------------------
 
 
@@ -390,9 +440,10 @@ START = '[controls]\nSTART = { input = "start" '
         ("states = [1]", "states[0]: 1 must be a table with the keys input, output, axis, shape, initial"),
         ("constants = 5", "constants: 5 must be a table of inputs with their values, such as sr = 16000"),
         ("controls = 5", 'controls: 5 must be a table, such as START = { input = "start" }'),
-        ("state = []", "state: unknown key; valid are states, constants, controls, max_batch_size"),
-        ("max_batch_size = 0", "max_batch_size: 0 must be a whole number of at least 1"),
-        ("max_batch_size = true", "max_batch_size: True must be a whole number of at least 1"),
+        ("state = []", "state: unknown key; valid are states, constants, controls and settings"),
+        ("max_batch_size = 0", "max_batch_size is 0: must be a whole number of at least 1"),
+        ("max_batch_size = true", "max_batch_size is True: must be a whole number of at least 1"),
+        ("policy = 'never'", "policy is 'never': must be eager, deferred"),
         ('[[states]]\ninput = "sum"', "states[0].output: is missing; it must be the name of an output"),
         ('[[states]]\ninput = 5\noutput = "next"', "states[0].input: 5 is not a text; it must be the name"),
         (STATES + "axes = 1", "states[0].axes: unknown key; valid are input, output, axis, shape, initial"),

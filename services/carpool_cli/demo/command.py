@@ -30,8 +30,9 @@ class DemoSettings(CarpoolSettings):
 
     The demo starts its own Redis, a batcher and workers. One producer sends real queries, each as its own
     request and many at once; then it sends some of them again, one at a time. The demo prints answers and
-    figures, and compares a sample of the results with direct calls of the model. At the end, a small language
-    model writes texts, which appear as they are written.
+    figures, and compares a sample of the results with direct calls of the model. Then a small language
+    model writes texts, which appear as they are written. At the end, a model hears at many
+    microphones where somebody speaks.
     """
 
     queries: int = Field(5000, ge=1, le=1_000_000, description="number of queries to send")
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     stop = stop_on_signals()
     # The models share the cores of this machine: threads of one's matrix products would disturb the others.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     screen = Screen()
     logs = Path(tempfile.mkdtemp(prefix="carpool-demo-"))
     supervisor = Supervisor(StackPlan(models=MODELS, logs=logs))

@@ -14,17 +14,18 @@ from typing import Any, Final
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import CarpoolError
 from carpool.keys import DEFAULT_PREFIX
-from carpool_cli.demo import writing
+from carpool_cli.demo import listening, writing
 from carpool_cli.demo.docsearch import DocSearch
 from carpool_cli.demo.docsearch_corpus import SHOWN_QUERIES, queries
 from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, same_answer, send_all
 from carpool_cli.demo.report import ANSWERS_SHOWN, Measured, show_answers, show_figures
+from carpool_cli.demo.voice_activity import VoiceActivity
 from carpool_cli.local import paste
 from carpool_cli.local.supervisor import Supervisor
 from carpool_cli.screen import Progress, Screen, count, duration
 
-READY_MADE: Final = ("docsearch", "square", writing.WRITER)
-MODELS: Final = ("docsearch", "square", *writing.MODELS)
+READY_MADE: Final = ("docsearch", "square", writing.WRITER, listening.VOICE_ACTIVITY)
+MODELS: Final = ("docsearch", "square", *writing.MODELS, *listening.MODELS)
 SEQUENTIAL_QUERIES_MAX: Final = 400
 SEQUENTIAL_S_MAX: Final = 10.0
 CHECKED_QUERIES: Final = 50
@@ -71,6 +72,7 @@ class Scenario:
             show_figures(Measured(self._in_flight, concurrent, sequential, direct_s, reasons), self._screen)
             await self._send_squares(client)
             await self._write_texts(client)
+            await self._listen(client)
         if not self.problems:
             self._conclude(url)
 
@@ -81,7 +83,9 @@ class Scenario:
         assert redis is not None
         server = f"{redis.server.binary.name} {redis.server.version}"
         screen.print(f"Carpool {version('carpool')}: documentation search on this machine", style="bold")
-        screen.print(f"\nStarting {server}, a batcher and four workers on {os.cpu_count()} CPU cores.")
+        screen.print(
+            f"\nStarting {server}, a batcher and {len(MODELS)} workers on {os.cpu_count()} CPU cores."
+        )
         screen.print(
             "The model docsearch indexes the docstrings of Python's standard library. Docstrings of the"
         )
@@ -101,9 +105,7 @@ class Scenario:
         self._screen.title(
             f"{self._number:,} queries, each a request of its own, {self._in_flight} in flight"
         )
-        path = next(worker.log for worker in self._supervisor.workers if worker.model == "docsearch")
-        assert path is not None
-        log = WorkerLog(path)
+        log = self._log_of("docsearch")
         log.skip()
         run = await self._send(client, "docsearch", texts, self._in_flight)
         return run, await log.reasons(len(texts))
@@ -169,25 +171,58 @@ class Scenario:
             first = f"the first: {wrong[0].text!r:.80}"
             self.problems.append(f"chunks differ from the output: {count(len(wrong), 'text')}; {first}")
 
+    # --- the microphones -----------------------------------------------------------------------------------
+
+    async def _listen(self, client: AsyncClient) -> None:
+        screen = self._screen
+        screen.title(f"Is somebody speaking? {listening.MICROPHONES} microphones, each a sequence of frames")
+        if not listening.MODELS:
+            screen.print(f"  Left out: install the packages with pip install 'carpool[{listening.EXTRA}]'")
+            return
+        sent = listening.microphones()
+        direct_model = VoiceActivity()
+        direct_model.load("cpu")
+        log = self._log_of(listening.VOICE_ACTIVITY)
+        log.skip()
+        together = await listening.listen(client, sent, at_once=True)
+        reasons = await log.reasons(len(together.latencies_s))
+        alone = await listening.listen(client, sent[: listening.ALONE], at_once=False)
+        direct = listening.listen_directly(direct_model, sent[: listening.SHOWN])
+        listening.show_pictures(sent, together, screen)
+        listening.show_listening(together, alone, direct, reasons, screen)
+        self._requests += len(together.latencies_s) + len(alone.latencies_s)
+        for heard in (together, alone):
+            if wrong := listening.differing(heard, direct):
+                numbers = ", ".join(str(number + 1) for number in wrong)
+                self.problems.append(f"microphones differ from direct calls of the model: {numbers}")
+
     # --- the end -------------------------------------------------------------------------------------------
 
     def _conclude(self, url: str) -> None:
         screen, carpool = self._screen, paste.command("carpool")
         took = duration(time.monotonic() - self._started_s)
         screen.title(f"{self._requests:,} requests, each with a result, in {took}")
+        microphones = ",\n  and microphones are heard as by direct calls" if listening.MODELS else ""
         screen.print(
             f"  Checked: {self._checked} sampled results equal those of direct calls, every square is\n"
-            "  correct, and the chunks of every text make up its output."
+            f"  correct, the chunks of every text make up its output{microphones}."
         )
         if not self.keep:
             screen.print(f"  {carpool} demo --keep   keeps the stack running, and prints commands to try")
             screen.print(f"  {carpool} up MODEL      serves a model of your own")
             return
         screen.title(f"Serving at {url} until Ctrl-C. Commands to try in another terminal:\n")
-        for model in READY_MADE:
-            for line in paste.lines(url, model):
+        for worker in self._supervisor.workers:
+            if worker.model not in READY_MADE:
+                continue
+            for line in paste.lines(url, worker.model, inputs=worker.inputs, kind=worker.kind):
                 screen.print(f"  {line}")
             screen.print()
+
+    def _log_of(self, model: str) -> WorkerLog:
+        path = next(worker.log for worker in self._supervisor.workers if worker.model == model)
+        assert path is not None
+        return WorkerLog(path)
 
     # --- sending and checking ------------------------------------------------------------------------------
 

@@ -12,9 +12,17 @@ from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
 from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.example import Example, example
 
+_FLAGS: Final = {
+    ModelKind.PLAIN: "",
+    ModelKind.STEPPING: " --stream",
+    ModelKind.STATEFUL: " --sequence-id try --sequence-start --sequence-end",
+}
+_FIELDS: Final = " sequence_id try sequence_start 1 sequence_end 1"
+_OPTIONS: Final = ', sequence_id="try", sequence_start=True, sequence_end=True'
 _DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")
 
 
@@ -23,45 +31,43 @@ def lines(
     model: str,
     prefix: str = DEFAULT_PREFIX,
     inputs: Sequence[TensorSpec] = (),
-    *,
-    streams: bool = False,
+    kind: ModelKind = ModelKind.PLAIN,
 ) -> list[str]:
     """A command for `carpool infer`, one for redis-cli and one for Python. A body too large for JSON has only
-    the last. With `streams` the first prints chunks as they come.
+    the last. If the model steps, the first prints chunks as they come; if it keeps states, each command sends
+    a sequence of one request.
 
     No command contains a password: it is taken from the environment.
     """
     body = example(model, inputs)
-    python = _python(url, model, prefix, body)
-    return (
-        [*_shell(url, model, prefix, body, streams=streams), python]
-        if body.json or body.json_maker
-        else [python]
-    )
+    python = _python(url, model, prefix, body, kind)
+    return [*_shell(url, model, prefix, body, kind), python] if body.json or body.json_maker else [python]
 
 
-def _shell(url: str, model: str, prefix: str, body: Example, *, streams: bool) -> list[str]:
+def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind) -> list[str]:
     keys, cli = Keys(model, prefix), _redis_cli(url)
     prefix_flag = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     url_flag = "" if _is_default(url) or _has_password(url) else f" --redis-url {shlex.quote(url)}"
-    flags = f"{' --stream' if streams else ''}{url_flag}{prefix_flag}"
+    flags = f"{_FLAGS[kind]}{url_flag}{prefix_flag}"
+    fields = _FIELDS if kind is ModelKind.STATEFUL else ""
     if body.json:
         before, text = "", shlex.quote(body.json.strip('"'))  # `carpool infer` sends text as a JSON string
-        add = f"{cli} XADD {shlex.quote(keys.requests)} '*' body {shlex.quote(body.json)}"
+        add = f"{cli} XADD {shlex.quote(keys.requests)} '*'{fields} body {shlex.quote(body.json)}"
     else:
         maker = shlex.quote(f"import json; print(json.dumps({body.json_maker}))")
         before, text = f"{command('python')} -c {maker} | ", "-"
-        add = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*' body"
+        add = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*'{fields} body"
     return [
         f"{before}{command('carpool')} infer {model} {text}{flags}",
         f'{cli} BLPOP "{keys.result(f"$({add})")}" 5',
     ]
 
 
-def _python(url: str, model: str, prefix: str, body: Example) -> str:
+def _python(url: str, model: str, prefix: str, body: Example, kind: ModelKind) -> str:
     client = [] if _is_default(url) or _has_password(url) else [json.dumps(url)]
     client += [] if prefix == DEFAULT_PREFIX else [f"prefix={json.dumps(prefix)}"]
-    call = f'Client({", ".join(client)}).infer("{model}", {body.value})'
+    options = _OPTIONS if kind is ModelKind.STATEFUL else ""
+    call = f'Client({", ".join(client)}).infer("{model}", {body.value}{options})'
     script = f"{body.imports}from carpool import Client; print({call})"
     return f"{command('python')} -c {shlex.quote(script)}"
 

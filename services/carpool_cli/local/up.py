@@ -201,7 +201,7 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
             worker.model,
             settings.prefix,
             worker.inputs,
-            streams=worker.kind is ModelKind.STEPPING,
+            worker.kind,
         ):
             screen.print(f"  {line}")
         screen.print()

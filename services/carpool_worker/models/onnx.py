@@ -87,7 +87,8 @@ class OnnxModel:
         declaration = read_declaration(self.path, metadata, self._declared)
         self._signature = signature = read_signature(session, declaration, self.path)
         self.inputs, self.outputs, self.states = signature.inputs, signature.outputs, signature.states
-        self.max_batch_size = declaration.max_batch_size or type(self).max_batch_size
+        for name, value in declaration.settings.items():
+            setattr(self, name, value)
         self._output_names = [value.name for value in session.get_outputs()]
         self.predict = self._predict
         if self.states:

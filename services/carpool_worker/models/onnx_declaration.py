@@ -1,9 +1,9 @@
-"""What is declared about an ONNX file beside its graph: states of sequences, constants, control inputs.
+"""What is declared about an ONNX file beside its graph: states of sequences, constants, controls, settings.
 
 A file whose inputs all come from requests needs no declaration. Others have a TOML file of the same name
 beside them, for example `vad.toml` for `vad.onnx`:
 
-    max_batch_size = 64
+    max_batch_size = 64             # or any other setting
 
     [[states]]                      # an output that is an input of the sequence's next request
     input = "state"
@@ -29,10 +29,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
+
+from carpool.model_settings import ModelSettings
 
 METADATA_PREFIX: Final = "carpool."
 
@@ -84,7 +86,7 @@ class Declaration:
     states: tuple[State, ...] = ()
     constants: tuple[Constant, ...] = ()
     controls: tuple[Control, ...] = ()
-    max_batch_size: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[State | Constant | Control, ...]:
@@ -110,9 +112,13 @@ def read_declaration(
         (f"{toml_path(path)}: ", _read_toml(toml_path(path))),
         (f"{path}: declared in code: ", declared or {}),
     ):
-        _check_keys(source, _READERS, prefix)
-        values.update({key: (value, f"{prefix}{key}") for key, value in source.items()})
-    return Declaration(**{key: _READERS[key](*found) for key, found in values.items()})
+        for key, value in source.items():
+            if key not in _READERS and key not in ModelSettings.names():
+                raise ValueError(f"{prefix}{key}: unknown key; valid are {', '.join(_READERS)} and settings")
+            values[key] = value, prefix
+    settings = {key: _read_setting(key, *values.pop(key)) for key in values.keys() - _READERS.keys()}
+    parts = {key: _READERS[key](value, f"{prefix}{key}") for key, (value, prefix) in values.items()}
+    return Declaration(settings=settings, **parts)
 
 
 def _read_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -139,10 +145,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 # --- keys --------------------------------------------------------------------------------------------------
 
 
-def _read_max_batch_size(value: Any, where: str) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{where}: {value!r:.80} must be a whole number of at least 1")
-    return value
+def _read_setting(name: str, value: Any, prefix: str) -> Any:
+    try:
+        return getattr(ModelSettings.from_mapping({name: value}), name)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
 
 
 def _read_states(value: Any, where: str) -> tuple[State, ...]:
@@ -231,5 +238,4 @@ _READERS: Final[dict[str, Callable[[Any, str], Any]]] = {
     "states": _read_states,
     "constants": _read_constants,
     "controls": _read_controls,
-    "max_batch_size": _read_max_batch_size,
 }

@@ -117,8 +117,8 @@ def _sequence_fields(options: RequestOptions) -> dict[str, Any]:
     if index is not None:
         if type(index) is not int or index < 0:
             raise InvalidArgumentError(f"sequence_index: {index!r:.60} must be a whole number of at least 0")
-        if index > 0 and "sequence_start" in fields:
-            raise InvalidArgumentError(f"sequence_index: {index} is not that of the first request: 0")
+        if ("sequence_start" in fields) != (index == 0):
+            raise InvalidArgumentError("sequence_index: must be 0 with sequence_start, and only there")
         fields["sequence_index"] = index
     if sequence_id is not None:
         check_sequence_id(sequence_id)

@@ -1,9 +1,10 @@
--- change_sequence(index, take, is_effective): carry out what the result of a request does to its sequence, unless
--- `is_effective` is false. Returns the ID of the sequence if it was broken. O(log n) for n sequences, and O(bytes of
--- its state).
+-- change_sequences(take, is_effective): carry out what results do to the sequences of their requests, unless
+-- `is_effective` is false. Returns the ID of the last sequence that was broken, if one was. O(changes * log n) for n
+-- sequences, and O(bytes of their states).
 --
--- `index` is the sorted set of all sequences that are kept. Arguments are read with `take`: index in KEYS of the
--- sequence's hash, sequence ID, place of the request, correlation ID, outcome, content. Outcomes:
+-- `take` reads what `carpool.store.sequences` writes: the number of changes; if there are any, the index in KEYS of the
+-- sorted set of all sequences that are kept; and for each change the index in KEYS of the sequence's hash, its ID, the
+-- place of the request, its correlation ID, an outcome and a content. Outcomes:
 --   started, kept  the request succeeded: the content is the state for the next one. `started`: it was the first one
 --   ended          the request succeeded, and was the last one
 --   broken         it did not succeed; the content says why. Requests with later places are not served any more
@@ -14,51 +15,61 @@
 -- A user may make a key or a field anything, so no command may raise. What cannot be written is lost: then the next
 -- request of the sequence is ABORTED, because there is no state for it.
 local SEQUENCE_TTL_MS = 24 * 3600 * 1000  -- batchers end idle sequences much earlier; this is for when none runs
+local SCORES_MAX = 1000  -- in one command
 local sequence_changed_ms  -- a script asks for the time once
 
-local function change_sequence(index, take, is_effective)
+-- change_sequence(take): one of these changes. Returns the ID of the sequence, whether it was broken, and whether
+-- anything of it is kept.
+local function change_sequence(take, is_effective)
   local key, id, place = KEYS[tonumber(take())], take(), take()
   local correlation_id, outcome, content = take(), take(), take()
   if not is_effective then return end
-  local broken = outcome == 'broken' and id
-  local mark = redis.pcall('HMGET', key, 'broken_at', 'broken')
-  if mark.err then mark = {} end
-  local is_broken_later = mark[1] and mark[1] > place
+  local known = redis.pcall('HMGET', key, 'broken_at', 'broken', 'next')
+  if known.err then known = {} end
+  local is_broken_later = known[1] and known[1] > place
+  if outcome == 'broken' then
+    if is_broken_later then  -- what stands between the two places has no state to go on with
+      redis.pcall('HDEL', key, 'state', 'next', 'last')
+      return id, true, true
+    end
+    redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
+  elseif outcome == 'kept' then
+    redis.pcall('HSET', key, 'state', content, 'last', correlation_id, 'next', (tonumber(known[3]) or 0) + 1)
+  else
+    redis.call('DEL', key)
+    if outcome == 'started' then
+      redis.pcall('HSET', key, 'state', content, 'last', correlation_id, 'next', 1)
+    elseif not is_broken_later then
+      return id, false, false
+    end
+    if is_broken_later then redis.pcall('HSET', key, 'broken_at', known[1], 'broken', known[2]) end
+  end
+  redis.call('PEXPIRE', key, SEQUENCE_TTL_MS)
+  return id, outcome == 'broken', true
+end
+
+local function change_sequences(take, is_effective)
+  local changes = tonumber(take())
+  if changes == 0 then return end
+  local index = KEYS[tonumber(take())]
   if not sequence_changed_ms then
     local now = redis.call('TIME')
     sequence_changed_ms = now[1] .. string.format('%03d', math.floor(now[2] / 1000))
   end
-  if broken then
-    if is_broken_later then  -- what stands between the two places has no state to go on with
-      redis.pcall('HDEL', key, 'state', 'next', 'last')
-      return broken
-    end
-    redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
-  elseif outcome == 'kept' then
-    redis.pcall('HSET', key, 'state', content, 'last', correlation_id)
-    redis.pcall('HINCRBY', key, 'next', 1)
-  else
-    redis.call('DEL', key)
-    if is_broken_later then redis.pcall('HSET', key, 'broken_at', mark[1], 'broken', mark[2]) end
-    if outcome == 'started' then
-      redis.pcall('HSET', key, 'state', content, 'last', correlation_id, 'next', 1)
-    elseif not is_broken_later then
+  local scores, last_broken = {}, nil
+  for change = 1, changes do
+    local id, is_broken, is_kept = change_sequence(take, is_effective)
+    if is_broken then last_broken = id end
+    if is_kept then
+      scores[#scores + 1] = sequence_changed_ms
+      scores[#scores + 1] = id
+    elseif id then
       redis.pcall('ZREM', index, id)
-      return
+    end
+    if #scores > 0 and (#scores >= SCORES_MAX or change == changes) then
+      redis.pcall('ZADD', index, unpack(scores))
+      scores = {}
     end
   end
-  redis.call('PEXPIRE', key, SEQUENCE_TTL_MS)
-  redis.pcall('ZADD', index, sequence_changed_ms, id)
-  return broken
-end
-
--- change_sequences(take, is_effective): the same for the changes that `carpool.store.sequences` writes: their number,
--- the index in KEYS of the sorted set if there are any, and the arguments of each. Returns the ID of the last sequence
--- that was broken. O(changes).
-local function change_sequences(take, is_effective)
-  local changes = tonumber(take())
-  if changes == 0 then return end
-  local index, broken = KEYS[tonumber(take())]
-  for _ = 1, changes do broken = change_sequence(index, take, is_effective) or broken end
-  return broken
+  return last_broken
 end
