@@ -207,12 +207,19 @@ class Execution:
                 kept.append(of_run)
         self.of_runs = kept
 
+    @property
+    def written_state_bytes(self) -> int:
+        """The bytes of all states that are kept, of an execution that is committed."""
+        changes = [self.change(position) for position in self.states]
+        return sum([len(change.content) for change in changes if change and change.outcome == "kept"])
+
     def drop(self, positions: Iterable[int]) -> None:
         """Forget the results of these positions, which were answered elsewhere meanwhile."""
         dropped = frozenset(positions)
         self.separate(dropped)
         for position in dropped:
             self.results.pop(position, None)
+            self.states.pop(position, None)
             self.answered_ahead.discard(position)
 
     def counts(self) -> ResultCounts:

@@ -80,6 +80,9 @@ class WorkerMetrics(CommonMetrics):
             "Commits that were refused because another worker had reclaimed the batch",
         )
         self._dead = self._counter("carpool_dead_letters", "Requests given up and kept as dead letters")
+        self._states = self._counter(
+            "carpool_state_bytes", "Bytes of states of sequences that were written with results"
+        )
         self._deaths = self._counter("carpool_model_process_deaths", "Model processes that died")
         self._steps = self._counter("carpool_steps", "Steps that a stepping model took")
         self._step = self._histogram("carpool_step_seconds", "Time that a step takes")
@@ -130,6 +133,8 @@ class WorkerMetrics(CommonMetrics):
                 self._request.observe_equal(max(0, now_us - run.arrival_us), number)
         self._input.observe_equal(execution.input_us, 1)
         self._infer.observe_equal(execution.compute_us, 1)
+        if execution.states:
+            self._states.inc(execution.written_state_bytes)
         if execution.dead_letters:
             self._dead.inc(len(execution.dead_letters))
 

@@ -203,6 +203,16 @@ def test_sequences_of_one_batch_are_changed_together(model: Model) -> None:
     assert model.settled() == [(), ("old", "c")]
 
 
+def test_more_sequences_than_one_command_takes(model: Model) -> None:
+    runs = [model.run(f"s{at}", starts=True, ends=at % 3 == 2) for at in range(1201)]
+    batch = model.batch(*runs)
+    changes = [change(run, *(("ended",) if at % 3 == 2 else ("kept", b"1"))) for at, run in enumerate(runs)]
+    assert model.commit(batch, changes) == set()
+    kept = {f"s{at}".encode() for at in range(1201) if at % 3 < 2}
+    assert set(model.redis.zrange(KEYS.sequences, 0, -1)) == kept
+    assert model.redis.exists(*[KEYS.sequence(f"s{at}") for at in range(1201)]) == len(kept)
+
+
 def test_start_makes_a_broken_sequence_anew(model: Model) -> None:
     first, again = model.run("a", starts=True), model.run("a", starts=True)
     model.commit(model.batch(first), [change(first, "broken", "it raised")])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from carpool.errors import CarpoolError
+from carpool.errors import INTERNAL, CarpoolError
 from carpool.messages import RAW, Batch, BatchedRun, Chunk, Result
 from carpool.metrics import (
     DURATIONS_US,
@@ -31,6 +31,8 @@ from carpool_worker.execution import Execution
 from carpool_worker.meter import StepCounts, WorkerMetrics
 from carpool_worker.model_process.step_frames import Step
 from carpool_worker.step_execution import StepExecution
+from support.executions import execution_of as execution_with_states
+from support.executions import run_of_sequence
 
 DOCUMENT: Final = Path(__file__).parents[2] / "ops" / "prometheus" / "README.md"
 MODEL: Final = "square"
@@ -157,6 +159,21 @@ def test_chunks_of_one_script_are_counted_together() -> None:
     assert (found["carpool_chunk_gap_seconds_count"], found["carpool_chunk_gap_seconds_sum"]) == (1, 0.02)
     assert (found["carpool_request_seconds_count"], found["carpool_compute_output_seconds_count"]) == (1, 0)
     assert found["carpool_executions_total"] == 0
+
+
+def test_states_that_are_written_are_counted_and_no_others() -> None:
+    """Given states loaded for requests that failed, or that end their sequence, expect them not counted."""
+    runs = [run_of_sequence(name, 1, ends=name == "c") for name in "abcd"]
+    execution = execution_with_states(*runs, states={at: bytes(10**at) for at in range(4)})
+    execution.fail(0, INTERNAL, "")
+    for position in (1, 2, 3):
+        run = execution.batch.runs[position]
+        execution.succeed(run, position, [position], [b"1"])
+    execution.drop([3])
+    metrics = WorkerMetrics("m")
+    metrics.committed(execution, execution.counts(), 0, 2_000)
+    (family,) = [one for one in metrics.registry.collect() if one.name == "carpool_state_bytes"]
+    assert [sample.value for sample in family.samples if sample.name.endswith("_total")] == [10]
 
 
 def kept(merged: int) -> KeptChunk:

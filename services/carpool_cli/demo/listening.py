@@ -87,7 +87,7 @@ def _microphone(seed: int, start: int, frames: int) -> Microphone:
     return Microphone(sounds.reshape(FRAMES, FRAME_SAMPLES), is_speech)
 
 
-async def listen(client: AsyncClient, heard: Sequence[Microphone], *, at_once: bool) -> Listening:
+async def listen(client: AsyncClient, sent: Sequence[Microphone], *, at_once: bool) -> Listening:
     """Send the frames of each microphone one after the other; all microphones at once, or one by one."""
     latencies_s: list[float] = []
 
@@ -102,25 +102,25 @@ async def listen(client: AsyncClient, heard: Sequence[Microphone], *, at_once: b
 
     started_s = time.perf_counter()
     if at_once:
-        answers = await asyncio.gather(*map(hear, heard))
+        answers = await asyncio.gather(*map(hear, sent))
     else:
-        answers = [await hear(microphone) for microphone in heard]
+        answers = [await hear(microphone) for microphone in sent]
     return Listening(answers, latencies_s, time.perf_counter() - started_s)
 
 
-def listen_directly(model: VoiceActivity, heard: Sequence[Microphone]) -> Listening:
+def listen_directly(model: VoiceActivity, sent: Sequence[Microphone]) -> Listening:
     """What the model answers in this process, to one frame at a time."""
     answers, latencies_s = [], []
-    for microphone in heard:
+    for microphone in sent:
         states = {
             spec.name: np.zeros(np.abs(spec.shape), np.float32) for spec in VoiceActivity.states
         }  # of one microphone
         probabilities = []
         for frame in microphone.frames:
             started_s = time.perf_counter()
-            speech, states = model.predict(frame[np.newaxis], states)
+            found, states = model.predict(frame[np.newaxis], states)
             latencies_s.append(time.perf_counter() - started_s)
-            probabilities.append(speech[0])
+            probabilities.append(found[0])
         answers.append(np.array(probabilities))
     return Listening(answers, latencies_s, sum(latencies_s))
 

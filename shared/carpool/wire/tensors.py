@@ -119,6 +119,7 @@ class StateSpec:
 
     `initial`: the row of a sequence that starts, or one number for all of it; zeros by default.
     `output`: the output of an ONNX file that has the new state.
+    `row_shape`, `row_bytes`: of a row.
     """
 
     name: str
@@ -127,6 +128,8 @@ class StateSpec:
     axis: int = 0
     initial: Any = field(default=None, compare=False)
     output: str | None = None
+    row_shape: tuple[int, ...] = field(init=False, repr=False)
+    row_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         of = f"state {self.name!r}"
@@ -138,21 +141,14 @@ class StateSpec:
                 f"{of}: shape {list(self.shape)} must have -1, for the batch, at axis {self.axis!r}"
                 + (f"; set axis={self.shape.index(-1)}" if -1 in self.shape else "")
             )
-        if any(size < 1 for size in self.row_shape):
+        row_shape = (*self.shape[: self.axis], *self.shape[self.axis + 1 :])
+        if any(size < 1 for size in row_shape):
             raise ValueError(
                 f"{of}: shape {list(self.shape)} must have fixed sizes, 1 or more, except for the batch"
             )
+        object.__setattr__(self, "row_shape", row_shape)
+        object.__setattr__(self, "row_bytes", WIDTHS[self.datatype] * math.prod(row_shape))
         self.row(self.initial)
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """The shape of the state of one sequence."""
-        return (*self.shape[: self.axis], *self.shape[self.axis + 1 :])
-
-    @property
-    def row_bytes(self) -> int:
-        """The size of the state of one sequence."""
-        return WIDTHS[self.datatype] * math.prod(self.row_shape)
 
     def row(self, value: Any) -> bytes:
         """The bytes of a row: an array of its shape, one number for all of it, or None for zeros.
