@@ -58,7 +58,7 @@ class SequenceChecker:
         self._sequences[sequence_id].append(SentRequest("", sequence_id, is_idle=True))
 
     def read(self, correlation_id: str, found: Envelope, *, is_in_order: bool = True) -> None:
-        """A reader found this under the request's ID; `is_in_order`: after all answers that were read before."""
+        """A reader found this under the request's ID. `is_in_order`: after all that it read before."""
         self.answers[correlation_id].append(found)
         if is_in_order:
             self._read.append(correlation_id)
@@ -131,10 +131,9 @@ class SequenceChecker:
                 ranks[request.correlation_id] = at if request.index is None else request.index
         latest: dict[str, int] = {}
         for correlation_id in list(self._read):
-            request = self.requests.get(correlation_id)
-            if request is None or self.answers[correlation_id][0]["status"] != OK:
+            if correlation_id not in ranks or self.answers[correlation_id][0]["status"] != OK:
                 continue
-            rank = ranks[correlation_id]
+            request, rank = self.requests[correlation_id], ranks[correlation_id]
             if rank < latest.get(request.sequence_id, 0):
                 yield correlation_id, "out of order"
             latest[request.sequence_id] = rank

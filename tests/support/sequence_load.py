@@ -56,8 +56,17 @@ class SequenceLoad:
     """See the module. It uses plain XADD, in transactions, so that it knows exactly what was accepted."""
 
     def __init__(
-        self, stack: Stack, model: str, checker: SequenceChecker, *, name: str = "load", fails: bool = False
+        self,
+        stack: Stack,
+        model: str,
+        checker: SequenceChecker,
+        *,
+        name: str = "load",
+        fails: bool = False,
+        answered_s: float = 30.0,
     ) -> None:
+        """`answered_s`: how long to wait at the end for answers that are missing."""
+        self._answered_s = answered_s
         self._url, self._keys, self._checker = stack.url, Keys(model), checker
         self._name, self._fails = name, fails
         self._open: list[list[Planned]] = []  # what is left of each sequence
@@ -132,7 +141,7 @@ class SequenceLoad:
             wait_until(
                 lambda: not self._checker.unanswered(),
                 description=f"all of {self._sent} requests are answered",
-                timeout_s=ANSWERED_S,
+                timeout_s=self._answered_s,
             )
         self._drained.set()
 

@@ -2,9 +2,9 @@
 
     answer k = "k:" + a hash of the sequence's ID, and of the texts from the start to this one
 
-So a request that was lost, executed twice or in another order, or with the state of another sequence, shows in
-every later answer. A body is a map: `text`; `sleep_s`, how long the request takes; `gate`, a file for which
-it waits; and the faults `raises` and `kills`.
+So a request that was lost, executed twice or in another order, or with the state of another sequence, shows
+in every later answer. A body is a map: `text`; `sleep_s`, how long the request takes; `gate`, a file for
+which it waits; and the faults `raises` and `kills`.
 """
 
 from __future__ import annotations
