@@ -30,6 +30,7 @@ class StoredSequence:
         self.last_id = ""
         self.broken = ""
         self.broken_at = ""
+        self.served: tuple[str, ...] = ()  # the state: the correlation IDs of all that made it
 
 
 class SequenceStore:
@@ -45,17 +46,19 @@ class SequenceStore:
         is_broken_later = stored.broken_at > part.place
         if change.outcome == "broken":
             if is_broken_later:
-                stored.next_index, stored.last_id = None, ""
+                stored.next_index, stored.last_id, stored.served = None, "", ()
                 return
             stored.broken, stored.broken_at = str(change.content), part.place
         elif change.outcome == "kept" and not part.starts:
             stored.next_index, stored.last_id = (stored.next_index or 0) + 1, change.correlation_id
+            stored.served += (change.correlation_id,)
         else:
             fresh = self.kept[part.sequence_id] = StoredSequence()
             if is_broken_later:
                 fresh.broken, fresh.broken_at = stored.broken, stored.broken_at
             if change.outcome == "kept":
                 fresh.next_index, fresh.last_id = 1, change.correlation_id
+                fresh.served = (change.correlation_id,)
             elif not is_broken_later:
                 del self.kept[part.sequence_id]
                 self.changed_us.pop(part.sequence_id, None)
@@ -84,7 +87,9 @@ class SequenceHarness:
         self.in_flight: dict[str, list[Run]] = {}  # likewise, by batch
         self.answers: dict[str, str] = {}
         self.details: dict[str, str] = {}
-        self.unmatched: list[Refusal] = []
+        self.runs: dict[str, Run] = {}  # all, by name
+        self.ok: dict[str, tuple[str, ...]] = {}  # those answered OK, with what made their state
+        self.failed: set[str] = set()  # those in flight that were answered otherwise, or lost
         self._ids = itertools.count(1)
         self._numbers = itertools.count(1)
         self.scheduler = self._new_scheduler()
@@ -118,7 +123,7 @@ class SequenceHarness:
             **fields,
         )
         entry.runs.append(run)
-        self.waiting[name] = run
+        self.waiting[name] = self.runs[name] = run
         for refused in self.scheduler.offer(run, int(at * MS)):
             self._answer(refused)
 
@@ -126,10 +131,11 @@ class SequenceHarness:
         for refused in self.scheduler.withdraw(frozenset(names)):
             self._answer(refused)
 
-    def end_sequences(self, *sequence_ids: str) -> None:
+    def end_sequences(self, *sequence_ids: str) -> str:
         place = SequencePart.place_of(f"{next(self._ids)}-0", 0)
         for refused in self.scheduler.end_sequences(sequence_ids, place):
             self._answer(refused)
+        return place
 
     def delete(self, name: str) -> None:
         """A request is removed by XDEL, which the batcher notices."""
@@ -148,12 +154,19 @@ class SequenceHarness:
                 self.in_flight[batch_id] = decision.runs
                 batches.append(sorted(self._names(decision.runs)))
             elif isinstance(decision, SequenceChange):
+                self.changed(decision)
                 self.store.change(decision, now_us)
             elif isinstance(decision, Expire):
                 self._expire(decision, now_us)
             else:
                 self._answer(decision)
         return batches
+
+    def changed(self, change: SequenceChange) -> None:
+        """The batcher decided to change what is stored of a sequence."""
+
+    def name_of(self, run: Run) -> str:
+        return next(name for name, known in self.runs.items() if known is run)
 
     def _names(self, runs: Iterable[Run]) -> list[str]:
         names = [name for name, run in self.waiting.items() if run in runs]
@@ -171,6 +184,7 @@ class SequenceHarness:
         run = expired.run
         assert run.sequence is not None
         self.store.change(SequenceChange(run.sequence, run.correlation_ids[0], "broken", "late"), now_us)
+        self.failed.add(self.name_of(run))
         self.scheduler.answered_in_flight([run])
 
     # --- workers -------------------------------------------------------------------------------------------
@@ -188,13 +202,23 @@ class SequenceHarness:
             assert part is not None
             stored = self.store.kept.get(part.sequence_id)
             has_state = part.starts or (stored is not None and stored.next_index is not None)
-            if part.sequence_id in failing or not has_state or (stored and stored.broken_at == part.place):
+            if self.name_of(run) in self.failed:  # answered ahead
                 broken.append(part.sequence_id)
+            elif part.sequence_id in failing or not has_state:
+                broken.append(part.sequence_id)
+                self.failed.add(self.name_of(run))
                 self.store.change(SequenceChange(part, name, "broken", "it raised"), now_us)
             else:
                 outcome: SequenceOutcome = "ended" if part.ends else "kept"
+                before = () if part.starts or stored is None else stored.served
+                self.ok[self.name_of(run)] = (*before, name)
                 self.store.change(SequenceChange(part, name, outcome), now_us)
         self.scheduler.settle(batch_id, 0, now_us, broken=broken)
+
+    def lose_batch(self, batch_id: str, at: float = 0) -> None:
+        """A batch in flight is deleted by hand."""
+        self.failed.update(map(self.name_of, self.in_flight.pop(batch_id)))
+        self.scheduler.forget_batch(batch_id, int(at * MS))
 
     def run(self, at: float = 0) -> list[list[str]]:
         """Poll and settle until nothing more is dispatched. Returns all batches."""

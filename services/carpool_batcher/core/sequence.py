@@ -82,8 +82,9 @@ class Segment:
         return min(indexed, unindexed, key=place_of)
 
     def after(self, place: str) -> list[Run]:
-        """The waiting requests that stand after this place, in the order of the request stream."""
-        return sorted((run for run in self if place_of(run) > place), key=place_of)
+        """The waiting requests besides the start that stand after this place, in the order of the request
+        stream."""
+        return sorted((run for run in self.rest() if place_of(run) > place), key=place_of)
 
 
 class Taken:
@@ -109,11 +110,13 @@ class Sequence:
     started; `last_id` the correlation ID of the last of them. `head`: the request that is in a lane; `taken`:
     the one that is in flight. At most one of the two is set.
 
-    `is_recorded`: Redis knows of it. `counts`: it is one of the sequences of which there are at most
-    `max_candidate_sequences`. `waits_for_space`: its start waits until it may be one.
+    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is one
+    of the sequences of which there are at most `max_candidate_sequences`. `waits_for_space`: its start waits
+    until it may be one.
     """
 
     __slots__ = (
+        "broken_at",
         "counts",
         "head",
         "is_recorded",
@@ -135,6 +138,7 @@ class Sequence:
         self.head: Run | None = None
         self.taken: Taken | None = None
         self.is_recorded = False
+        self.broken_at = ""
         self.counts = False
         self.waits_for_space = False
 
@@ -212,6 +216,13 @@ class Sequence:
         if self.head is not None:
             return part_of(self.head), self.head.correlation_ids[0]
         return None
+
+    def start_place(self, segment: Segment) -> str:
+        """Where the start of a segment stands, as long as it has no result; '' after that."""
+        if segment.start is not None:
+            return place_of(segment.start)
+        current = self._current_part() if segment is self.current else None
+        return current[0].place if current is not None and current[0].starts else ""
 
     def served_of_last_segment(self) -> int:
         """The index that is missing next, for a sentence to a producer."""

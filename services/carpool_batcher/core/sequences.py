@@ -105,6 +105,7 @@ class Sequences:
                 sequence.kept, sequence.next_index, sequence.last_id = True, one.next_index, one.last_id
             if one.broken:
                 part = SequencePart(one.sequence_id, False, False, None, one.broken_at)
+                sequence.broken_at = one.broken_at
                 self._unread.append((one.broken_at, _Break(part, "", one.broken, True)))
             self._loaded[one.sequence_id] = one
             self._still[sequence] = one.changed_us, False
@@ -135,7 +136,9 @@ class Sequences:
                 del self.followers[event]
                 self._replay_arrival(event)
         self._loaded.clear()
-        self._changed.update(dict.fromkeys(self._by_id.values()))
+        for sequence in self._by_id.values():
+            self._recount(sequence)
+            self._changed[sequence] = None
 
     def _replay_arrival(self, run: Run) -> None:
         refused = self.judge(run)
@@ -220,7 +223,7 @@ class Sequences:
         self._marks.pop(sequence, None)
         self._decided.changes.append(SequenceChange(part, "", "ended"))
         self._decided.changes.append(SequenceChange(part, "", "broken", ENDED_BY_FORCE))
-        sequence.is_recorded = True
+        sequence.is_recorded, sequence.broken_at = True, place
         self._ended += 1
         self._changed[sequence] = None
         return head
@@ -272,7 +275,7 @@ class Sequences:
         self._started += part.starts
         self._ended += part.ends
         sequence.kept = not part.ends
-        sequence.is_recorded = sequence.kept or bool(taken.segment.broken)
+        sequence.is_recorded = sequence.kept or sequence.broken_at > part.place
         if part.starts or part.ends:
             sequence.next_index = int(not part.ends)
         elif not taken.is_counted:
@@ -345,9 +348,7 @@ class Sequences:
         """Choose the head of a sequence, and forget one of which nothing is left."""
         if not sequence.is_busy:
             self._choose_head(sequence)
-        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
-        self._kept += counts - sequence.counts
-        sequence.counts = counts
+        self._recount(sequence)
         if sequence.is_busy or sequence.waits_for_space:
             self._still.pop(sequence, None)
             return
@@ -360,6 +361,11 @@ class Sequences:
         if since is None or since[1] is not waits:
             self._still.pop(sequence, None)
             self._still[sequence] = now_us, waits
+
+    def _recount(self, sequence: Sequence) -> None:
+        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
+        self._kept += counts - sequence.counts
+        sequence.counts = counts
 
     def _choose_head(self, sequence: Sequence) -> None:
         """Find the request whose turn it is, and refuse those that will never have one."""
@@ -473,11 +479,15 @@ class Sequences:
         self._decided.refusals.append(refused)
 
     def _break(self, sequence: Sequence, segment: Segment, event: _Break) -> None:
-        """What stands after this request in its segment is not served."""
+        """What stands after this request in its segment is not served. A request that came before its start,
+        in the wrong order, is only missing: that start, and what follows it, stand after the break."""
+        self._changed[sequence] = None
+        if event.part.place < sequence.start_place(segment):
+            return
         self._broken += not segment.broken
         segment.broken = event.reason
         self._breaks.append((segment, event.part.place))
-        self._changed[sequence] = None
+        sequence.broken_at = max(sequence.broken_at, event.part.place)
         sequence.is_recorded = True
         if event.is_recorded:
             return
