@@ -316,6 +316,13 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "producer: the panel Errors by reason shows what failed.",
             {"{{change}} {{model}}": "sum by (change, model) (rate(carpool_sequences_total{M}[T]))"},
         ),
+        Panel(
+            "States written",
+            "Bps",
+            "What workers write to Redis beside the results, in each second. Redis reads and writes a state "
+            "for each request: if it is busy, declare smaller states.",
+            {"{{model}}": "sum by (model) (rate(carpool_state_bytes_total{M}[T]))"},
+        ),
     ],
     "Which requests fail, and why?": [
         Panel(

@@ -41,7 +41,7 @@ _DELIVER: Final = (
 _CHANGE_SEQUENCES: Final = (
     Grant(
         "sequence.lua: the state of a sequence, or why it is broken",
-        "hmget hset hincrby hdel del pexpire",
+        "hmget hset hdel del pexpire",
         "sequence",
     ),
     Grant("sequence.lua: which sequences are kept", "zadd zrem", "sequences"),
@@ -83,7 +83,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
         Grant("list the model processes that are alive", "zrange", "workers"),
         Grant("read new requests and settled batches", "xread", "requests settled"),
-        Grant("find the position to continue reading from", "xrevrange", "settled"),
+        Grant("find the position to continue reading from, or up to which", "xrevrange", "settled requests"),
         Grant("read what exists when it takes over, or misses an entry", "xlen xrange", "requests batches"),
         Grant("admit.lua: tickets", "rpush llen", "order"),
         Grant(
@@ -98,7 +98,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("refuse.lua: delete large bodies", "unlink", "body"),
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
         Grant("dispatch.lua: add batches", "xadd", "batches"),
-        Grant("answer.lua: record the requests answered ahead", "hdel hsetnx pexpire", "progress"),
+        Grant("answer.lua: record the requests answered ahead", "hdel hset hsetnx pexpire", "progress"),
         *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),
@@ -127,7 +127,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua: add dead letters", "xadd", "dead"),
         Grant(
             "answer.lua, reclaim.lua, commit.lua, step.lua: requests answered or begun, and chunks",
-            "hdel hset hmget hsetnx hincrby hgetall hkeys pexpire del",
+            "hdel hset hget hmget hsetnx hincrby hgetall hkeys pexpire del",
             "progress",
         ),
         *_CHANGE_SEQUENCES,

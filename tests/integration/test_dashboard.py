@@ -36,6 +36,7 @@ DASHBOARD: Final = OPS / "grafana" / "dashboards" / "carpool.json"
 ALERTS: Final = OPS / "prometheus" / "alerts.yml"
 MODEL: Final = "Plotted"
 WRITER: Final = "Chain"  # a stepping model
+FOLDING: Final = "Folding"  # a stateful one
 CHUNKS: Final = 10  # of each stream
 STEP_S: Final = 0.02
 SCRAPE: Final = "200ms"
@@ -340,6 +341,9 @@ class MixedLoad:
                 pipeline.xadd(self._keys.requests, {"reply_to": "mixed", **fields})
             stream = {"stream": 1, "body": json.dumps({"length": CHUNKS, "step_s": STEP_S})}
             pipeline.xadd(Keys(WRITER).requests, stream)
+            for body, number in (("1", 0), ('"raise"', 1)):  # one that ends, and one that breaks
+                only = {"sequence_id": f"{interval}.{number}", "sequence_start": 1, "sequence_end": 1}
+                pipeline.xadd(Keys(FOLDING).requests, {"body": body, "reply_to": "folded", **only})
             pipeline.execute()
             sent += self.requests_per_interval + (PACKED_REQUESTS if interval % 10 == 0 else 0)
             self.sent.append((time.monotonic(), sent))
@@ -377,9 +381,12 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
     workers = [stack.worker("metered.py:Plotted", *HTTP, *LEASE, ready=False) for _ in range(2)]
     writer = stack.worker(f"stepping.py:{WRITER}", *HTTP, ready=False)
     stack.wait_for_model(MODEL, workers=2)
+    folding = stack.worker(f"stateful.py:{FOLDING}", *HTTP, ready=False)
     stack.wait_for_model(WRITER)
+    stack.wait_for_model(FOLDING)
+    of_sequences = queries("Do sequences go on?")
     of_streams = queries("Do streams flow?")
-    with running_prometheus(tmp_path / "prometheus", [batcher, *workers, writer]) as prometheus:
+    with running_prometheus(tmp_path / "prometheus", [batcher, *workers, writer, folding]) as prometheus:
         reclaim(stack, workers, tmp_path / "gate")
         stack.send(MODEL, body='"die"', reply_to="mixed")
         with MixedLoad(stack) as load:
@@ -390,7 +397,7 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
             )
 
             def panel(title: str, window: str = f"{WINDOW_S}s") -> dict[tuple[str, ...], float]:
-                model = WRITER if title in of_streams else MODEL
+                model = WRITER if title in of_streams else FOLDING if title in of_sequences else MODEL
                 expression = queries()[title].replace("$model", model).replace("$__rate_interval", window)
                 return prometheus.query(expression)
 
@@ -407,6 +414,7 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
             }
         assert_correct(shown, rate)
         assert_streams_correct(shown, rate)
+        assert_sequences_correct(shown, rate)
         assert all(count > 0 for count in incidents.values()), incidents
         assert_alerts(prometheus)
 
@@ -424,6 +432,17 @@ def reclaim(stack: Stack, workers: list[Service], gate: Path) -> None:
     assert stack.result(MODEL, entry_id)["status"] == "OK"
     frozen.thaw()
     frozen.wait_for("commit discarded, another worker has the batch")
+
+
+def assert_sequences_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: float) -> None:
+    """In each interval two sequences start, one of which ends and one breaks."""
+    intervals_per_second = sent_per_second / (MixedLoad.requests_per_interval + PACKED_REQUESTS / 10)
+    changes = shown["Changes of sequences: {{change}} {{model}}"]
+    assert {name for of in changes for name in of if name != FOLDING} == {"started", "ended", "broken"}
+    for change in ("ended", "broken"):
+        (per_second,) = (rate for of, rate in changes.items() if change in of)
+        assert per_second == pytest.approx(intervals_per_second, rel=0.4)
+    assert min(shown["Sequences: kept {{model}}"].values()) >= 0
 
 
 def assert_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: float) -> None:
@@ -491,6 +510,7 @@ def assert_alerts(prometheus: Prometheus) -> None:
     for rule in group["rules"]:
         prometheus.query(rule["query"])
         for alert in rule["alerts"]:
-            assert MODEL in alert["annotations"]["summary"], alert
+            summary = alert["annotations"]["summary"]
+            assert any(model in summary for model in (MODEL, FOLDING)), alert
             assert "<no value>" not in str(alert["annotations"])
             assert len(alert["annotations"]["description"]) > 40
