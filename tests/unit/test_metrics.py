@@ -26,7 +26,9 @@ from carpool.metrics import (
 )
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.steps import KeptChunk, StepWrite
+from carpool.wire.report import SequencesReport
 from carpool_batcher.meter import BatcherMetrics, Meter
+from carpool_batcher.sequence_meter import SequenceMeter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import StepCounts, WorkerMetrics
 from carpool_worker.model_process.step_frames import Step
@@ -225,6 +227,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     """The same from the code: one model, every gauge, each status of a model, each kind of error."""
     batcher, worker = BatcherMetrics(), WorkerMetrics(MODEL)
     Meter(batcher, MODEL)
+    SequenceMeter(batcher.sequences, MODEL).export(SequencesReport(1, 1, 1, 1, 1))
     for gauge in batcher.gauges:
         gauge.labels(MODEL)
     statuses = [kind.status for kind in every_error(CarpoolError)]

@@ -36,13 +36,13 @@ def test_registration_is_decoded_as_it_was_encoded(
 def test_tensors_are_registered_as_json_with_the_open_inference_names() -> None:
     inputs, outputs = [TensorSpec("x", "FP32", (2, -1))], [TensorSpec("y", "INT8", ())]
     registration = encode_registration({"max_batch_size": "8"}, inputs, outputs)
-    assert registration.keys() == {"max_batch_size", "stepping", "inputs", "outputs"}
+    assert registration.keys() == {"max_batch_size", "stepping", "stateful", "inputs", "outputs"}
     assert json.loads(registration["inputs"]) == [{"name": "x", "datatype": "FP32", "shape": [2, -1]}]
     assert json.loads(registration["outputs"]) == [{"name": "y", "datatype": "INT8", "shape": []}]
 
 
 def test_model_without_declared_tensors_has_none() -> None:
-    assert encode_registration({}, [], []) == {"stepping": "false"}
+    assert encode_registration({}, [], []) == {"stepping": "false", "stateful": "false"}
     assert decode_inputs({}) == []
 
 

@@ -31,7 +31,7 @@ more that get a slot as soon as one is free. There l(n) is not learned, and all 
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -55,14 +55,16 @@ class RecentTimes:
     """Quantiles of the last TIMES_MAX times (us); 0 without any."""
 
     def __init__(self) -> None:
-        self._times_us: deque[int] = deque(maxlen=TIMES_MAX)
-        self._ordered_us: list[int] = [0]
-        self._is_ordered = True
+        self._times_us: deque[int] = deque()
+        self._ordered_us: list[int] = []
 
     def observe(self, time_us: int) -> None:
         """Learn of one more. A negative one counts as 0: clocks differ a little."""
-        self._times_us.append(max(0, time_us))
-        self._is_ordered = False
+        time_us = max(0, time_us)
+        self._times_us.append(time_us)
+        insort(self._ordered_us, time_us)
+        if len(self._times_us) > TIMES_MAX:
+            del self._ordered_us[bisect_left(self._ordered_us, self._times_us.popleft())]
 
     @property
     def median_us(self) -> int:
@@ -80,12 +82,10 @@ class RecentTimes:
         return self._quantile_us(0.9)
 
     def _quantile_us(self, quantile: float) -> int:
-        if not self._is_ordered:
-            self._ordered_us = sorted(self._times_us)
-            self._is_ordered = True
-        if len(self._ordered_us) < TRUSTED_TIMES_MIN:
-            return self._ordered_us[0]
-        return self._ordered_us[int(quantile * (len(self._ordered_us) - 1))]
+        ordered_us = self._ordered_us
+        if len(ordered_us) < TRUSTED_TIMES_MIN:
+            return ordered_us[0] if ordered_us else 0
+        return ordered_us[int(quantile * (len(ordered_us) - 1))]
 
 
 class InFlightBatch(NamedTuple):
