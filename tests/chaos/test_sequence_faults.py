@@ -91,7 +91,7 @@ def assert_nothing_left(stack: Stack, *, of_sequences: bool = True) -> None:
 
 def assert_served(stack: Stack, checker: SequenceChecker) -> None:
     """All were answered as if nothing had happened, and several at a time."""
-    assert checker.faults() == {}
+    assert checker.faults() == {}, checker.story()
     assert set(checker.statuses()) == {OK, INVALID_ARGUMENT}
     assert checker.most_in_flight > 1
     assert_nothing_left(stack)
@@ -177,7 +177,7 @@ class Producer:
         self._stack.wait_until_idle(MODEL)
         for name in self.checker.requests:
             assert not self._stack.redis.exists(KEYS.result(name)), f"{name} was answered twice"
-        assert self.checker.faults() == {}
+        assert self.checker.faults() == {}, self.checker.story()
 
 
 def wait_until_in_flight(stack: Stack, *sequence_ids: str) -> None:
@@ -390,7 +390,7 @@ def test_requests_fail_while_services_are_killed(pair: Stack) -> None:
         load.wait_for_more(40)
         pair.active_batcher(MODEL).kill()
         load.wait_for_more(100)
-    assert checker.faults() == {}
+    assert checker.faults() == {}, checker.story()
     assert {OK, ABORTED, CANCELLED, DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT} == {*checker.statuses()}
     assert_nothing_left(pair)
 

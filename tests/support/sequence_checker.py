@@ -92,6 +92,21 @@ class SequenceChecker:
             faults["two in flight"] = sorted(self._beside)
         return dict(faults)
 
+    def story(self) -> str:
+        """For a person: how the requests ended of each sequence that has a fault."""
+        names = {name for of_fault in self.faults().values() for name in of_fault}
+        sequence_ids = {self.requests[name].sequence_id if name in self.requests else name for name in names}
+        lines: list[str] = []
+        for sequence_id in sorted(sequence_ids):
+            for request in self._sequences[sequence_id]:
+                mark = "start" if request.starts else "end" if request.ends else ""
+                answers = [
+                    f"{found['status']} {found.get('body') or found.get('detail') or ''}"
+                    for found in self.answers.get(request.correlation_id, [])
+                ]
+                lines.append(f"{request.correlation_id} {mark} {request.may_end}: {' | '.join(answers)}")
+        return "\n".join(lines)
+
     def _faults_of(self, requests: list[SentRequest]) -> Iterator[tuple[str, str]]:
         """Follow one sequence, in the order in which its requests are to be processed."""
         if all(request.index is not None for request in requests):

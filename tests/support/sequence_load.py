@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, Self
 import msgpack
 from redis import Redis, ResponseError
 
-from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
 from carpool.keys import Keys
 from carpool.wire.batches import decode_batch
 from support.load import decoded
@@ -305,18 +305,18 @@ def _indexed(plan: _Plan) -> None:
 def _failing(plan: _Plan) -> None:
     """Given three requests of which the second may fail, in one of these ways, expect that what follows is
     aborted, until it begins anew."""
-    for _ in range(2):
-        plan.add(starts=True)
+    plan.add(starts=True)
+    plan.add()
+    way = random.choice(("raises", "expires", "is withdrawn", "is invalid"))
+    if way == "raises":
+        plan.add(may_end=INTERNAL, raises=True)
+    elif way == "expires":
+        plan.add(may_end=DEADLINE_EXCEEDED, more={"expiration": random.randint(1, 40)})
+    elif way == "is withdrawn":
+        plan.add(may_end=CANCELLED, withdraws=True)
+    else:
+        plan.add(may_end=INVALID_ARGUMENT, more={"priority": 11})
+    for _ in range(random.randint(0, 3)):
         plan.add()
-        way = random.choice(("raises", "expires", "is withdrawn", "is invalid"))
-        if way == "raises":
-            plan.add(may_end=INTERNAL, raises=True)
-        elif way == "expires":
-            plan.add(may_end=DEADLINE_EXCEEDED, more={"expiration": random.randint(1, 40)})
-        elif way == "is withdrawn":
-            plan.add(may_end=CANCELLED, withdraws=True)
-        else:
-            plan.add(may_end="INVALID_ARGUMENT", more={"priority": 11})
-        for _ in range(random.randint(0, 3)):
-            plan.add()
-    plan.add(starts=True, ends=True)
+    plan.add(starts=True)
+    plan.add(ends=True)
