@@ -1,6 +1,6 @@
 """Models whose answers are exact, whichever requests are executed together: integers, mixed row by row.
 
-`Small` and `Large` keep a state for each sequence, of which a request changes the beginning; `Stateless`
+`Tiny`, `Small` and `Large` keep a state for each sequence, of which a request changes the beginning; `Stateless`
 computes the same without one. So what differs in cost is what it costs to keep a state of that size.
 """
 
@@ -50,6 +50,12 @@ class Small:
         words = states["words"].copy()
         answers = words[:, :WORDS] = mixed(words[:, :WORDS], batch)
         return answers, {"words": words}
+
+
+class Tiny(Small):
+    """Keeps 128 bytes."""
+
+    states = (StateSpec("words", "UINT64", (-1, WORDS)),)
 
 
 class Large(Small):

@@ -5,7 +5,7 @@
 
 First, 1,000 interleaved sequences are served by four workers, of which two are killed (SIGKILL): every answer
 must be the one that a single stream gives. Each sequence sends its next request when it has the answer to
-the last one. Then the CPU time of a request in each process, of a model that keeps 1 KiB or 64 KiB for each
+the last one. Then the CPU time of a request in each process, of a model that keeps 128 B, 1 or 64 KiB for each
 sequence, and of the same one that keeps nothing: 256 sequences, in turns, the median of the rounds. All on
 one machine. --write puts the figures into SEQUENCES.md beside this file.
 """
@@ -43,7 +43,7 @@ LEASE_MS: Final = 2000
 WORKERS, KILLED = 4, 2
 IN_FLIGHT: Final = 256
 WARM_UP_S: Final = 1.0
-MODELS: Final = {"no state": "Stateless", "1 KiB": "Small", "64 KiB": "Large"}
+MODELS: Final = {"no state": "Stateless", "128 B": "Tiny", "1 KiB": "Small", "64 KiB": "Large"}
 
 
 class Killed(NamedTuple):
@@ -194,10 +194,11 @@ def sentences_of_killed(killed: Killed, sequences: int) -> str:
     """The figures for people."""
     each, per_s = killed.requests // sequences, killed.requests / killed.seconds
     return (
-        f"{sequences:,} sequences of {each} requests over {WORKERS} workers, of which {KILLED} were killed, "
-        f"with {killed.reclaimed} batches in their hands: {killed.equal:,} of {killed.requests:,} answers are "
-        f"equal to a single stream's. It took {killed.seconds:.1f} s, or {per_s:,.0f} requests/s. The longest "
-        f"wait for an answer was {killed.longest_s:.1f} s: the lease of a worker is {LEASE_MS / 1000:g} s here."
+        f"{sequences:,} sequences of {each} requests over {WORKERS} workers, of which {KILLED} were "
+        f"killed, with {killed.reclaimed} batches in their hands: {killed.equal:,} of "
+        f"{killed.requests:,} answers are equal to a single stream's. It took {killed.seconds:.1f} s, or "
+        f"{per_s:,.0f} requests/s. The longest wait for an answer was {killed.longest_s:.1f} s: the lease of "
+        f"a worker is {LEASE_MS / 1000:g} s here."
     )
 
 
@@ -225,8 +226,10 @@ def document(killed: str, costs: Sequence[str], stolen: float, seconds: float, r
     )
     how = (
         "CPU time for each request, by process, of a model that keeps a state for each sequence, and of the "
-        f"same one that keeps nothing. {IN_FLIGHT} sequences, each with one request at a time; batches of up to "
-        f"{Small.max_batch_size}; the median of {rounds} rounds of {seconds:g} s, in turns."
+        f"same one that keeps nothing. {IN_FLIGHT} sequences, each with one request at a time; batches of "
+        f"up to {Small.max_batch_size}; the median of {rounds} rounds of {seconds:g} s, in turns. "
+        "The smallest state shows what a sequence costs beside it: its requests are not kept together as "
+        "runs, so each is encoded, decoded and answered by itself."
     )
     paragraphs = ("# Sequences", machine, "## Workers are killed", killed, "## What a state costs", how)
     filled = [textwrap.fill(text, 118, break_on_hyphens=False) for text in paragraphs]

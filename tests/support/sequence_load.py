@@ -303,20 +303,21 @@ def _indexed(plan: _Plan) -> None:
 
 
 def _failing(plan: _Plan) -> None:
-    """Given three requests of which the second may fail, in one of these ways, expect that what follows is
-    aborted, until it begins anew."""
-    plan.add(starts=True)
-    plan.add()
-    way = random.choice(("raises", "expires", "is withdrawn", "is invalid"))
-    if way == "raises":
-        plan.add(may_end=INTERNAL, raises=True)
-    elif way == "expires":
-        plan.add(may_end=DEADLINE_EXCEEDED, more={"expiration": random.randint(1, 40)})
-    elif way == "is withdrawn":
-        plan.add(may_end=CANCELLED, withdraws=True)
-    else:
-        plan.add(may_end=INVALID_ARGUMENT, more={"priority": 11})
-    for _ in range(random.randint(0, 3)):
+    """Twice, given three requests of which the last may fail, in one of these ways, expect that what follows
+    is aborted, until it begins anew."""
+    for _ in range(2):
+        plan.add(starts=True)
         plan.add()
+        way = random.choice(("raises", "expires", "is withdrawn", "is invalid"))
+        if way == "raises":
+            plan.add(may_end=INTERNAL, raises=True)
+        elif way == "expires":
+            plan.add(may_end=DEADLINE_EXCEEDED, more={"expiration": random.randint(1, 40)})
+        elif way == "is withdrawn":
+            plan.add(may_end=CANCELLED, withdraws=True)
+        else:
+            plan.add(may_end=INVALID_ARGUMENT, more={"priority": 11})
+        for _ in range(random.randint(0, 3)):
+            plan.add()
     plan.add(starts=True)
     plan.add(ends=True)
