@@ -1,7 +1,7 @@
 """Models whose answers are exact, whichever requests are executed together: integers, mixed row by row.
 
-`Tiny`, `Small` and `Large` keep a state for each sequence, of which a request changes the beginning; `Stateless`
-computes the same without one. So what differs in cost is what it costs to keep a state of that size.
+`Tiny`, `Small` and `Large` keep a state for each sequence, of which a request changes the beginning.
+`Stateless` computes the same without one: what differs is what it costs to keep a state of that size.
 """
 
 from __future__ import annotations

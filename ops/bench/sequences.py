@@ -5,9 +5,9 @@
 
 First, 1,000 interleaved sequences are served by four workers, of which two are killed (SIGKILL): every answer
 must be the one that a single stream gives. Each sequence sends its next request when it has the answer to
-the last one. Then the CPU time of a request in each process, of a model that keeps 128 B, 1 or 64 KiB for each
-sequence, and of the same one that keeps nothing: 256 sequences, in turns, the median of the rounds. All on
-one machine. --write puts the figures into SEQUENCES.md beside this file.
+the last one. Then the CPU time of a request in each process, of a model that keeps 128 B, 1 KiB or 64 KiB
+for each sequence, and of the same one that keeps nothing: 256 sequences, in turns, the median of the rounds.
+All on one machine. --write puts the figures into SEQUENCES.md beside this file.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ def document(killed: str, costs: Sequence[str], stolen: float, seconds: float, r
     machine = (
         "Written by `.venv/bin/python ops/bench/sequences.py --write`. Redis, a batcher, the workers and the "
         f"producer share {os.cpu_count()} cores of one machine ({platform.machine()}, Python "
-        f"{platform.python_version()}), of which the host withheld up to {stolen:.0%} during a round."
+        f"{platform.python_version()}) with other work (load {os.getloadavg()[2]:.0f}), of which the host "
+        f"withheld up to {stolen:.0%} during a round."
     )
     how = (
         "CPU time for each request, by process, of a model that keeps a state for each sequence, and of the "
