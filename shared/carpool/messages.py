@@ -372,7 +372,8 @@ class KeptSequence(NamedTuple):
     """What Redis keeps of a sequence, without its state. `process`: of a bound model, the one that has it.
 
     `next_index`: how many of its requests succeeded; None if it has no state. `broken` says why requests
-    later than `broken_at` are not served; empty if they are.
+    later than `broken_at` are not served; empty if they are. `failed_at`: the place of an earlier request
+    that did not succeed either.
     """
 
     sequence_id: str
@@ -381,6 +382,7 @@ class KeptSequence(NamedTuple):
     last_id: str = ""
     broken: str = ""
     broken_at: str = ""
+    failed_at: str = ""
     process: str = ""
 
 

@@ -31,6 +31,7 @@ class StoredSequence:
         self.last_id = ""
         self.broken = ""
         self.broken_at = ""
+        self.failed_at = ""
         self.served: tuple[str, ...] = ()  # the state: the correlation IDs of all that made it
 
 
@@ -48,6 +49,7 @@ class SequenceStore:
         if change.outcome == "broken":
             if is_broken_later:
                 stored.next_index, stored.last_id, stored.served = None, "", ()
+                stored.failed_at = part.place
                 return
             stored.broken, stored.broken_at = str(change.content), part.place
         elif change.outcome == "kept" and not part.starts:
@@ -68,7 +70,15 @@ class SequenceStore:
 
     def load(self) -> list[KeptSequence]:
         return [
-            KeptSequence(name, self.changed_us[name], one.next_index, one.last_id, one.broken, one.broken_at)
+            KeptSequence(
+                name,
+                self.changed_us[name],
+                one.next_index,
+                one.last_id,
+                one.broken,
+                one.broken_at,
+                one.failed_at,
+            )
             for name, one in self.kept.items()
         ]
 

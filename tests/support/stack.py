@@ -275,11 +275,9 @@ class Stack:
             name = (self.redis.get(Keys(model).batcher) or b"").decode()
             return next((service for service in self.services if f"-{service.pid}-" in name), None)
 
-        wait_until(
+        found: Service = wait_for(
             holder, description=f"a batcher of this stack holds the lease of {model}", timeout_s=START_S
         )
-        found = holder()
-        assert found is not None
         return found
 
     def models(self) -> list[str]:

@@ -464,6 +464,23 @@ def test_another_batcher_knows_what_is_broken() -> None:
     assert harness.answers == {"a1": ABORTED}
 
 
+def test_another_batcher_knows_what_is_broken_at_two_places() -> None:
+    """Given a request that failed while a later one, after another start, was broken already."""
+    harness = SequenceHarness()
+    harness.send("a0", start=True)
+    harness.poll()
+    harness.send("a1")
+    harness.send("a2", start=True)
+    harness.send("a3")
+    harness.withdraw("a3")
+    harness.poll()
+    harness.settle("a")
+    harness.take_over()
+    harness.send("a4")
+    assert harness.run() == [["a2"]]
+    assert harness.answers == {"a1": ABORTED, "a3": CANCELLED, "a4": ABORTED}
+
+
 def test_another_batcher_counts_idle_time_from_the_last_change() -> None:
     harness = SequenceHarness()
     harness.send("a0", start=True)

@@ -40,6 +40,7 @@ from carpool_batcher.core.space import Space, lane_of_process
 ENDED_BY_FORCE: Final = "it was ended (end_sequences)"
 PROCESS_GONE: Final = "its model process ended"
 _FIRST_PLACE: Final = "0"  # before each place
+FAILED_BEFORE: Final = "an earlier request of it did not succeed"
 _LAST_PLACE: Final = "~"  # after each place
 
 
@@ -124,10 +125,11 @@ class Sequences:
             if one.next_index is not None:
                 sequence.kept, sequence.next_index, sequence.last_id = True, one.next_index, one.last_id
                 self.space.hold(sequence, one.process)
+            if one.failed_at:
+                self._unread.append((one.failed_at, _break_known(one, one.failed_at, FAILED_BEFORE)))
             if one.broken:
-                part = SequencePart(one.sequence_id, False, False, None, one.broken_at)
                 sequence.broken_at = one.broken_at
-                self._unread.append((one.broken_at, _Break(part, "", one.broken, True)))
+                self._unread.append((one.broken_at, _break_known(one, one.broken_at, one.broken)))
             self._loaded[one.sequence_id] = one
             self._still[sequence] = one.changed_us, False
 
@@ -139,7 +141,7 @@ class Sequences:
         taken = sequence.taken = Taken(part, correlation_id, sequence.current)
         self.space.hold(sequence, process)
         taken.is_counted = sequence.kept and not part.starts and sequence.last_id == correlation_id
-        is_broken = loaded is not None and loaded.broken_at == part.place
+        is_broken = loaded is not None and part.place in (loaded.broken_at, loaded.failed_at)
         is_without_state = not (part.starts or part.ends or sequence.kept)
         taken.has_failed = is_broken or is_without_state
         if taken.has_failed:
@@ -580,6 +582,11 @@ class Sequences:
         mark = self._marks.get(sequence)
         if mark is None or mark.part.place < event.part.place:
             self._marks[sequence] = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
+
+
+def _break_known(kept: KeptSequence, place: str, reason: str) -> _Break:
+    """A break of which Redis knows."""
+    return _Break(SequencePart(kept.sequence_id, False, False, None, place), "", reason, True)
 
 
 def did_not_succeed(correlation_id: str) -> str:

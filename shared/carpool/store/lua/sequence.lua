@@ -30,6 +30,7 @@ local function change_sequence(take, is_effective)
   if outcome == 'broken' then
     if is_broken_later then  -- what stands between the two places has no state to go on with
       redis.pcall('HDEL', key, 'state', 'next', 'last')
+      redis.pcall('HSET', key, 'failed_at', place)
       return id, true, true
     end
     redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
