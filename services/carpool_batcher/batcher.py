@@ -31,6 +31,7 @@ from carpool.messages import (
     Run,
     SequenceChange,
     SequencesEnd,
+    SlotFreed,
     Withdrawal,
     tickets_of_each,
 )
@@ -130,14 +131,16 @@ class ModelBatcher:
         """It holds the lease: serve the model."""
         settings = self._settings.read(snapshot, None)
         settled_after = self._store.last_settled_id()
-        scheduler = Scheduler(settings, len(snapshot.model_processes), kind_of(snapshot.registration))
+        scheduler = Scheduler(settings, kind=kind_of(snapshot.registration))
+        scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         batches = self._store.batches_in_flight()
         unread = self._load_sequences(scheduler)  # after the batches: what these kept is known then
         for batch in batches:
             runs = [_as_run(run, batch.cost) for run in batch.runs]
-            scheduler.adopt(batch.id, Dispatch(runs, "idle", batch.lane), batch.dispatched_us)
+            dispatch = Dispatch(runs, "idle", batch.lane, process=batch.process)
+            scheduler.adopt(batch.id, dispatch, batch.dispatched_us)
             order.launched(batch.id, runs)
         now_us = self._clock.now_us()
         self._renew_bodies_at_us = now_us + BODIES_FIRST_RENEWED_US
@@ -164,13 +167,14 @@ class ModelBatcher:
         self.needs_snapshot = True
 
     def _load_sequences(self, scheduler: Scheduler) -> UnreadEntries:
-        """Of a stateful model, know the sequences that are kept. Until all requests were read that wait now,
+        """Know the sequences that are kept, if the model has any. Until all requests were read that wait now,
         none of a sequence is dispatched: one that was put back stands later than its place."""
         self._store.only_active_as = ""
-        if scheduler.kind is not ModelKind.STATEFUL:
+        if not scheduler.kind.has_sequences:
             return UnreadEntries(None)
         self._store.only_active_as = self._name
-        scheduler.sequences.load(self._store.kept_sequences())
+        is_bound = scheduler.kind is ModelKind.BOUND
+        scheduler.sequences.load(self._store.kept_sequences(with_processes=is_bound))
         last_id = self._store.last_waiting_id()
         if last_id is None:
             scheduler.sequences.complete()
@@ -305,8 +309,9 @@ class ModelBatcher:
         refusals += [decision for decision in decisions if type(decision) is Refusal]
         refusals = session.early.hold(refusals, now_us)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
-        if refusals or emptied or changes:
-            self._refuse(session, refusals, emptied, changes)
+        freed = [decision for decision in decisions if type(decision) is SlotFreed]
+        if refusals or emptied or changes or freed:
+            self._refuse(session, refusals, emptied, changes, freed)
         if dispatches:
             self._dispatch(session, dispatches, now_us)
         expired = [decision for decision in decisions if type(decision) is Expire]
@@ -319,11 +324,12 @@ class ModelBatcher:
         refusals: Sequence[Refusal],
         emptied: Sequence[Entry],
         changes_of_sequences: Sequence[SequenceChange] = (),
+        freed: Sequence[SlotFreed] = (),
     ) -> None:
         scheduler = session.scheduler
         session.order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
-        changes = self._store.refuse(refusals, emptied, ttl_ms, changes_of_sequences)
+        changes = self._store.refuse(refusals, emptied, ttl_ms, changes_of_sequences, freed)
         self._follow(session, changes)
         missing = set(changes.missing)
         answered = [
@@ -351,9 +357,9 @@ class ModelBatcher:
         )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []
-        for batch in batches:
+        for decided, batch in zip(dispatches, batches, strict=True):
             if batch is None:
-                scheduler.cancel()
+                scheduler.cancel(decided.process)
             else:
                 scheduler.launch(batch.batch_id, batch.dispatch, decided_us)
                 session.order.launched(batch.batch_id, batch.dispatch.runs)
@@ -413,11 +419,11 @@ class ModelBatcher:
         self.needs_snapshot = False
         kind = kind_of(snapshot.registration)
         if scheduler.kind is not kind:  # another model under this name
-            if ModelKind.STATEFUL in (kind, scheduler.kind):
+            if kind.has_sequences or scheduler.kind.has_sequences:
                 raise ModelKindChangedError("another kind of model has this name now")
             scheduler.kind = kind
         self.wake_at_us = now_us
-        scheduler.model_processes = len(snapshot.model_processes)
+        scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
         self._update_settings(scheduler, snapshot)
         session.missing_batches.forget(self._store, scheduler, snapshot.batches_in_flight, now_us)
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)

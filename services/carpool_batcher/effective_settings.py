@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from carpool.model_settings import POLICIES, ModelSettings
+from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
 from carpool.wire.registration import kind_of
 from carpool_batcher.core.custom import CustomPolicy
@@ -54,15 +54,15 @@ class EffectiveSettings:
         if current is None:
             self._custom = None  # each time that this batcher takes over, a policy begins anew
         if current is None or source != self._source or is_due:  # reading them takes 50 µs
-            self._accept_or_reject({**snapshot.registration, **snapshot.config})
+            self._accept_or_reject({**snapshot.registration, **snapshot.config}, snapshot.registration)
             self._source = source
         if self._accepted is not None:
             return self._accepted
         return current or self._fallback(snapshot.registration)
 
-    def _accept_or_reject(self, values: Mapping[str, str]) -> None:
+    def _accept_or_reject(self, values: Mapping[str, str], registration: Mapping[str, str]) -> None:
         try:
-            self._accepted, reason = self._check(values), ""
+            self._accepted, reason = self._check(values, registration), ""
         except ValueError as error:
             self._accepted, reason = None, str(error)
             self._retry_at_s = time.monotonic() + RETRY_S
@@ -73,13 +73,15 @@ class EffectiveSettings:
     def _fallback(self, registration: Mapping[str, str]) -> ModelSettings:
         for values in (registration, {**registration, "policy": DEFAULT_POLICY}):
             with contextlib.suppress(ValueError):
-                return self._check(values)
+                return self._check(values, registration)
         return ModelSettings()
 
-    def _check(self, values: Mapping[str, str]) -> ModelSettings:
+    def _check(self, values: Mapping[str, str], registration: Mapping[str, str]) -> ModelSettings:
         """These settings, whose custom policy is created, if they name one. Raises ValueError."""
         settings = ModelSettings.from_mapping(values)
         settings.check_kind(kind_of(values))
+        if kind_of(registration) is ModelKind.BOUND:
+            settings.check_slots(ModelSettings.from_mapping(registration).max_batch_size)
         policy = settings.policy
         if policy in POLICIES:
             self._custom = None

@@ -289,9 +289,10 @@ def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
 
 
 def _sequences_report(scheduler: Scheduler) -> SequencesReport | None:
-    if scheduler.kind is not ModelKind.STATEFUL:
+    if not scheduler.kind.has_sequences:
         return None
-    return SequencesReport(*scheduler.sequences.counts())
+    slots = scheduler.processes.slots if scheduler.kind is ModelKind.BOUND else None
+    return SequencesReport(*scheduler.sequences.counts(), slots)
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

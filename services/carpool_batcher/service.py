@@ -25,7 +25,7 @@ import structlog
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.lifecycle import Backoff, Loop
-from carpool.store.batcher import NotActiveError
+from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.reader import StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
@@ -270,6 +270,11 @@ class BatcherService:
         except NotActiveError:
             model.batcher.log_lost_lease()
             self._end(model)
+            return False
+        except ProcessLeftError:  # rare: it left since the last snapshot. Redis tells what follows from that
+            self._log.info("model process left, starting over", model=self._current)
+            self._end(model)
+            self._leases_at_s = time.monotonic()
             return False
         except (Exception, SystemExit) as error:
             self._fail(model, error)

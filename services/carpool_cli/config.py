@@ -142,6 +142,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
             effective.check_sizes()
         if values:
             _check_effect(effective, values, model, kind_of(registered))
+        if kind_of(registered) is ModelKind.BOUND:
+            effective.check_slots(ModelSettings.from_mapping(registered).max_batch_size)
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
@@ -156,9 +158,10 @@ def _check_effect(effective: ModelSettings, values: Mapping[str, str], model: st
     """Raise ValueError for a setting that has no meaning for this model."""
     effective.check_kind(kind)
     for name in values:
-        only_kind = ModelSettings.only_kind(name)
-        if only_kind is not None and only_kind is not kind:
-            raise ValueError(f"{name}: it has an effect only on {only_kind} models, and {model} is not one")
+        only_kinds = ModelSettings.only_kinds(name)
+        if only_kinds and kind not in only_kinds:
+            kinds = " and ".join(only_kinds)
+            raise ValueError(f"{name}: it has an effect only on {kinds} models, and {model} is not one")
 
 
 def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name: str) -> str:

@@ -59,7 +59,8 @@ class Codec:
         self.inputs = ready.inputs
         self.outputs = ready.outputs
         self.wants_requests = ready.wants_requests
-        self._initial_state = ready.initial_state  # empty: the model keeps no states
+        self._takes_sequences = ready.kind.has_sequences
+        self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
         self._raising = RaisingProducers()
@@ -119,7 +120,7 @@ class Codec:
 
         In msgpack they are if the head of the run is that of the tensor, in octet-stream if it has none.
         """
-        if len(self.inputs) != 1 or len(rows) < 2 or self._initial_state:
+        if len(self.inputs) != 1 or len(rows) < 2 or self._takes_sequences:
             return None
         spec = self.inputs[0]
         if run.content_type == RAW:
@@ -145,7 +146,7 @@ class Codec:
         body = run.bodies[index]
         if isinstance(body, StoredBody):  # it could not be loaded, so its request has a result
             return None
-        if self._initial_state or run.sequence is not None:
+        if self._takes_sequences or run.sequence is not None:
             reason = self._why_without_state(execution, run, position)
             if reason:
                 execution.fail(position, ABORTED, reason)
@@ -166,9 +167,9 @@ class Codec:
         part, needed_bytes = run.sequence, len(self._initial_state)
         if part is None:
             return _OTHER_KIND.format("keeps states of sequences")
-        if not needed_bytes:
+        if not self._takes_sequences:
             return _OTHER_KIND.format("keeps none of sequences")
-        if part.starts:
+        if part.starts or not needed_bytes:
             return ""
         state = execution.states.get(position)
         if state is None:
@@ -231,7 +232,7 @@ class Codec:
             located = [execution.locate(position) for position in positions]
             lane = execution.batch.lane
             fields = [(run.correlation_ids[index], lane, run.extra or {}) for run, index in located]
-            if self._initial_state:
+            if self._takes_sequences:
                 sequences = [run.sequence[:3] for run, _ in located if run.sequence is not None]  # all have
                 fields = [
                     (*of_one, *of_sequence) for of_one, of_sequence in zip(fields, sequences, strict=True)

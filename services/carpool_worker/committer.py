@@ -27,7 +27,7 @@ class Committer:
     def __init__(
         self, consumer: str, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
     ) -> None:
-        self._consumer = consumer
+        self.consumer = consumer  # to which the executions belong
         self._metrics = metrics
         self._batch_log = batch_log
         self._store = store
@@ -47,7 +47,7 @@ class Committer:
         counts = execution.counts()
         self._metrics.committed(execution, counts, output_us, self._store.clock.now_us())
         self._batch_log.committed(
-            self._consumer,
+            self.consumer,
             execution.batch,
             counts.statuses,
             execution.compute_us,
@@ -64,7 +64,7 @@ class Committer:
                 if position not in execution.answered_ahead:
                     singles[position] = (addresses[position], result)
         return self._store.commit(
-            self._consumer,
+            self.consumer,
             batch,
             singles,
             execution.dead_letters,
@@ -107,7 +107,7 @@ class Committer:
             Answer(position, addresses[position], execution.results[position], execution.change(position))
             for position in positions
         ]
-        written = self._store.answer(self._consumer, execution.batch, answers, starting)
+        written = self._store.answer(self.consumer, execution.batch, answers, starting)
         execution.drop(set(positions) - written)  # a batcher answered them when their deadlines passed
         execution.answered_ahead |= written
 

@@ -18,6 +18,45 @@ BLOCK_MS: Final = 500  # a drain waits as long for the reply to a fetch
 RECLAIMS_PER_LEASE: Final = 4
 
 
+class Reclaimer:
+    """Takes over batches of dead workers, which are looked for regularly."""
+
+    def __init__(
+        self, consumer: str, store: WorkerStore, lease_ms: int, metrics: WorkerMetrics, interval_ms: float
+    ) -> None:
+        self.consumer = consumer
+        self._metrics = metrics
+        self._store = store
+        self._lease_ms = lease_ms
+        self._interval_s = interval_ms / 1000
+        self._due_at_s = 0.0
+        self._log = structlog.get_logger()
+
+    def reclaim_if_due(self) -> Execution | None:
+        """A batch whose worker's lease ran out, if one is due to be looked for, and there is one."""
+        now_s = time.monotonic()
+        if now_s < self._due_at_s:
+            return None
+        reclaimed = self._store.reclaim(self.consumer, self._lease_ms)
+        if reclaimed is None:
+            self._due_at_s = now_s + self._interval_s
+            return None
+        batch, progress = reclaimed
+        self._metrics.redelivered()
+        self._log.warning(
+            "batch reclaimed",
+            model=self._store.keys.model,
+            batch=batch.id,
+            epoch=batch.epoch,
+            size=batch.size,
+            answered=len(progress.answered),
+        )
+        # A start without a result is a death during that request. The first one does not count: a worker may
+        # die for reasons of its own.
+        deaths = {position: starts - 1 for position, starts in progress.started.items() if starts > 1}
+        return Execution(batch, progress.answered, deaths, chunks=progress.chunks, first_us=progress.first_us)
+
+
 class Fetcher:
     """`start` asks for a batch, or several; once `descriptor` is readable, `finish` takes them."""
 
@@ -33,18 +72,15 @@ class Fetcher:
         """`block_ms`: how long Redis waits for a batch, and how often batches of dead workers are looked for.
         None: half a second, and a few times in each lease."""
         self._consumer = consumer
-        self._metrics = metrics
         self._store = store
-        self._lease_ms = lease_ms
         self._block_ms = block_ms or BLOCK_MS
-        self._reclaim_interval_s = (block_ms or lease_ms / RECLAIMS_PER_LEASE) / 1000
         self._register = register
-        self._reclaim_at_s = 0.0
+        interval_ms = block_ms or lease_ms / RECLAIMS_PER_LEASE
+        self._reclaimer = Reclaimer(consumer, store, lease_ms, metrics, interval_ms)
         self.waiting = False  # for the reply to a fetch
         self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
         self._asked_us = 0  # when the fetch was sent, by Redis's clock
         self._unloaded: list[Execution] = []  # their stored bodies and states could not be loaded yet
-        self._log = structlog.get_logger()
 
     def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
         """Reclaim a batch if that is due and there is one; else ask for the next ones, at most `count`.
@@ -54,7 +90,7 @@ class Fetcher:
         if self._unloaded:
             return self._load()
         try:
-            execution = self._reclaim()
+            execution = self._reclaimer.reclaim_if_due()
             if execution is not None:
                 self._unloaded = [execution]
                 return self._load()
@@ -88,9 +124,7 @@ class Fetcher:
         If Redis cannot be reached, the next `start` continues here.
         """
         for execution in self._unloaded:
-            failures, execution.states = self._store.load(execution.batch, execution.answered)
-            for position, detail in failures.items():
-                execution.fail(position, INVALID_ARGUMENT, detail)
+            load(self._store, execution)
         loaded, self._unloaded = self._unloaded, []
         return loaded
 
@@ -100,26 +134,9 @@ class Fetcher:
             raise error
         self._register(self._store)
 
-    def _reclaim(self) -> Execution | None:
-        """A batch whose worker's lease ran out, looked for a few times in each lease."""
-        now_s = time.monotonic()
-        if now_s < self._reclaim_at_s:
-            return None
-        reclaimed = self._store.reclaim(self._consumer, self._lease_ms)
-        if reclaimed is None:
-            self._reclaim_at_s = now_s + self._reclaim_interval_s
-            return None
-        batch, progress = reclaimed
-        self._metrics.redelivered()
-        self._log.warning(
-            "batch reclaimed",
-            model=self._store.keys.model,
-            batch=batch.id,
-            epoch=batch.epoch,
-            size=batch.size,
-            answered=len(progress.answered),
-        )
-        # A start without a result is a death during that request. The first one does not count: a worker may
-        # die for reasons of its own.
-        deaths = {position: starts - 1 for position, starts in progress.started.items() if starts > 1}
-        return Execution(batch, progress.answered, deaths, chunks=progress.chunks, first_us=progress.first_us)
+
+def load(store: WorkerStore, execution: Execution) -> None:
+    """Load stored bodies and states of a batch. A request whose body cannot be loaded gets its result."""
+    failures, execution.states = store.load(execution.batch, execution.answered)
+    for position, detail in failures.items():
+        execution.fail(position, INVALID_ARGUMENT, detail)

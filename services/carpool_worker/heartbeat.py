@@ -1,7 +1,7 @@
 """The heartbeat: renews the leases of the replicas and of the batches that they have in hand.
 
 Each beat also reads Redis's clock, and registers the model again if Redis was emptied. During a drain it lets
-each replica leave when it has no batch in hand.
+each replica leave when it is no longer needed: most when they have no batch in hand.
 
 It starts first and stops last. It has a thread and a connection of its own, in a process that runs no model:
 a model may hold the GIL or block in C for an hour, and its batch is still renewed. Therefore no limit on the
@@ -19,7 +19,7 @@ import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.replica_loop import ReplicaLoop
+from carpool_worker.replica_loop import AnyReplica
 
 BEATS_PER_LEASE: Final = 3
 
@@ -29,7 +29,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        replicas: Sequence[ReplicaLoop],
+        replicas: Sequence[AnyReplica],
         store: WorkerStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
@@ -56,14 +56,21 @@ class Heartbeat:
         self._store.read_clock()
         not_owned: set[str] = set()
         for replica in self._replicas:
-            batches = replica.batches()
-            if self._draining and not batches:
-                self._store.leave(replica.consumer)
+            if not replica.is_member:
                 continue
-            registered, lost = self._store.renew(replica.consumer, self._lease_ms, batches)
-            if not registered:
+            consumer = replica.consumer
+            if self._draining and replica.may_leave:
+                self._store.leave(consumer)
+                continue
+            batches = replica.batches()
+            renewal = self._store.renew(consumer, self._lease_ms, batches, revive=replica.can_be_revived)
+            if not renewal.had_lease:
+                replica.on_lease_lost(consumer)
+            if not renewal.is_registered:
                 self._register(self._store)
-            not_owned |= lost
+            if replica.consumer != consumer:  # it left meanwhile, and has joined again under another name
+                self._store.leave(consumer)
+            not_owned |= renewal.lost
         # A batch that is not owned may have been committed a moment ago. If it is still in hand at the next
         # beat, it is lost.
         for batch_id in not_owned & self._not_owned:
@@ -82,7 +89,7 @@ class Heartbeat:
         self._metrics.in_hand.set(sum(len(replica.batches()) for replica in self._replicas))
 
     def drain(self) -> None:
-        """From now on deregister each replica when it has no batch in hand, and not before.
+        """From now on deregister each replica when it is no longer needed, and not before.
 
         A batch in flight occupies the capacity of one model process. If its own process were no longer
         counted, it would occupy another's, which would stay idle.

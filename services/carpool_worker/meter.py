@@ -93,12 +93,15 @@ class WorkerMetrics(CommonMetrics):
         self._gap = self._histogram("carpool_chunk_gap_seconds", "Time between two chunks of a request")
         self._slots: Gauge = Gauge(
             "carpool_slots_in_use",
-            "Requests that a stepping model generates now",
+            "Slots in use, of a stepping or bound model",
             ("model",),
             registry=self.registry,
         ).labels(model)
         self._slots_in_all: Gauge = Gauge(
-            "carpool_slots", "Slots of a stepping model; 0 of others", ("model",), registry=self.registry
+            "carpool_slots",
+            "Slots of a stepping or bound model; 0 of others",
+            ("model",),
+            registry=self.registry,
         ).labels(model)
         self.in_hand: Gauge = Gauge(
             "carpool_batches_in_hand",

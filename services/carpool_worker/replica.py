@@ -37,8 +37,10 @@ PREFETCH_LEAD_S: Final = 0.002
 EARLY_FINISH_RATIO: Final = 0.8  # of the expected execution time: a batch may finish that early
 
 
-class Replica(ReplicaLoop):
+class Replica(ReplicaLoop[Execution]):
     """See the module."""
+
+    _fetcher: Fetcher
 
     def __init__(
         self,

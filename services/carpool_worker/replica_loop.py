@@ -8,29 +8,43 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
 from carpool.readiness import wait_until_ready
-from carpool_worker.execution import Execution
-from carpool_worker.fetcher import Fetcher
 from carpool_worker.process_handle import ProcessHandle
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
+Fetched = TypeVar("Fetched")
+Fetched_co = TypeVar("Fetched_co", covariant=True)
 
 
-class ReplicaLoop(ABC):
-    """`consumer` is the replica's name in the consumer group of workers.
+class Fetches(Protocol[Fetched_co]):
+    """What brings work: once it is `waiting`, `finish` takes what was asked for. It waits until `descriptor`
+    is readable, or not at all if that is None."""
 
-    Its loop calls `run_once`. The heartbeat's thread and the main thread call `batches`, `drain`,
-    `wait_until_drained` and `close`.
+    waiting: bool
+    descriptor: int | None
+
+    def finish(self) -> Sequence[Fetched_co]:
+        """What was asked for; nothing if there was none in time."""
+
+
+class ReplicaLoop(ABC, Generic[Fetched]):
+    """`consumer` is the replica's name in the consumer group of workers, and `is_member` whether the worker
+    is to renew its lease there.
+
+    Its loop calls `run_once`. The heartbeat's thread and the main thread call `batches`, `may_leave`,
+    `on_lease_lost`, `drain`, `wait_until_drained`, `close`, and read how many slots there are.
     """
 
-    def __init__(self, consumer: str, process: ProcessHandle, fetcher: Fetcher) -> None:
+    def __init__(self, consumer: str, process: ProcessHandle, fetcher: Fetches[Fetched]) -> None:
         self.consumer = consumer
+        self.can_be_revived = True  # under this name, after its lease ran out
+        self.is_member = True
         self.process = process
-        self._fetcher = fetcher
+        self._fetcher: Fetches[Fetched] = fetcher
         self._draining = False
         self._drained = threading.Event()
         self._closing = False
@@ -90,7 +104,7 @@ class ReplicaLoop(ABC):
         """Receive what the model process sent, or that it died or was replaced."""
 
     @abstractmethod
-    def _take_fetched(self, executions: Sequence[Execution]) -> None:
+    def _take_fetched(self, fetched: Sequence[Fetched]) -> None:
         """Take what a fetch has brought."""
 
     def _is_receiving(self) -> bool:
@@ -102,6 +116,24 @@ class ReplicaLoop(ABC):
     @abstractmethod
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is not needed any more, once it drains."""
+        return not self.batches()
+
+    def on_lease_lost(self, consumer: str) -> None:
+        """Its lease under this name had run out: others take it for dead."""
+
+    @property
+    def slots(self) -> int:
+        """How many requests or sequences may have a slot; 0 if there are no slots."""
+        return 0
+
+    @property
+    def slots_in_use(self) -> int:
+        """How many have one."""
+        return 0
 
     def drain(self) -> None:
         """Fetch nothing more."""
@@ -116,3 +148,6 @@ class ReplicaLoop(ABC):
         self._closing = True
         self.process.close(wait_s)
         self._closed.set()
+
+
+AnyReplica = ReplicaLoop[Any]

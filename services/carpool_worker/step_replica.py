@@ -48,8 +48,10 @@ WAITING_BYTES_MAX: Final = 16 * 1024 * 1024  # of chunks, while Redis is full
 _REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
 
 
-class StepReplica(ReplicaLoop):
+class StepReplica(ReplicaLoop[Execution]):
     """See the module."""
+
+    _fetcher: Fetcher
 
     def __init__(
         self,

@@ -33,20 +33,23 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.process_names import new_process_name, replica_name
+from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.batch_log import BatchLog
+from carpool_worker.bound_replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
+from carpool_worker.inbox import Inbox
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
-from carpool_worker.replica_loop import ReplicaLoop
+from carpool_worker.replica_loop import AnyReplica
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
 
@@ -76,7 +79,7 @@ class Worker:
         self._clock = RedisClock()
         self._name = new_process_name()
         self._processes = [ProcessHandle(location, device) for device in devices]
-        self._replicas: list[ReplicaLoop] = []  # once the model is loaded: one for each process
+        self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
         self._registration: dict[str, str] = {}
         self._replica_loops: list[Loop] = []
         self._heartbeats: list[Loop] = []  # one, once it is started
@@ -120,7 +123,7 @@ class Worker:
         self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
         for replica in self._replicas:
             self._start_loop(self._replica_loops, f"replica {replica.consumer}", replica.run_once)
-            self._store.join(replica.consumer, self._lease_ms)
+        self._join(self._store)
         self._waiting_for = ""
         self._log.info(
             "worker ready",
@@ -146,7 +149,7 @@ class Worker:
                 return True
         return False
 
-    def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> ReplicaLoop:
+    def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> AnyReplica:
         codec, metrics = Codec(ready), self._metrics
         if ready.kind is ModelKind.STEPPING:
             settings = ModelSettings.from_mapping(ready.settings)
@@ -157,8 +160,21 @@ class Worker:
             fetcher = self._new_fetcher(consumer, FETCH_BLOCK_MS)
             parts = (process, codec, fetcher, steps, committer, settings, metrics, self._step_log)
             return StepReplica(consumer, *parts, finishes=self._finish_streams)
+        if ready.kind is ModelKind.BOUND:
+            return self._new_bound_replica(consumer, process, codec, ready)
         committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
         return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
+
+    def _new_bound_replica(
+        self, consumer: str, process: ProcessHandle, codec: Codec, ready: Ready
+    ) -> BoundReplica:
+        store = BoundStore(self._new_link("commit"), self._keys, self._clock)
+        committer = Committer(consumer, store, self._metrics, self._batch_log)
+        of_inbox = BoundStore(self._new_link("inbox"), self._keys, self._clock)
+        inbox = Inbox(consumer, of_inbox, self._lease_ms, self._register, self._metrics)
+        slots = ModelSettings.from_mapping(ready.settings).max_batch_size
+        parts = (process, codec, inbox, store, committer, slots)
+        return BoundReplica(consumer, *parts, self._lease_ms, self._register, self._metrics)
 
     def _new_fetcher(self, consumer: str, block_ms: int | None = None) -> Fetcher:
         store, register = self._new_store("fetch"), self._register
@@ -177,8 +193,12 @@ class Worker:
 
     def _register(self, store: WorkerStore) -> None:
         store.register(self._registration)
+        self._join(store)
+
+    def _join(self, store: WorkerStore) -> None:
         for replica in self._replicas:
-            store.join(replica.consumer, self._lease_ms)
+            if replica.is_member:
+                store.join(replica.consumer, self._lease_ms)
 
     def _on_error(self, loop: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
@@ -196,10 +216,10 @@ class Worker:
         return report
 
     def _slots(self) -> int:
-        return sum(replica.slots for replica in self._replicas if isinstance(replica, StepReplica))
+        return sum(replica.slots for replica in self._replicas)
 
     def _slots_in_use(self) -> int:
-        return sum(replica.slots_in_use for replica in self._replicas if isinstance(replica, StepReplica))
+        return sum(replica.slots_in_use for replica in self._replicas)
 
     def summarize_if_due(self) -> None:
         """Log what was done since the last time, if that was a second ago."""
@@ -248,7 +268,7 @@ class Worker:
             replica.drain()
         if self._heartbeats:
             self._heartbeat.drain()
-        self._leave([replica for replica in self._replicas if not replica.batches()])
+        self._leave([replica for replica in self._replicas if replica.may_leave])
         started = self._replicas[: len(self._replica_loops)]
         drained = [replica.wait_until_drained(max(0.1, until_s - time.monotonic())) for replica in started]
         clean = all(drained)
@@ -272,7 +292,7 @@ class Worker:
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _leave(self, replicas: Sequence[ReplicaLoop]) -> None:
+    def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:
             with contextlib.suppress(UnavailableError):  # then its lease runs out
                 self._store.leave(replica.consumer)

@@ -118,8 +118,18 @@ class Keys:
     def sequence(self, sequence_id: str) -> str:
         """Hash that expires: `state` and `next`, the number of requests that have succeeded, of a sequence,
         with the correlation ID of the `last` one; or why it is `broken`, and from which place (`broken_at`),
-        and where an earlier request did not succeed (`failed_at`). See `sequence.lua`."""
+        and where an earlier request did not succeed (`failed_at`). Of a bound model the `state` is the name
+        of the process that has it. See `sequence.lua`."""
         return self._of(f"sequence:{sequence_id}")
+
+    def inbox(self, process: str) -> str:
+        """Stream that expires: the messages to one process of a model that binds sequences (`wire.inbox`)."""
+        return self._of(f"inbox:{process}")
+
+    @property
+    def draining(self) -> str:
+        """Set that expires: the processes of such a model that begin no more sequences, and then leave."""
+        return self._of("draining")
 
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how

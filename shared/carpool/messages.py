@@ -216,6 +216,7 @@ class Dispatch(NamedTuple):
     `undated`: those that have no deadline in flight, because they are to be executed even if they are late
     (`expiration_action` is delay, or they were late already).
     `expected_us`: how long their execution is expected to take; 0 if that is unknown.
+    `process`: of a bound model, the process that executes it; empty if it is any.
     """
 
     runs: list[Run]
@@ -223,6 +224,7 @@ class Dispatch(NamedTuple):
     lane: str
     undated: frozenset[Run] = frozenset()
     expected_us: int = 0
+    process: str = ""
 
     @property
     def size(self) -> int:
@@ -290,7 +292,8 @@ class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
     those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has the
-    model's effective settings that concern their worker (`ModelSettings.for_steps`).
+    model's effective settings that concern their worker (`ModelSettings.for_steps`). `process`: of a bound
+    model, the one for which it was dispatched; empty for others.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
     """
@@ -306,6 +309,7 @@ class Batch:
     stream: bool = False
     cost: int = 1
     settings: str = ""
+    process: str = ""
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests
@@ -357,8 +361,15 @@ class SequenceChange(NamedTuple):
     content: bytes | str = b""
 
 
+class SlotFreed(NamedTuple):
+    """A sequence of a bound model has no slot any more, and its process may not know."""
+
+    process: str
+    sequence_id: str
+
+
 class KeptSequence(NamedTuple):
-    """What Redis keeps of a sequence, without its state.
+    """What Redis keeps of a sequence, without its state. `process`: of a bound model, the one that has it.
 
     `next_index`: how many of its requests succeeded; None if it has no state. `broken` says why requests
     later than `broken_at` are not served; empty if they are. `failed_at`: the place of an earlier request
@@ -372,6 +383,7 @@ class KeptSequence(NamedTuple):
     broken: str = ""
     broken_at: str = ""
     failed_at: str = ""
+    process: str = ""
 
 
 class Result(NamedTuple):

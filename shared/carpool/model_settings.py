@@ -8,7 +8,7 @@ value and what is valid.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
@@ -26,6 +26,12 @@ class ModelKind(StrEnum):
     PLAIN = "plain"  # batches, each by itself
     STEPPING = "stepping"  # step by step, with requests that join and end between two steps
     STATEFUL = "stateful"  # batches, with a state for each sequence that is kept between its requests
+    BOUND = "bound"  # batches of one process each: a sequence stays with the process that has its state
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether each request must be a part of a sequence."""
+        return self in (ModelKind.STATEFUL, ModelKind.BOUND)
 
 
 class Kind(NamedTuple):
@@ -316,6 +322,13 @@ class ModelSettings:
                 f"because max_batch_size is {self.max_batch_size}"
             )
 
+    def check_slots(self, declared: int) -> None:
+        """Raise ValueError for more slots than the processes of a bound model have, which it declares."""
+        if self.max_batch_size > declared:
+            raise ValueError(
+                f"max_batch_size: {self.max_batch_size} is more than the {declared} slots of a process"
+            )
+
     def check_kind(self, kind: ModelKind) -> None:
         """Raise ValueError for a setting that would have no meaning for a model of this kind, or a wrong one.
 
@@ -344,13 +357,14 @@ class ModelSettings:
     @classmethod
     def names_without_effect(cls, kind: ModelKind) -> tuple[str, ...]:
         """The names of the settings that have no meaning for a model of this kind."""
-        of_others = [name for name, only_of in _ONLY_OF.items() if only_of is not kind]
+        of_others = [name for name, only_of in _ONLY_OF.items() if kind not in only_of]
         return (*_UNUSABLE[kind], *of_others)
 
     @classmethod
-    def only_kind(cls, name: str) -> ModelKind | None:
-        """The only kind of models for which this setting has a meaning; None: it has one for several."""
-        return _ONLY_OF.get(name)
+    def only_kinds(cls, name: str) -> Sequence[ModelKind]:
+        """The only kinds of models for which this setting has a meaning; empty: it has one for all, or for
+        all but those with a reason."""
+        return _ONLY_OF.get(name, ())
 
     @classmethod
     def meanings(cls) -> dict[str, str]:
@@ -367,14 +381,17 @@ class ModelSettings:
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
 
 
-_ONLY_OF: Final = {
-    "max_prefill_cost": ModelKind.STEPPING,
-    "stream_buffer": ModelKind.STEPPING,
-    "reader_idle_ms": ModelKind.STEPPING,
-    "max_candidate_sequences": ModelKind.STATEFUL,
-    "max_sequence_idle_ms": ModelKind.STATEFUL,
+_ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
+    "max_prefill_cost": (ModelKind.STEPPING,),
+    "stream_buffer": (ModelKind.STEPPING,),
+    "reader_idle_ms": (ModelKind.STEPPING,),
+    "max_candidate_sequences": (ModelKind.STATEFUL,),
+    "max_sequence_idle_ms": (ModelKind.STATEFUL, ModelKind.BOUND),
 }
 _OF_STEPS: Final = ("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms")
+_IN_ORDER_ANYWAY: Final = (
+    "results of a sequence come in its order anyway, and sequences do not wait for each other"
+)
 _UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
     ModelKind.PLAIN: {},
     ModelKind.STEPPING: {
@@ -384,9 +401,11 @@ _UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
         "preferred_batch_sizes": "a stepping model forms no batches: requests join and end between its steps",
         "preserve_ordering": "the outputs of a stepping model are of different lengths and end in any order",
     },
-    ModelKind.STATEFUL: {
-        "preserve_ordering": "results of a sequence come in its order anyway, and sequences do not wait for "
-        "each other",
+    ModelKind.STATEFUL: {"preserve_ordering": _IN_ORDER_ANYWAY},
+    ModelKind.BOUND: {
+        "policy": "a sequence of a bound model cannot go to another process, so only eager applies",
+        "target_latency_ms": "it is for the policy deferred, which a bound model cannot have",
+        "preserve_ordering": _IN_ORDER_ANYWAY,
     },
 }
 

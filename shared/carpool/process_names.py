@@ -2,8 +2,10 @@
 
     HOST-PID-RANDOM              a batcher or a worker
     HOST-PID-RANDOM/REPLICA      one replica of a worker; its consumer name in Redis
+    HOST-PID-RANDOM/REPLICA.LIFE the same, in its second life or a later one
 
-RANDOM (six hex digits) keeps a process apart from an earlier one with the same pid, as in containers.
+RANDOM (six hex digits) keeps a process apart from an earlier one with the same pid, as in containers. A life
+of a replica of a bound model ends when the states of the sequences in its model process are lost.
 """
 
 from __future__ import annotations
@@ -34,11 +36,18 @@ def replica_name(worker: str, replica: int) -> str:
     return f"{worker}/{replica}"
 
 
+def name_of_life(replica: str, life: int) -> str:
+    """The name of a replica in one of its lives, counted from 1."""
+    return replica if life == 1 else f"{replica}.{life}"
+
+
 def parse_process_name(name: str) -> ProcessName | None:
     """The parts of a name; None if it has another form. A host's name may contain hyphens."""
-    process, slash, replica = name.partition("/")
+    process, slash, life = name.partition("/")
+    replica, dot, number = life.partition(".")
     host, _, pid = process.rpartition("-")[0].rpartition("-")
-    if not (host and pid.isdecimal()) or bool(slash) != replica.isdecimal():
+    is_complete = bool(slash) == replica.isdecimal() and bool(dot) == number.isdecimal()
+    if not (host and pid.isdecimal() and is_complete):
         return None
     return ProcessName(host, int(pid), int(replica) if slash else None)
 

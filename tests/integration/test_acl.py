@@ -479,7 +479,7 @@ FORBIDDEN: Final = {
     ],
     "batcher": [
         "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
-        f"XREADGROUP GROUP {W} me STREAMS {B} >", f"XACK {B} {W} 1-1", f"XREAD STREAMS {D} 0",
+        f"XACK {B} {W} 1-1", f"XREAD STREAMS {D} 0",
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZREMRANGEBYRANK {Z} 0 1",
         f"XRANGE {D} - +", f"BLPOP {A} 1", f"LRANGE {A} 0 -1", f"XTRIM {R} MAXLEN 0", "INFO",
         "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"DEL {D}",
@@ -487,7 +487,7 @@ FORBIDDEN: Final = {
     ],
     "worker": [
         *READS_REQUESTS, f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
-        f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}", f"XRANGE {B} - +", f"XRANGE {D} - +",
+        f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}", f"XRANGE {D} - +",
         f"XGROUP DESTROY {B} {W}", f"XTRIM {B} MAXLEN 0", f"BLPOP {A} 1", f"XREAD STREAMS {Y} 0",
         "SREM carpool:models m", "SMEMBERS carpool:models", "INFO", "CONFIG GET *", "ACL LOAD",
         "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", f"SET {G} x",

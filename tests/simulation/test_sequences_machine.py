@@ -199,11 +199,11 @@ class SequencesMachine(RuleBasedStateMachine):
             self.harness.settle(at=self.at)
             self.turn(True)
         self.turn(True)
-        for name, run in self.harness.waiting.items():
-            assert self.waits_for_space(run) or name[0] in COUNTED, f"{name} is forgotten"
+        for name in self.harness.waiting:
+            assert self.is_full() or name[0] in COUNTED, f"{name} is forgotten"
 
-    def waits_for_space(self, run: Run) -> bool:
-        """Whether it is a start that has no space, or stands behind one."""
+    def is_full(self) -> bool:
+        """Whether there is no space: then starts wait, and what stands behind them."""
         return self.harness.scheduler.sequences.counts().kept >= self.space
 
     def teardown(self) -> None:
@@ -219,6 +219,10 @@ class SequencesMachine(RuleBasedStateMachine):
         assert not self.harness.store.kept
         assert not len(self.harness.scheduler.sequences)
         assert self.harness.scheduler.waiting == self.harness.scheduler.waiting_bytes == 0
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Nothing is left."""
 
     # --- checks --------------------------------------------------------------------------------------------
 
@@ -227,7 +231,7 @@ class SequencesMachine(RuleBasedStateMachine):
             for _ in range(2):
                 self.harness.poll(self.at)
             assert self.harness.scheduler.waiting == len(self.harness.waiting)
-            assert len(self.begun()) <= self.space
+            self.check_space()
         self.check_one_at_a_time()
         for name in list(self.harness.ok.keys() - self.checked):
             self.checked.add(name)
@@ -235,6 +239,9 @@ class SequencesMachine(RuleBasedStateMachine):
         for name in list(self.harness.answers.keys() - self.checked):
             self.checked.add(name)
             self.check_refusal(name, self.harness.answers[name])
+
+    def check_space(self) -> None:
+        assert len(self.begun()) <= self.space
 
     def begun(self) -> set[str]:
         """The sequences that are kept and not broken, or have a request in flight."""
@@ -294,7 +301,9 @@ class SequencesMachine(RuleBasedStateMachine):
         if part.starts:
             assert status not in (ABORTED, INVALID_ARGUMENT), f"{name} starts, and was refused: {status}"
         elif part.index is None and status == ABORTED:
-            assert self.has_failed_before(name), f"{name} was aborted, and nothing had failed"
+            # If its sequence is over, a later failure may be given as the reason.
+            failed = self.has_failed_before(name) or self.is_over(name)
+            assert failed, f"{name} was aborted, and nothing had failed"
         elif part.index is None and status == INVALID_ARGUMENT:
             assert self.is_over(name), f"{name} was refused, and its sequence had been begun"
 

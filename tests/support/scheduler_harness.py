@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from carpool.messages import Entry, Refusal, Run, SequenceChange
+from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
@@ -45,6 +45,8 @@ class SchedulerHarness:
                     one.entry.runs.remove(one)
             elif isinstance(decision, Expire):
                 done.append(f"expired: {' '.join(decision.run.correlation_ids)}")
+            elif isinstance(decision, SlotFreed):
+                done.append(f"{decision.sequence_id} has no slot")
             elif isinstance(decision, SequenceChange):
                 done.append(f"{decision.part.sequence_id} {decision.outcome}")
             else:

@@ -15,9 +15,10 @@ from carpool.messages import (
     SequenceChange,
     SequenceOutcome,
     SequencePart,
+    SlotFreed,
 )
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.scheduler import Expire, Scheduler
+from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 
 MS = 1000
 
@@ -157,20 +158,35 @@ class SequenceHarness:
         """Carry out all decisions. Returns the batches, each as the names of its requests, sorted."""
         now_us = int(at * MS)
         batches: list[list[str]] = []
-        for decision in self.scheduler.poll(now_us):
+        for decision in self._in_the_order_of_the_batcher(self.scheduler.poll(now_us)):
             if isinstance(decision, Dispatch):
                 batch_id = str(next(self._numbers))
                 self.scheduler.launch(batch_id, decision, now_us)
                 self.in_flight[batch_id] = decision.runs
+                self.dispatched(batch_id, decision)
                 batches.append(sorted(self._names(decision.runs)))
             elif isinstance(decision, SequenceChange):
                 self.changed(decision)
                 self.store.change(decision, now_us)
             elif isinstance(decision, Expire):
                 self._expire(decision, now_us)
+            elif isinstance(decision, SlotFreed):
+                self.freed(decision)
             else:
                 self._answer(decision)
         return batches
+
+    @staticmethod
+    def _in_the_order_of_the_batcher(decisions: Iterable[Decision]) -> list[Decision]:
+        """One script carries out all but those of the last two kinds; then there is one for each of these."""
+        order = (Dispatch, Expire)
+        return sorted(decisions, key=lambda one: (isinstance(one, order), isinstance(one, Expire)))
+
+    def dispatched(self, batch_id: str, dispatch: Dispatch) -> None:
+        """This batch is in flight."""
+
+    def freed(self, freed: SlotFreed) -> None:
+        """The batcher told a process that a sequence has no slot there."""
 
     def changed(self, change: SequenceChange) -> None:
         """The batcher decided to change what is stored of a sequence."""
@@ -240,12 +256,20 @@ class SequenceHarness:
 
     # --- taking over ---------------------------------------------------------------------------------------
 
+    def load(self) -> list[KeptSequence]:
+        """What Redis has of all sequences."""
+        return self.store.load()
+
+    def adopt(self, at: float) -> None:
+        """The scheduler learns what is in flight."""
+        for batch_id, runs in self.in_flight.items():
+            self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
+
     def take_over(self, at: float = 0, reading: Iterable[str] | None = None) -> None:
         """Another batcher takes over, and reads the requests that wait in this order."""
         self.scheduler = self._new_scheduler()
-        self.scheduler.sequences.load(self.store.load())
-        for batch_id, runs in self.in_flight.items():
-            self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
+        self.scheduler.sequences.load(self.load())
+        self.adopt(at)
         for name in list(self.waiting if reading is None else reading):
             for refused in self.scheduler.offer(self.waiting[name], int(at * MS)):
                 self._answer(refused)

@@ -13,7 +13,7 @@ import pytest
 
 from carpool.client import aio, entries, transport
 from carpool.keys import Keys
-from carpool.store import batcher, directory, reader, results, steps, upkeep, worker
+from carpool.store import batcher, bound, directory, reader, results, steps, upkeep, worker
 from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES, patterns, rules
@@ -174,7 +174,7 @@ def test_selectors_give_each_command_its_own_keys() -> None:
     )
 
 
-STORES: Final = {"batcher": (batcher, reader, results, upkeep), "worker": (worker, steps, results)}
+STORES: Final = {"batcher": (batcher, reader, results, upkeep), "worker": (worker, steps, bound, results)}
 
 
 def scripts_of(role: str) -> list[Script]:

@@ -187,6 +187,13 @@ def test_setting_without_a_meaning_for_a_stepping_model_is_rejected(change: str)
     assert not directory.configured
 
 
+def test_more_slots_than_a_bound_model_declares_are_rejected() -> None:
+    directory: Any = FakeDirectory({**ModelSettings(max_batch_size=16).as_text(), "bound": "true"}, {})
+    with pytest.raises(ConfigError, match="more than the 16 slots of a process; nothing"):
+        configure(directory, "m", ["max_batch_size=17"])
+    assert configure(directory, "m", ["max_batch_size=8"]).settings["max_batch_size"].value == "8"
+
+
 @pytest.mark.parametrize("change", ["max_prefill_cost=5", "stream_buffer=10", "reader_idle_ms=100"])
 def test_setting_of_stepping_models_is_rejected_for_others(change: str) -> None:
     directory: Any = FakeDirectory(REGISTERED, {})

@@ -189,3 +189,11 @@ def test_batcher_that_takes_over_falls_back(
     assert (found.policy, found.max_batch_size) == in_force
     assert (settings.custom_policy is not None) == (found.policy == NAME)
     assert settings.rejected_settings
+
+
+def test_more_slots_than_a_bound_model_declares_are_rejected(settings: EffectiveSettings) -> None:
+    bound = {"bound": "true"}
+    assert settings.read(snapshot(bound, max_batch_size="4"), None).max_batch_size == 4
+    assert settings.read(snapshot(bound, max_batch_size="17"), None).max_batch_size == 16
+    assert settings.rejected_settings == "max_batch_size: 17 is more than the 16 slots of a process"
+    assert settings.read(snapshot(max_batch_size="17"), None).max_batch_size == 17

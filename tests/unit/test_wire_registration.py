@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.model_settings import ModelSettings
-from carpool.wire.registration import decode_inputs, encode_registration
+from carpool.model_settings import ModelKind, ModelSettings
+from carpool.wire.registration import decode_inputs, encode_registration, kind_of
 from carpool.wire.tensors import DATATYPES, TensorSpec
+
+KINDS = ("stepping", "stateful", "bound")
 
 specs = st.builds(
     TensorSpec,
@@ -18,6 +20,11 @@ specs = st.builds(
     st.sampled_from(sorted(DATATYPES)),
     st.lists(st.integers(-1, 1 << 40), max_size=4).map(tuple),
 )
+
+
+@pytest.mark.parametrize("kind", ModelKind)
+def test_the_kind_of_a_model_is_registered(kind: ModelKind) -> None:
+    assert kind_of(encode_registration({}, [], [], kind)) is kind
 
 
 @settings(deadline=None)
@@ -36,13 +43,13 @@ def test_registration_is_decoded_as_it_was_encoded(
 def test_tensors_are_registered_as_json_with_the_open_inference_names() -> None:
     inputs, outputs = [TensorSpec("x", "FP32", (2, -1))], [TensorSpec("y", "INT8", ())]
     registration = encode_registration({"max_batch_size": "8"}, inputs, outputs)
-    assert registration.keys() == {"max_batch_size", "stepping", "stateful", "inputs", "outputs"}
+    assert registration.keys() == {"max_batch_size", *KINDS, "inputs", "outputs"}
     assert json.loads(registration["inputs"]) == [{"name": "x", "datatype": "FP32", "shape": [2, -1]}]
     assert json.loads(registration["outputs"]) == [{"name": "y", "datatype": "INT8", "shape": []}]
 
 
 def test_model_without_declared_tensors_has_none() -> None:
-    assert encode_registration({}, [], []) == {"stepping": "false", "stateful": "false"}
+    assert encode_registration({}, [], []) == dict.fromkeys(KINDS, "false")
     assert decode_inputs({}) == []
 
 

@@ -76,6 +76,7 @@ def test_report_names_what_it_says_of_sequences() -> None:
         "started": 170,
         "ended": 60,
         "broken": 10,
+        "slots": None,
     }
 
 

@@ -24,6 +24,8 @@ batches of one, dispatches are spaced evenly: with N processes one every l(n) / 
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
 
+Of a bound model each batch is for one process, and `core.space` knows whether that is idle (BoundCapacity).
+
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
 `has_capacity`: a batch is dispatched if there is capacity for it.
@@ -90,8 +92,9 @@ class RecentTimes:
 
 class InFlightBatch(NamedTuple):
     """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
-    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: only of a
-    stepping or a stateful model. `cost`: only where each request takes a slot (`Capacity.set_slots`)."""
+    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models.
+    `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
+    that executes it."""
 
     dispatched_us: int
     size: int
@@ -100,6 +103,7 @@ class InFlightBatch(NamedTuple):
     arrivals: Sequence[tuple[int, int]] = ()
     runs: Sequence[Run] = ()
     cost: int = 0
+    process: str = ""
 
 
 class Capacity:
@@ -343,6 +347,19 @@ class Capacity:
 
     def _taken(self) -> int:
         return len(self.in_flight) + len(self._reserved)
+
+
+class BoundCapacity(Capacity):
+    """Of a bound model: what all processes can take says nothing of the one that must take a batch."""
+
+    def has_capacity(self) -> bool:
+        return True
+
+    def free_at_us(self, now_us: int) -> int | None:
+        return now_us
+
+    def spacing_ends_us(self) -> int:
+        return 0
 
 
 def _slope_ratio(latency: LatencyModel, size: int) -> float:

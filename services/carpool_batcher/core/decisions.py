@@ -1,11 +1,11 @@
-"""What a scheduler decides: to dispatch a batch, to refuse requests, to answer some in flight, or to change
-what Redis keeps of a sequence."""
+"""What a scheduler decides: to dispatch a batch, to refuse requests, to answer some in flight, to change what
+Redis keeps of a sequence, or to tell a model process that a slot is free."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from carpool.messages import Dispatch, Refusal, Run, SequenceChange
+from carpool.messages import Dispatch, Refusal, Run, SequenceChange, SlotFreed
 
 
 class Expire(NamedTuple):
@@ -24,7 +24,7 @@ class Cancel(NamedTuple):
     run: Run
 
 
-Decision = Dispatch | Refusal | Expire | SequenceChange
+Decision = Dispatch | Refusal | Expire | SequenceChange | SlotFreed
 
 
 def refusal(run: Run, status: str, reason: str, detail: str) -> Refusal:

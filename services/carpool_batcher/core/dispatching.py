@@ -22,6 +22,7 @@ from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
+from carpool_batcher.core.space import Processes
 
 PLANNED_BATCHES_MAX: Final = 4  # how many waiting requests a plan considers, in batches of the largest size
 LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
@@ -30,9 +31,10 @@ LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
 class Dispatcher:
     """Forms the batches that are dispatched now, and says when to ask again."""
 
-    def __init__(self, queue: Queue, capacity: Capacity) -> None:
+    def __init__(self, queue: Queue, capacity: Capacity, processes: Processes) -> None:
         self._queue = queue
         self._capacity = capacity
+        self._processes = processes
         self._index = LaneIndex()
         self._arrivals = ArrivalRate()
         self._indexed_settings: ModelSettings | None = None
@@ -127,7 +129,9 @@ class Dispatcher:
     def _claim(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[Gate, Claim]:
         ready_at_us, reason = self._ready_at_us(lane, settings, now_us)
         gate = Gate.FREE
-        if reason == "full" and settings.policy != "deferred":
+        if lane.process and self._processes.is_busy(lane.process):
+            gate = Gate.BUSY
+        elif reason == "full" and settings.policy != "deferred":
             gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead
         elif reason == "idle":
             gate = Gate.SPACED
@@ -167,7 +171,7 @@ class Dispatcher:
     def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
         capacity = self._capacity
-        latency = capacity.latency_of(lane.name)
+        latency = capacity.latency_of(lane.label)
         ways_us, usual_ways_us = capacity.ways_at_most_us, capacity.usual_ways_us
         return Forecast(latency, settings.max_batch_size, ways_us, usual_ways_us, ())
 
@@ -201,7 +205,7 @@ class Dispatcher:
         for run, _, count in slices:
             deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
         planned = plan(forecast, deadlines_us, now_us)
-        if not planned.size and self._capacity.begin_trial(lane.name, now_us):
+        if not planned.size and self._capacity.begin_trial(lane.label, now_us):
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
@@ -245,8 +249,11 @@ class Dispatcher:
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
         self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
-        expected_us = self._capacity.latency_of(lane.name).of(sum(map(len, runs)))
-        return Dispatch(runs, reason, lane.name, undated, expected_us)
+        expected_us = self._capacity.latency_of(lane.label).of(sum(map(len, runs)))
+        if lane.process:
+            self._processes.begin_batch(lane.process)
+            self._queue.look_again(lane.process)
+        return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
 
 
 def _front(slices: Iterable[Slice], size: int) -> Iterator[Slice]:

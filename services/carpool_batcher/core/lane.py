@@ -29,6 +29,9 @@ class Lane:
     """Requests that may share a batch. With one tenant, adding, removing or taking a run is O(1), except
     `insert` of one that was put back; `core.fairness` has the cost with more tenants.
 
+    `name` is unique in the queue; `label` is the lane that producers named. They differ where `process` is to
+    execute its requests, of a bound model.
+
     `count`, `cost` and `bytes` are totals over all requests. `urgent`: runs that must be dispatched now to
     meet their deadlines. `expired`: see the module. Only the Queue changes a lane.
     """
@@ -41,12 +44,16 @@ class Lane:
         "cost",
         "count",
         "expired",
+        "label",
         "name",
+        "process",
         "urgent",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, label: str | None = None, process: str = "") -> None:
         self.name = name
+        self.label = name if label is None else label
+        self.process = process
         self.count = 0
         self.cost = 0
         self.bytes = 0

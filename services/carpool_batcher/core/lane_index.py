@@ -24,6 +24,7 @@ class Gate(IntEnum):
     AHEAD = 0  # only until one may be dispatched ahead
     FREE = 1  # until a process is free
     SPACED = 2  # until a process is free, and dispatches are spaced
+    BUSY = 3  # until the process that must execute it has no batch, which changes the lane
 
 
 class Claim(NamedTuple):

@@ -28,7 +28,7 @@ class Queue:
     `count` and `bytes` are totals over all requests of all lanes; `arrived` is how many were ever admitted.
     `withheld` is the number of results that wait for earlier tickets (`preserve_ordering`): they count
     against `max_queue_size`. `changed` has the names of lanes that changed since the Dispatcher last looked,
-    which empties it.
+    which empties it. Of a bound model, the heads of the sequences of each process are in lanes of their own.
     """
 
     def __init__(self, sequences: Sequences | None = None) -> None:
@@ -41,9 +41,11 @@ class Queue:
         self._count_by_priority = [0] * PRIORITY_LEVELS
         self._sequences = Sequences() if sequences is None else sequences
         self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
+        self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
 
     def __contains__(self, run: Run) -> bool:
-        lane = self.lanes.get(run.lane)
+        name = run.lane if run.sequence is None else self._sequences.lane_name(run)
+        lane = self.lanes.get(name)
         return (lane is not None and run in lane) or self._is_follower(run)
 
     def _is_follower(self, run: Run) -> bool:
@@ -73,7 +75,7 @@ class Queue:
 
     def _insert(self, run: Run, size_bytes: int) -> None:
         if run.sequence is None:
-            self._enter_lane(run, size_bytes)
+            self._enter_lane(run, run.lane, size_bytes)
         else:
             self._sequences.add(run)
         count = len(run.correlation_ids)
@@ -82,12 +84,19 @@ class Queue:
         self.bytes += size_bytes
         self._count_by_priority[run.priority] += count
 
-    def _enter_lane(self, run: Run, size_bytes: int) -> None:
-        lane = self.lanes.get(run.lane)
+    def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
+        lane = self.lanes.get(name)
         if lane is None:
-            lane = self.lanes[run.lane] = Lane(run.lane)
+            lane = self.lanes[name] = self._new_lane(run, name)
         lane.insert(run, size_bytes)
-        self.changed.add(lane.name)
+        self.changed.add(name)
+
+    def _new_lane(self, run: Run, name: str) -> Lane:
+        if name == run.lane:
+            return Lane(name)
+        process = self._sequences.process_of(run)
+        self._lanes_of.setdefault(process, set()).add(name)
+        return Lane(name, run.lane, process)
 
     def _admit_part(self, run: Run, settings: ModelSettings) -> list[Refusal]:
         """Admit the requests of a run in order, each if there is space for it."""
@@ -165,7 +174,7 @@ class Queue:
         if self._is_follower(run):
             self._followers_expired.discard(run)
         else:
-            lane = self.lanes[run.lane]
+            lane = self._lane_of(run)
             lane.remove(run, size_bytes)
             self._drop_if_empty(lane)
         if run.sequence is not None:
@@ -177,7 +186,7 @@ class Queue:
         if len(indexes) == len(run.correlation_ids):
             self.remove(run)
             return run
-        lane = self.lanes[run.lane]
+        lane = self._lane_of(run)
         taken = lane.take(run, indexes)
         self._count_removed(taken, bytes_of(taken))
         self._drop_if_empty(lane)
@@ -209,15 +218,25 @@ class Queue:
 
     def _drop_if_empty(self, lane: Lane) -> None:
         self.changed.add(lane.name)
-        if not lane.count and lane.name:
-            del self.lanes[lane.name]  # producers choose the names: empty lanes would pile up
+        if lane.count or not lane.name:
+            return
+        del self.lanes[lane.name]  # producers choose the names: empty lanes would pile up
+        if lane.process:
+            names = self._lanes_of[lane.process]
+            names.remove(lane.name)
+            if not names:
+                del self._lanes_of[lane.process]
+
+    def _lane_of(self, run: Run) -> Lane:
+        """The lane of a waiting run that is no follower."""
+        return self.lanes[run.lane if run.sequence is None else self._sequences.lane_name(run)]
 
     # --- sequences -----------------------------------------------------------------------------------------
 
     def follow(self, decided: Decided) -> None:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
-            self._enter_lane(run, bytes_of(run))
+            self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
             if run in self._followers_expired:
                 self._followers_expired.remove(run)
                 self.move_expired(run)
@@ -226,13 +245,25 @@ class Queue:
                 self._followers_expired.discard(refused.run)
                 self._count_removed(refused.run, bytes_of(refused.run))
 
+    def follow_again(self, head: Run) -> None:
+        """A head becomes a follower, because its model process is gone, or drains."""
+        lane = self._lane_of(head)
+        if head in lane.expired:
+            self._followers_expired.add(head)
+        lane.remove(head, bytes_of(head))
+        self._drop_if_empty(lane)
+
+    def look_again(self, process: str) -> None:
+        """A process of a bound model began or ended a batch: whether its lanes can be served has changed."""
+        self.changed |= self._lanes_of.get(process, set())
+
     # --- deadlines -----------------------------------------------------------------------------------------
 
     def mark_urgent(self, run: Run) -> None:
         """A waiting run must be dispatched now to meet its deadline. A follower cannot be."""
         if self._is_follower(run):
             return
-        lane = self.lanes[run.lane]
+        lane = self._lane_of(run)
         lane.urgent.add(run)
         self.changed.add(lane.name)
 
@@ -241,7 +272,7 @@ class Queue:
         if self._is_follower(run):
             self._followers_expired.add(run)
             return
-        lane = self.lanes[run.lane]
+        lane = self._lane_of(run)
         lane.move_expired(run)
         self.changed.add(lane.name)
 
@@ -249,7 +280,7 @@ class Queue:
         """Whether a waiting run is served behind all others, because it expired."""
         if self._is_follower(run):
             return run in self._followers_expired
-        return run in self.lanes[run.lane].expired
+        return run in self._lane_of(run).expired
 
     # --- reading -------------------------------------------------------------------------------------------
 

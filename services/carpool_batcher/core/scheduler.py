@@ -32,6 +32,8 @@
    is withdrawn in flight is answered there.
 8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
    waiting request takes part in rules 1 to 3; all of them in the others.
+9. Of a bound model each sequence stays with one process (`core.space`). A batch has requests of the sequences
+   of one process, and is dispatched when that has no other.
 
 A request is in exactly one state:
 
@@ -54,13 +56,14 @@ from carpool.messages import (
     SequencePart,
 )
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.capacity import Capacity, InFlightBatch
+from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequences import Sequences, ended_by_force
+from carpool_batcher.core.space import Processes
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -75,14 +78,16 @@ class Scheduler:
         self, settings: ModelSettings, model_processes: int = 0, kind: ModelKind = ModelKind.PLAIN
     ) -> None:
         self.custom_policy: CustomPolicy | None = None
-        self.capacity = Capacity(model_processes)
-        self.sequences = Sequences()
+        is_bound = kind is ModelKind.BOUND
+        self.capacity = BoundCapacity(model_processes) if is_bound else Capacity(model_processes)
+        self.processes = Processes()  # of a bound model
+        self.sequences = Sequences(self.processes if is_bound else None)
         self._kind = kind
         self._settings = settings
         self._of_batches = self._settings_of_batches()
         self._queue = Queue(self.sequences)
         self._deadlines = Deadlines(self._queue, self.capacity)
-        self._dispatcher = Dispatcher(self._queue, self.capacity)
+        self._dispatcher = Dispatcher(self._queue, self.capacity, self.processes)
         self._polled_us = 0
 
     # --- events --------------------------------------------------------------------------------------------
@@ -102,7 +107,7 @@ class Scheduler:
 
     @property
     def kind(self) -> ModelKind:
-        """How the model executes requests."""
+        """How the model executes requests. It may change, but not to or from a kind with sequences."""
         return self._kind
 
     @kind.setter
@@ -114,7 +119,9 @@ class Scheduler:
         """The settings by which batches are formed."""
         settings = self._settings
         is_stepping = self._kind is ModelKind.STEPPING
-        self.sequences.candidates_max = settings.max_candidate_sequences
+        self._has_sequences = self._kind.has_sequences
+        self.sequences.space.begun_max = settings.max_candidate_sequences
+        self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         self.step_settings = settings.for_steps() if is_stepping else ""  # what workers need
         if not is_stepping:
@@ -132,6 +139,15 @@ class Scheduler:
     def model_processes(self, processes: int) -> None:
         self.capacity.resize(processes)
 
+    def follow_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
+        """These model processes are alive; those of a bound model that drain begin no more sequences."""
+        self.model_processes = len(live)
+        if self._kind is ModelKind.BOUND:
+            self.processes.follow(live, draining)
+            for head in self.sequences.heads_to_move():
+                self._queue.follow_again(head)
+            self.sequences.leave_processes()
+
     def set_withheld(self, results: int) -> None:
         """Set how many results are withheld until earlier ones are done (`preserve_ordering`)."""
         self._queue.withheld = results
@@ -141,7 +157,7 @@ class Scheduler:
 
         They are no longer in the run, except where all of it is refused: then it is the run of a Refusal.
         """
-        if run.sequence is not None or self._kind is ModelKind.STATEFUL:
+        if run.sequence is not None or self._has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
                 return [refused]
@@ -154,7 +170,7 @@ class Scheduler:
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
-        if self._kind is not ModelKind.STATEFUL:
+        if not self._has_sequences:
             detail = "sequence_id: this model keeps no states of sequences"
             return refusal(run, UNIMPLEMENTED, "input", detail)
         if run.sequence is None:
@@ -164,7 +180,7 @@ class Scheduler:
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
         """A request of a sequence arrived that could not be decoded."""
-        if self._kind is ModelKind.STATEFUL:
+        if self._has_sequences:
             self.sequences.refuse_arrival(part, correlation_id)
 
     def end_sequences(self, sequence_ids: Iterable[str], place: str) -> list[Refusal]:
@@ -212,9 +228,11 @@ class Scheduler:
         self.capacity.launch(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
 
-    def cancel(self) -> None:
-        """A Dispatch of the last `poll` was not carried out: none of its runs was still in Redis."""
+    def cancel(self, process: str = "") -> None:
+        """A Dispatch of the last `poll`, to this process, was not carried out: none of its runs was still in
+        Redis."""
         self.capacity.cancel()
+        self._end_batch(process)
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
         """A batch is in flight that a previous batcher dispatched."""
@@ -223,7 +241,9 @@ class Scheduler:
         self._deadlines.watch_batch(batch_id, batch.expiring)
         for run in dispatch.runs:
             if run.sequence is not None:
-                self.sequences.adopt(run)
+                self.sequences.adopt(run, dispatch.process)
+        if dispatch.process:
+            self.processes.begin_batch(dispatch.process)
 
     def settle(
         self,
@@ -241,12 +261,14 @@ class Scheduler:
         for run in self._runs_of_sequences(batch_id):
             assert run.sequence is not None
             self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
+        self._end_batch(self._process_of(batch_id))
         self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         for run in self._runs_of_sequences(batch_id):
             self.sequences.lose(run)
+        self._end_batch(self._process_of(batch_id))
         self.capacity.forget(batch_id, now_us)
 
     def answered_in_flight(self, runs: Iterable[Run]) -> None:
@@ -256,10 +278,19 @@ class Scheduler:
                 self.sequences.fail(run)
 
     def _runs_of_sequences(self, batch_id: str) -> list[Run]:
-        if self._kind is not ModelKind.STATEFUL:
+        if not self._has_sequences:
             return []
         batch = self.capacity.in_flight.get(batch_id)
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
+
+    def _process_of(self, batch_id: str) -> str:
+        batch = self.capacity.in_flight.get(batch_id)
+        return "" if batch is None else batch.process
+
+    def _end_batch(self, process: str) -> None:
+        if process:
+            self.processes.end_batch(process)
+            self._queue.look_again(process)
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -301,7 +332,7 @@ class Scheduler:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
         decisions = self._deadlines.run_due(self._settings, now_us)
-        if self._kind is not ModelKind.STATEFUL:
+        if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
             return decisions
         decisions += self._decide_sequences(now_us)
@@ -313,13 +344,13 @@ class Scheduler:
         decided = self.sequences.decide(now_us)
         self._queue.follow(decided)
         self._deadlines.watch_again(decided.heads, self._settings)
-        return [*decided.refusals, *decided.changes]
+        return [*decided.refusals, *decided.changes, *decided.freed]
 
     def wake_at_us(self) -> int | None:
         """When `poll` could next decide something by time alone, as of the last `poll`; None: never."""
         deadline_us = self._deadlines.wake_at_us()
         dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
-        if self._kind is ModelKind.STATEFUL:
+        if self._has_sequences:
             times_us = (deadline_us, dispatch_us, self.sequences.wake_at_us())
             return min((at_us for at_us in times_us if at_us is not None), default=None)
         if deadline_us is None or dispatch_us is None:
@@ -341,7 +372,7 @@ class Scheduler:
         batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
         if self._kind is ModelKind.PLAIN:
             return batch
-        if self._kind is ModelKind.STATEFUL:
-            return batch._replace(runs=dispatch.runs)
+        if self._has_sequences:
+            return batch._replace(runs=dispatch.runs, process=dispatch.process)
         cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
         return batch._replace(runs=dispatch.runs, cost=cost)

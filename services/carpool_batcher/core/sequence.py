@@ -110,19 +110,22 @@ class Sequence:
     started; `last_id` the correlation ID of the last of them. `head`: the request that is in a lane; `taken`:
     the one that is in flight. At most one of the two is set.
 
-    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is one
-    of the sequences of which there are at most `max_candidate_sequences`. `waits_for_space`: its start waits
-    until it may be one.
+    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is
+    begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
+    (`core.space`). Of a bound model, `process`: where it has a slot; `is_in_process`: that process knows of
+    it, because a request was dispatched.
     """
 
     __slots__ = (
         "broken_at",
         "counts",
         "head",
+        "is_in_process",
         "is_recorded",
         "kept",
         "last_id",
         "next_index",
+        "process",
         "segments",
         "sequence_id",
         "taken",
@@ -141,6 +144,8 @@ class Sequence:
         self.broken_at = ""
         self.counts = False
         self.waits_for_space = False
+        self.process = ""
+        self.is_in_process = False
 
     @property
     def current(self) -> Segment:

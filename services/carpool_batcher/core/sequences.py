@@ -4,13 +4,15 @@
    *followers*. When the request in flight was answered OK, the next one becomes the head (`core.sequence`).
 2. A request that ends in any other way breaks its sequence: those that stand after it, up to the next
    start, are answered ABORTED. Those that stand before it are still served.
-3. A start needs space: at most `candidates_max` sequences are begun at a time. Others wait, in the order of
-   arrival. A start of a sequence that is begun needs none: earlier requests finish, then it begins anew.
+3. A start needs space (`core.space`). If there is none it waits, in the order of arrival. A start of a
+   sequence that is begun has its space: earlier requests finish, then it begins anew.
 4. A sequence without a request in a lane or in flight is *still*. After `idle_us` it is ended; if requests
    wait for an index, or for a start, these are refused.
 5. A request that was sent twice, as its index shows, is dropped if it has the same correlation ID.
 6. A batcher that takes over knows what Redis keeps, and what is in flight. It reads all waiting requests
    before there is any head: one that was put back stands later in the request stream than its place says.
+7. If the process that has the state of a sequence is gone, the sequence is broken. A start that did not reach
+   a process that is gone, or that drains, goes to another one.
 
 Events are recorded, and `decide` says what follows from them: so it sees all that arrived together.
 """
@@ -22,21 +24,39 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
-from carpool.messages import UNANSWERED, KeptSequence, Refusal, Run, SequenceChange, SequencePart
+from carpool.messages import (
+    UNANSWERED,
+    KeptSequence,
+    Refusal,
+    Run,
+    SequenceChange,
+    SequencePart,
+    SlotFreed,
+)
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.sequence import Segment, Sequence, Taken, part_of, place_of
+from carpool_batcher.core.space import Space, lane_of_process
 
 ENDED_BY_FORCE: Final = "it was ended (end_sequences)"
+PROCESS_GONE: Final = "its model process ended"
+_FIRST_PLACE: Final = "0"  # before each place
 FAILED_BEFORE: Final = "an earlier request of it did not succeed"
 _LAST_PLACE: Final = "~"  # after each place
 
 
 class Decided(NamedTuple):
-    """Requests that become heads, followers that are refused, and what changes in Redis besides."""
+    """Requests that become heads, followers that are refused, what changes in Redis besides, and what model
+    processes are told."""
 
     heads: list[Run]
     refusals: list[Refusal]
     changes: list[SequenceChange]
+    freed: list[SlotFreed]
+
+    @classmethod
+    def nothing(cls) -> Decided:
+        """Nothing was decided yet."""
+        return cls([], [], [], [])
 
 
 class SequenceCounts(NamedTuple):
@@ -69,8 +89,8 @@ class Sequences:
     """The sequences of one model. `followers`: requests that wait and are not in a lane, with their
     segments."""
 
-    def __init__(self) -> None:
-        self.candidates_max = 1
+    def __init__(self, space: Space | None = None) -> None:
+        self.space = Space() if space is None else space
         self.idle_us = 0
         self.followers: dict[Run, Segment | None] = {}  # None: not read completely yet
         self._by_id: dict[str, Sequence] = {}
@@ -82,7 +102,7 @@ class Sequences:
         self._to_start: list[
             tuple[str, str]
         ] = []  # a heap of (place of a start that needs space, sequence ID)
-        self._decided = Decided([], [], [])
+        self._decided = Decided.nothing()
         self._unread: list[tuple[str, Run | _Break | _End]] | None = None  # while a batcher takes over
         self._loaded: dict[str, KeptSequence] = {}
         self._kept = self._waiting_to_start = self._started = self._ended = self._broken = 0
@@ -104,6 +124,7 @@ class Sequences:
             sequence.is_recorded = True
             if one.next_index is not None:
                 sequence.kept, sequence.next_index, sequence.last_id = True, one.next_index, one.last_id
+                self.space.hold(sequence, one.process)
             if one.failed_at:
                 self._unread.append((one.failed_at, _break_known(one, one.failed_at, FAILED_BEFORE)))
             if one.broken:
@@ -112,11 +133,13 @@ class Sequences:
             self._loaded[one.sequence_id] = one
             self._still[sequence] = one.changed_us, False
 
-    def adopt(self, run: Run) -> None:
-        """This request is in flight, dispatched by a previous batcher. Its result may be in Redis already."""
+    def adopt(self, run: Run, process: str = "") -> None:
+        """This request is in flight, dispatched by a previous batcher to this process, if it is of a bound
+        model. Its result may be in Redis already."""
         part, correlation_id = part_of(run), run.correlation_ids[0]
         sequence, loaded = self._sequence(part.sequence_id), self._loaded.get(part.sequence_id)
         taken = sequence.taken = Taken(part, correlation_id, sequence.current)
+        self.space.hold(sequence, process)
         taken.is_counted = sequence.kept and not part.starts and sequence.last_id == correlation_id
         is_broken = loaded is not None and part.place in (loaded.broken_at, loaded.failed_at)
         is_without_state = not (part.starts or part.ends or sequence.kept)
@@ -138,6 +161,7 @@ class Sequences:
                 del self.followers[event]
                 self._replay_arrival(event)
         self._loaded.clear()
+        self.leave_processes()
         for sequence in self._by_id.values():
             self._recount(sequence)
             self._changed[sequence] = None
@@ -257,7 +281,7 @@ class Sequences:
         """A head is dispatched."""
         part = part_of(run)
         sequence = self._by_id[part.sequence_id]
-        sequence.head = None
+        sequence.head, sequence.is_in_process = None, True
         sequence.taken = Taken(part, run.correlation_ids[0], sequence.current)
 
     # --- in flight -----------------------------------------------------------------------------------------
@@ -277,6 +301,7 @@ class Sequences:
         self._started += part.starts
         self._ended += part.ends
         sequence.kept = not part.ends
+        sequence.is_in_process = sequence.kept
         sequence.is_recorded = sequence.kept or sequence.broken_at > part.place
         if part.starts or part.ends:
             sequence.next_index = int(not part.ends)
@@ -320,20 +345,20 @@ class Sequences:
         """When `decide` could next decide something; 0: at once; None: not before something happens."""
         if self._unread is not None:
             return None
-        if self._changed or self._decided.refusals or self._decided.changes:
+        if self._changed or self._decided.refusals or self._decided.changes or self._decided.freed:
             return 0
         return next(iter(self._still.values()))[0] + self.idle_us if self._still else None
 
     def decide(self, now_us: int) -> Decided:
         """What follows from all that happened, and from the time."""
         if self._unread is not None:
-            return Decided([], [], [])
+            return Decided.nothing()
         self._follow_events(now_us)
         if self._end_still(now_us):
             self._follow_events(now_us)
         self._decided.changes.extend(self._marks.values())
         self._marks.clear()
-        decided, self._decided = self._decided, Decided([], [], [])
+        decided, self._decided = self._decided, Decided.nothing()
         return decided
 
     def _follow_events(self, now_us: int) -> None:
@@ -368,6 +393,8 @@ class Sequences:
         counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
         self._kept += counts - sequence.counts
         sequence.counts = counts
+        if not counts:
+            self._leave(sequence)
 
     def _choose_head(self, sequence: Sequence) -> None:
         """Find the request whose turn it is, and refuse those that will never have one."""
@@ -400,16 +427,25 @@ class Sequences:
 
     def _begin(self, sequence: Sequence, start: Run) -> None:
         """It is the turn of a start: it becomes the head if there is space."""
-        if sequence.counts or self._kept < self.candidates_max:
-            self._set_waiting(sequence, False)
-            self._promote(sequence, start)
-        elif not sequence.waits_for_space:
+        if not self.space.is_taken_by(sequence):
+            self._leave(sequence)
+            sequence.kept = False
+            is_first = not self._to_start or place_of(start) <= self._to_start[0][0]
+            if not (is_first and self.space.is_free(self._kept)):
+                self._wait_for_space(sequence, start)
+                return
+        self._set_waiting(sequence, False)
+        self.space.take(sequence)
+        self._promote(sequence, start)
+
+    def _wait_for_space(self, sequence: Sequence, start: Run) -> None:
+        if not sequence.waits_for_space:
             self._set_waiting(sequence, True)
             heapq.heappush(self._to_start, (place_of(start), sequence.sequence_id))
 
     def _begin_waiting(self, now_us: int) -> None:
         """Sequences that wait to start begin, as far as there is space."""
-        while self._to_start and self._kept < self.candidates_max:
+        while self._to_start and self.space.is_free(self._kept):
             place, sequence_id = heapq.heappop(self._to_start)
             sequence = self._by_id.get(sequence_id)
             if sequence is None or not sequence.waits_for_space:
@@ -427,6 +463,54 @@ class Sequences:
         del self.followers[run]
         sequence.head = run
         self._decided.heads.append(run)
+
+    # --- model processes -----------------------------------------------------------------------------------
+
+    def lane_name(self, run: Run) -> str:
+        """The name, in the queue, of the lane of a head."""
+        sequence = self._by_id.get(part_of(run).sequence_id)
+        return run.lane if sequence is None else lane_of_process(sequence.process, run.lane)
+
+    def process_of(self, run: Run) -> str:
+        """Of a bound model, the process to which a head goes; '' if it is any."""
+        return self._by_id[part_of(run).sequence_id].process
+
+    def heads_to_move(self) -> list[Run]:
+        """The heads that `leave_processes` makes followers again, for the caller to take out of their
+        lanes."""
+        if self._unread is not None:
+            return []
+        leaving = filter(self.space.must_leave, self._by_id.values())
+        return [sequence.head for sequence in leaving if sequence.head is not None]
+
+    def leave_processes(self) -> None:
+        """Sequences leave model processes that are gone, which breaks them, or that drain."""
+        if self._unread is None:
+            for sequence in self._by_id.values():
+                if self.space.must_leave(sequence):
+                    self._leave_process(sequence)
+
+    def _leave_process(self, sequence: Sequence) -> None:
+        head, taken = sequence.head, sequence.taken
+        if head is not None:
+            sequence.head = None
+            sequence.current.add(head)
+            self.followers[head] = sequence.current
+        if taken is not None and not taken.has_failed:
+            taken.has_failed = True
+            event = _Break(taken.part, taken.correlation_id, PROCESS_GONE, False)
+            self._break(sequence, taken.segment, event)
+        elif taken is None and sequence.kept and sequence.current.start is None:
+            part = SequencePart(sequence.sequence_id, False, False, None, _FIRST_PLACE)
+            self._break(sequence, sequence.current, _Break(part, "", PROCESS_GONE, False))
+        sequence.kept = False
+        self._leave(sequence)
+        self._changed[sequence] = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        freed = self.space.leave(sequence)
+        if freed is not None:
+            self._decided.freed.append(freed)
 
     # --- still sequences -----------------------------------------------------------------------------------
 
@@ -461,8 +545,10 @@ class Sequences:
 
     def _end_idle(self, sequence: Sequence) -> None:
         self._kept -= sequence.counts
+        self._leave(sequence)
         self._ended += sequence.kept
         del self._by_id[sequence.sequence_id]
+        self._marks.pop(sequence, None)
         if sequence.is_recorded:
             part = SequencePart(sequence.sequence_id, False, True, None, _LAST_PLACE)
             self._decided.changes.append(SequenceChange(part, "", "ended"))

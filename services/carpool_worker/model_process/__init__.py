@@ -3,6 +3,7 @@
     main      the loop: receive a frame, execute it, send the outcome
     frames    what crosses the process boundary
     executor  runs the model on a frame's items and isolates the failures
+    outcomes  from an outcome to what is sent
     failures  from what the model raised to a status and a detail
     model     a user's model, adapted to one interface
     loader    from a model's name on the command line to the model
@@ -17,6 +18,12 @@ Of a stepping model:
     stepping     what the model sees of a request; generator functions as models
     chunks       emitted values as one
 
-`frames` and `step_frames` are the boundary, shared by both processes. Beside them the worker imports only
-`loader`, for the model's name, and `chunks`.
+Of a model that binds sequences:
+
+    bound_loop      the loop: execute frames, and hear of sequences that ended
+    bound_frames    what crosses the process boundary beside frames
+    bound_executor  which sequence has which slot; runs the model on the rows of all slots
+
+`frames`, `step_frames` and `bound_frames` are the boundary, shared by both processes. Beside them the worker
+imports only `loader`, for the model's name, and `chunks`.
 """

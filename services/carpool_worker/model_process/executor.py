@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from carpool.errors import INTERNAL, INVALID_ARGUMENT
+from carpool.parts import Buffer
 from carpool.wire.tensors import Array
+from carpool_worker.model_process import frames
 from carpool_worker.model_process.failures import WrongOutputError, failure_of
-from carpool_worker.model_process.frames import Failure
+from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 from carpool_worker.model_process.states import States
 
@@ -33,6 +35,9 @@ class Items(Protocol):
     def select(self, indexes: Sequence[int]) -> Any:
         """Several items, as passed to `predict`."""
 
+    def spread(self, indexes: Mapping[int, int], count: int) -> Any:
+        """As `select`, of `count` rows: at each key of `indexes` the item of that index, else nothing."""
+
 
 class ListItems:
     """Bodies of a model that declares no tensors: `predict` gets a list."""
@@ -48,6 +53,9 @@ class ListItems:
 
     def select(self, indexes: Sequence[int]) -> list[Any]:
         return [self._values[index] for index in indexes]
+
+    def spread(self, indexes: Mapping[int, int], count: int) -> list[Any]:
+        return [self._values[indexes[row]] if row in indexes else None for row in range(count)]
 
 
 class StackedItems:
@@ -73,6 +81,24 @@ class StackedItems:
         if self._only is not None:
             return self._only[list(indexes)]
         return {name: array[list(indexes)] for name, array in self._arrays.items()}
+
+    def spread(self, indexes: Mapping[int, int], count: int) -> Any:
+        spread = {name: _spread(array, indexes, count) for name, array in self._arrays.items()}
+        return spread if self._only is None else next(iter(spread.values()))
+
+
+def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
+    empty = "" if array.dtype == object else 0  # a BYTES tensor has strings
+    rows = np.full((count, *array.shape[1:]), empty, array.dtype)
+    rows[list(indexes)] = array[list(indexes.values())]
+    return rows
+
+
+def decode_items(frame: FrameHeader, payload: Buffer) -> Items:
+    """The bodies in a frame's payload, without states."""
+    if frame.parts:
+        return StackedItems(frames.unstack(frame.parts, frame.size, payload))
+    return ListItems(frames.unpack_values(payload))
 
 
 class Outcome(NamedTuple):
@@ -104,7 +130,7 @@ def execute(
 
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     """
-    failures = _validate(model, items)
+    failures = validate(model, items)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
@@ -116,7 +142,8 @@ def execute(
     return Outcome(failures, _join(parts), len(valid))
 
 
-def _validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
+def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
+    """The items that the model rejects, by index."""
     failures: dict[int, Failure] = {}
     if model.validate is not None:
         for index in range(len(items)):
@@ -145,7 +172,7 @@ def _attempt(
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
-        parts.append(outputs if isinstance(outputs, dict) else _take_failures(indexes, outputs, failures))
+        parts.append(outputs if isinstance(outputs, dict) else take_failures(indexes, outputs, failures))
         return True
     # Outside the except clause the exception is freed with all that the model held: the halves may need the
     # memory.
@@ -165,14 +192,14 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> list[Any]
     items, requests, states = given
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
     if states is None:
-        return _results(model, model.run(items.select(indexes), infos), len(indexes))
+        return results_of(model, model.run(items.select(indexes), infos), len(indexes))
     outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
-    results = _results(model, outputs, len(indexes))
+    results = results_of(model, outputs, len(indexes))
     states.replace(indexes, new_states)
     return results
 
 
-def _results(model: LoadedModel, outputs: Any, count: int) -> list[Any] | Stacked:
+def results_of(model: LoadedModel, outputs: Any, count: int) -> list[Any] | Stacked:
     """What the model returned for `count` items, one for each. Raises WrongOutputError."""
     if (
         type(outputs) is not np.ndarray
@@ -256,7 +283,7 @@ def _layout(stacked: Stacked) -> tuple[Any, ...]:
     return tuple((name, array.dtype, array.shape[1:]) for name, array in stacked.items())
 
 
-def _take_failures(indexes: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> list[Any]:
+def take_failures(indexes: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> list[Any]:
     """Move the exceptions that the model returned in place of results to `failures`."""
     results: list[Any] = []
     for index, output in zip(indexes, outputs, strict=True):

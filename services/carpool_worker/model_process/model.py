@@ -18,6 +18,13 @@ A model that keeps states of sequences declares them, and gets and returns them 
         def initial_states(self): ...           # optional: name -> the state of one sequence that starts
         def predict(self, batch, states): ...   # name -> array -> (outputs, new states)
 
+A model that has them inside binds each sequence to a *slot* of its process, and executes all slots together:
+
+        binds_sequences = True                  # `max_batch_size` is the number of slots
+        def start(self, sequence): ...          # optional; a BoundSequence gets its slot
+        def predict(self, batch): ...           # row i is slot i; None, or zeros, if it is not ready
+        def end(self, sequence): ...            # optional; once for each `start`, however it ended
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
 `predict(self, batch, requests)` also gets a RequestInfo for each item.
@@ -28,7 +35,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
 from carpool.model_settings import ModelKind, ModelSettings
@@ -38,7 +45,16 @@ from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping import GeneratorModel, StepRequest
 
-__all__ = ["LoadedModel", "RequestInfo", "SteppingModel", "TensorSpec", "adapt", "load_model"]
+__all__ = [
+    "BoundModel",
+    "BoundSequence",
+    "LoadedModel",
+    "RequestInfo",
+    "SteppingModel",
+    "TensorSpec",
+    "adapt",
+    "load_model",
+]
 
 # How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
 # letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
@@ -48,7 +64,7 @@ MISSPELLING_SIMILARITY_MIN: Final = 0.86
 class RequestInfo(NamedTuple):
     """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`.
 
-    `sequence_id`: None unless it is a part of a sequence, of a model that keeps states.
+    `sequence_id`: None unless it is a part of a sequence. `slot`: of a model that binds them, its row.
     """
 
     correlation_id: str
@@ -57,6 +73,14 @@ class RequestInfo(NamedTuple):
     sequence_id: str | None = None
     sequence_start: bool = False
     sequence_end: bool = False
+    slot: int | None = None
+
+
+class BoundSequence(NamedTuple):
+    """A sequence that is bound to a model process, and its slot there, from 0."""
+
+    sequence_id: str
+    slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +114,22 @@ class LoadedModel(Declarations):
 
 
 @dataclass(frozen=True, slots=True)
+class BoundModel(LoadedModel):
+    """A user's model, loaded, that has the states of its sequences inside.
+
+    `run` takes a row for each slot, and `requests` None for those that are not ready.
+    """
+
+    start: Callable[[BoundSequence], object] | None = None
+    end: Callable[[BoundSequence], object] | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many sequences it takes at a time."""
+        return self.settings.max_batch_size
+
+
+@dataclass(frozen=True, slots=True)
 class SteppingModel(Declarations):
     """A user's model, loaded, that generates step by step. `continues`: it can go on from chunks."""
 
@@ -100,10 +140,12 @@ class SteppingModel(Declarations):
 
 
 def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:
-    """Load a user's model of either kind on `device`. Raises UnusableError for a wrong declaration."""
+    """Load a user's model of any kind on `device`. Raises UnusableError for a wrong declaration."""
     if inspect.isclass(model):
         model = model()
-    return _adapt_stepping(model, device) if _is_stepping(model) else adapt(model, device)
+    if _is_stepping(model):
+        return _adapt_stepping(model, device)
+    return _adapt_bound(model, device) if _binds_sequences(model) else adapt(model, device)
 
 
 def adapt(model: Any, device: str) -> LoadedModel:
@@ -136,6 +178,27 @@ def adapt(model: Any, device: str) -> LoadedModel:
     )
 
 
+def _binds_sequences(model: Any) -> bool:
+    declared = getattr(model, "binds_sequences", False)
+    if declared not in (True, False):
+        raise UnusableError(f"the model's 'binds_sequences' must be True or False, not {declared!r:.120}")
+    return bool(declared)
+
+
+def _adapt_bound(model: Any, device: str) -> BoundModel:
+    if getattr(model, "states", None) is not None:
+        raise UnusableError(
+            "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
+        )
+    loaded = adapt(model, device)
+    _check_kind(loaded.settings, ModelKind.BOUND)
+    start, end = getattr(model, "start", None), getattr(model, "end", None)
+    for name, hook in (("start", start), ("end", end)):
+        _check_plain(name, hook)
+    given = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
+    return BoundModel(**given, start=start, end=end)
+
+
 def _name_of(model: Any) -> str:
     """The name of a function, or of the class of an object."""
     return str(getattr(model, "__name__", type(model).__name__))
@@ -164,6 +227,8 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
             )
     if getattr(model, "states", None) is not None:
         raise UnusableError("the model has 'states' and generates step by step: it keeps none for sequences")
+    if _binds_sequences(model):
+        raise UnusableError("the model has 'binds_sequences' and generates step by step: it takes none")
     begin = getattr(stepping, "begin", None)
     if begin is None:
         raise UnusableError("the model has 'step' but no 'begin', which each request needs first")

@@ -24,6 +24,7 @@ from carpool.messages import (
     Result,
     Run,
     SequenceChange,
+    SlotFreed,
     tickets_of_each,
 )
 from carpool.rows import BODY_TTL_MS, stored_names
@@ -42,11 +43,12 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
+from carpool.wire.inbox import SequenceEnded, encode_ended
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
-_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back"))
-_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence"))
+_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back", "inbox"))
+_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence", "inbox"))
 _MISSING: Final = Script("missing")
 
 PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
@@ -83,7 +85,11 @@ class EntryChanges(NamedTuple):
 
 
 class NotActiveError(Exception):
-    """This batcher does not hold the lease of a stateful model any more. Nothing was written."""
+    """This batcher does not hold the lease of a model with sequences any more. Nothing was written."""
+
+
+class ProcessLeftError(Exception):
+    """A process of a bound model has left, for which a batch was to be dispatched. Nothing was written."""
 
 
 class Dispatched(NamedTuple):
@@ -108,7 +114,7 @@ class BatcherStore:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
-        self.only_active_as = ""  # of a stateful model: the batcher's name, which must hold the lease
+        self.only_active_as = ""  # of a model with sequences: the batcher's name, which must hold the lease
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -122,8 +128,10 @@ class BatcherStore:
             for entry_id, flat in self._link.call("XRANGE", self.keys.batches, "-", "+")
         ]
 
-    def kept_sequences(self) -> list[KeptSequence]:
-        """Every sequence of which Redis keeps a state, or that it is broken."""
+    def kept_sequences(self, *, with_processes: bool = False) -> list[KeptSequence]:
+        """Every sequence of which Redis keeps a state, or that it is broken. `with_processes`: of a bound
+        model, which has the names of processes in place of states."""
+        fields = (*_FIELDS_KEPT, "state") if with_processes else _FIELDS_KEPT
         flat = self._link.call("ZRANGE", self.keys.sequences, 0, -1, "WITHSCORES")
         scored = zip(flat[::2], flat[1::2], strict=True)
         changed_us = {name.decode(): int(float(at_ms)) * 1000 for name, at_ms in scored}
@@ -131,7 +139,7 @@ class BatcherStore:
         known = list(changed_us)
         for start in range(0, len(known), LOOKUPS_MAX):
             names = known[start : start + LOOKUPS_MAX]
-            commands = [("HMGET", self.keys.sequence(name), *_FIELDS_KEPT) for name in names]
+            commands = [("HMGET", self.keys.sequence(name), *fields) for name in names]
             for name, reply in zip(names, self._link.call_many(*commands), strict=True):
                 kept.append(_kept_sequence(name, changed_us[name], reply))
         return kept
@@ -182,7 +190,7 @@ class BatcherStore:
 
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`).
-        Raises NotActiveError.
+        Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
         indexes: dict[Entry, int] = {}
@@ -190,18 +198,20 @@ class BatcherStore:
             indexes.setdefault(run.entry, len(indexes) + 1)
         remaining = {entry: parts for entry in indexes if (parts := _parts_to_put_back(entry, decided))}
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
+        keys = self.keys
+        script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
+        if self.only_active_as:
+            script_keys.keys += [keys.batcher, keys.workers]
         batched = [
-            self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings) for dispatch in dispatches
+            self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings, script_keys)
+            for dispatch in dispatches
         ]
         args: list[Argument] = [_arrivals_arg(arrivals), self.only_active_as]
+        args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
         args += group_list_args(batched)
-        keys = self.keys
-        script_keys = [keys.requests, keys.batches, keys.held, keys.order]
-        if self.only_active_as:
-            script_keys.append(keys.batcher)
-        missing, new_ids, batch_ids, tickets = self._run_active(_DISPATCH, script_keys, args)
+        missing, new_ids, batch_ids, tickets = self._run_active(_DISPATCH, script_keys.keys, args)
 
         missing_ids = {entry_id.decode() for entry_id in missing}
         batches = [
@@ -220,7 +230,12 @@ class BatcherStore:
         return DispatchOutcome(batches, changes, tickets if arrivals else None)
 
     def _dispatch_args(
-        self, dispatch: Dispatch, indexes: Mapping[Entry, int], result_ttl_ms: int, step_settings: str
+        self,
+        dispatch: Dispatch,
+        indexes: Mapping[Entry, int],
+        result_ttl_ms: int,
+        step_settings: str,
+        script_keys: ScriptKeys,
     ) -> list[Argument]:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
@@ -234,14 +249,20 @@ class BatcherStore:
             fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
+        process = dispatch.process
+        if process:
+            fields += ["process", process]
         args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
         args += list_args(fields)
+        args += [process, script_keys.index(self.keys.inbox(process))] if process else [""]
         return args
 
     def _run_active(self, script: Script, script_keys: list[str], args: list[Argument]) -> Any:
         reply = self._link.run(script, script_keys, args)
         if reply == b"NOT_ACTIVE":
             raise NotActiveError(self.keys.model)
+        if reply == b"PROCESS_LEFT":
+            raise ProcessLeftError(self.keys.model)
         return reply
 
     def refuse(
@@ -250,10 +271,12 @@ class BatcherStore:
         emptied: Sequence[Entry],
         result_ttl_ms: int,
         changes_of_sequences: Sequence[SequenceChange] = (),
+        freed: Sequence[SlotFreed] = (),
     ) -> EntryChanges:
         """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
 
-        The rest of an entry is put back. Raises NotActiveError.
+        The rest of an entry is put back. `freed`: what processes of a bound model are told. Raises
+        NotActiveError.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
@@ -273,6 +296,12 @@ class BatcherStore:
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, self.only_active_as, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)
+        args += group_list_args(
+            [
+                (script_keys.index(self.keys.inbox(process)), *encode_ended(SequenceEnded(sequence_id)))
+                for process, sequence_id in freed
+            ]
+        )
         replies = self._run_active(_REFUSE, script_keys.keys, args)
 
         changes = EntryChanges([], [], [])
@@ -309,7 +338,7 @@ def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | Comma
     if isinstance(reply, CommandError):  # a user made the key another type
         return KeptSequence(name, changed_us, None)
     texts = [value and value.decode("utf-8", "replace") for value in reply]
-    next_index, last_id, broken, broken_at, failed_at = texts
+    (next_index, last_id, broken, broken_at, failed_at), process = texts[:5], texts[5:]
     is_broken = bool(broken and broken_at)
     return KeptSequence(
         name,
@@ -319,6 +348,7 @@ def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | Comma
         (is_broken and broken) or "",
         (is_broken and broken_at) or "",
         (is_broken and failed_at) or "",
+        "".join(name or "" for name in process),
     )
 
 

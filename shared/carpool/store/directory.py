@@ -26,6 +26,7 @@ class ModelSnapshot(NamedTuple):
     model_processes: list[str]  # whose lease runs
     registration: dict[str, str]
     config: dict[str, str]  # the operator's overrides
+    draining: Sequence[str] = ()  # model processes of a bound model that begin no more sequences
 
 
 class ModelOverview(NamedTuple):
@@ -126,23 +127,32 @@ def snapshot_commands(keys: Keys) -> tuple[tuple[Argument, ...], ...]:
         ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
         ("HGETALL", keys.registration),
         ("HGETALL", keys.config),
+        ("SMEMBERS", keys.draining),
     )
 
 
-SNAPSHOT_COMMANDS: Final = 6
+SNAPSHOT_COMMANDS: Final = 7
 
 
 def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | CommandError:
     """The state of a model from the replies to `snapshot_commands`; the first error among them."""
-    in_order, *others = replies
+    in_order, *others, draining = replies
     if isinstance(in_order, CommandError) and in_order.code == "WRONGTYPE":
         in_order = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
+    if isinstance(draining, CommandError):
+        draining = []  # a user wrote the key, or an ACL file older than bound models forbids to read it
     for reply in (in_order, *others):
         if isinstance(reply, CommandError):
             return reply
     waiting, in_flight, workers, registration, config = others
     return ModelSnapshot(
-        waiting, in_flight, in_order, _alive(workers, now_ms), _texts(registration), _texts(config)
+        waiting,
+        in_flight,
+        in_order,
+        _alive(workers, now_ms),
+        _texts(registration),
+        _texts(config),
+        [process.decode() for process in draining],
     )
 
 

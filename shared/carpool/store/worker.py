@@ -80,6 +80,15 @@ class Loaded(NamedTuple):
     states: dict[int, bytes]
 
 
+class Renewal(NamedTuple):
+    """What a renewal found: whether the model is still registered, whether the process's lease had not run
+    out before, and the IDs of batches that were lost."""
+
+    is_registered: bool
+    had_lease: bool
+    lost: set[str]
+
+
 class WorkerStore:
     """A worker's connection to one model. Not for two threads: each loop has a store of its own."""
 
@@ -143,7 +152,8 @@ class WorkerStore:
 
     def load(self, batch: Batch, answered: Container[int] = ()) -> Loaded:
         """Load what a batch does not have with it, in one round trip: stored bodies, into its runs, and the
-        states of sequences, except for those that start. Not for `answered` positions.
+        states of sequences, except for those that start, and those that a process has. Not for `answered`
+        positions.
 
         Bodies that cannot be loaded stay as they are.
         """
@@ -157,7 +167,8 @@ class WorkerStore:
                     for at, body in enumerate(run.bodies)
                     if type(body) is StoredBody
                 ]
-            if run.sequence is not None and not run.sequence.starts and position not in answered:
+            is_kept = run.sequence is not None and not run.sequence.starts and not batch.process
+            if run.sequence is not None and is_kept and position not in answered:
                 sequences.append((position, run.sequence.sequence_id))
             position += len(run.correlation_ids)
         if not stored and not sequences:
@@ -186,18 +197,16 @@ class WorkerStore:
         return Loaded(failures, {position: state for (position, _), state in states if type(state) is bytes})
 
     def renew(
-        self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]]
-    ) -> tuple[bool, set[str]]:
-        """Extend the lease of a model process and of the batches (ID, epoch) that it has in hand.
-
-        Returns whether the model is still registered, and the IDs of batches that were lost.
-        """
-        args: list[Argument] = [consumer, lease_ms]
+        self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]], *, revive: bool = True
+    ) -> Renewal:
+        """Extend the lease of a model process and of the batches (ID, epoch) that it has in hand. `revive`:
+        its lease also if that had run out."""
+        args: list[Argument] = [consumer, lease_ms, "1" if revive else ""]
         for batch_id, epoch in batches:
             args += [batch_id, epoch]
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]
-        registered, *lost = self._link.run(_RENEW, keys, args)
-        return bool(registered), {batch_id.decode() for batch_id in lost}
+        registered, had_lease, *lost = self._link.run(_RENEW, keys, args)
+        return Renewal(bool(registered), bool(had_lease), {batch_id.decode() for batch_id in lost})
 
     def read_clock(self) -> None:
         """Set the clock from Redis's."""

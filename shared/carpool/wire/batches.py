@@ -100,6 +100,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"stream") == b"1",
         int(raw.get(b"cost", b"1")),
         raw.get(b"settings", b"").decode(),
+        raw.get(b"process", b"").decode(),
     )
 
 

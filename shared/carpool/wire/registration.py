@@ -1,7 +1,8 @@
 """What a worker registers about its model: a Redis hash of settings and tensor declarations.
 
-Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model, and
-`stateful` for one that keeps states of sequences. The fields `inputs` and `outputs` are JSON lists of
+Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model,
+`stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes.
+The fields `inputs` and `outputs` are JSON lists of
 declared tensors, named as in the Open Inference Protocol.
 """
 
@@ -14,7 +15,7 @@ from typing import Final
 from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 
-_KINDS: Final = (ModelKind.STEPPING, ModelKind.STATEFUL)  # each with a field of its name
+_KINDS: Final = (ModelKind.STEPPING, ModelKind.STATEFUL, ModelKind.BOUND)  # each with a field of its name
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
 

@@ -38,13 +38,14 @@ class SteppingReport(NamedTuple):
 
 
 class SequencesReport(NamedTuple):
-    """What a batcher reports of a stateful model. `started`, `ended` and `broken` are counters."""
+    """What a batcher reports of a stateful or bound model. `started`, `ended` and `broken` are counters."""
 
     kept: int  # begun, and neither ended nor broken
-    waiting_to_start: int  # that wait to start, because `max_candidate_sequences` are kept
+    waiting_to_start: int  # because `max_candidate_sequences` are kept, or no process has a free slot
     started: int
     ended: int  # with their last request, by `end_sequences`, or because they were idle
-    broken: int  # a request did not succeed
+    broken: int  # a request did not succeed, or the process that had the state of a bound model ended
+    slots: int | None = None  # of all model processes of a bound model
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class BatcherReport:
     ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
     stepping: SteppingReport | None = None  # None: it is not a stepping model
-    sequences: SequencesReport | None = None  # None: it is not a stateful model
+    sequences: SequencesReport | None = None  # None: it is neither a stateful nor a bound model
 
     def encode(self) -> str:
         """The report as JSON."""

@@ -8,16 +8,22 @@
 -- Entries that arrived are put into the order of results first (see ordering/enter.lua): without that, none of their
 -- requests may be dispatched. To do so here saves a round trip.
 --
--- Of a stateful model only the active batcher may dispatch: another one, which was paused, would send a request of a
--- sequence beside the one in flight.
+-- Of a model with sequences only the active batcher may dispatch: another one, which was paused, would send a request
+-- of a sequence beside the one in flight.
 --
--- KEYS  1 requests   2 batches   3 held   4 order   5 batcher, if ARGV[2] is not ''
+-- A batch of a bound model is for one process: it is in the pending list of its consumer at once, as if that had
+-- fetched it, and in its inbox.
+--
+-- KEYS  1 requests   2 batches   3 held   4 order   5 batcher and 6 workers, if ARGV[2] is not ''   .. inboxes
 -- ARGV  1 entries to put into the order, '' if none
---       2 of a stateful model the name of this batcher, else ''
---       3.. list of entry IDs
+--       2 of a model with sequences the name of this batcher, else ''
+--       3.. list of the processes of a bound model that execute these batches
+--       list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
---       list of batches: list of the indexes of its entries; list of its fields
--- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else
+--       list of batches: list of the indexes of its entries; list of its fields; the process that executes it, '' if
+--           it is any, else also the index in KEYS of its inbox
+-- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
+--       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
 --         { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing },
@@ -25,6 +31,9 @@
 -- O(entries), and O(bytes) for the payloads.
 if ARGV[2] ~= '' and redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 local take = argument_reader(3)
+for _, process in ipairs(take_list(take)) do
+  if ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[6], process) then return 'PROCESS_LEFT' end
+end
 
 local ids, is_missing, missing = take_list(take), {}, {}
 for i = 1, #ids do
@@ -61,6 +70,11 @@ for b = 1, tonumber(take()) do
       fields[#fields + 1] = table.concat(missing_here, ' ')
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
+  end
+  local process = take()
+  if process ~= '' then
+    local inbox = KEYS[tonumber(take())]
+    if batch_ids[b] ~= '' then deliver_to_process(KEYS[2], process, inbox, batch_ids[b]) end
   end
 end
 

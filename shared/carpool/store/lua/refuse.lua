@@ -1,15 +1,16 @@
 -- refuse: waiting requests are answered without being dispatched (expired, over a limit, withdrawn, invalid).
 -- Entries without requests (withdrawals) are only removed. Nothing is written for an entry that is no longer in the
 -- stream: it was removed by XDEL, or dispatched or answered already. What all of this changes in sequences is written
--- with it, and which sequences end because they were idle. Of a stateful model only the active batcher may do so.
+-- with it, and which sequences end because they were idle. Of a model with sequences only the active batcher may do so.
 --
 -- KEYS  1 requests   2 order   3 held   4 batcher, if ARGV[2] is not ''
---       .. the keys of results, of stored bodies and of sequences
+--       .. the keys of results, of stored bodies, of sequences and of inboxes
 -- ARGV  1 result TTL (ms)
---       2 of a stateful model the name of this batcher, else ''
+--       2 of a model with sequences the name of this batcher, else ''
 --       3.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
 --           of tickets or '', payload; list of stored bodies to delete: index in KEYS
 --       list of changes of sequences (see sequence.lua)
+--       list of messages to processes of a bound model: index in KEYS of the inbox, field, value
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else for each entry
 --         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads.
@@ -38,5 +39,6 @@ for e = 1, tonumber(take()) do
   end
 end
 change_sequences(take, true)
+for _ = 1, tonumber(take()) do tell_process(KEYS[tonumber(take())], take(), take()) end
 if #arrived > 0 then release(KEYS[2], KEYS[3], arrived) end
 return replies

@@ -3,17 +3,20 @@
 -- JUSTID it does not raise the delivery count, which is the epoch.
 --
 -- KEYS  1 workers   2 batches   3 the model's registration
--- ARGV  1 consumer  2 lease (ms)  3.. batch ID and epoch of each batch
--- Returns { 1 if the model is registered, 0 if not (such as after Redis was emptied); then the IDs of lost batches }
+-- ARGV  1 consumer  2 lease (ms)  3 '1' to renew a lease that ran out, too, else ''  4.. batch ID and epoch of each
+--       batch
+-- Returns { 1 if the model is registered, 0 if not (such as after Redis was emptied); 1 if the process had a lease, 0
+--           if that ran out; then the IDs of lost batches }
 -- O(batches).
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local had_lease = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 0) >= now_ms
 -- ZREMRANGEBYSCORE must be the first write: see deliver.lua.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. string.format('%.0f', now_ms - 10 * tonumber(ARGV[2])))
-redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1])
+if had_lease or ARGV[3] ~= '' then redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1]) end
 
-local reply = { redis.call('EXISTS', KEYS[3]) }
-for i = 3, #ARGV, 2 do
+local reply = { redis.call('EXISTS', KEYS[3]), had_lease and 1 or 0 }
+for i = 4, #ARGV, 2 do
   local pending = redis.pcall('XPENDING', KEYS[2], 'workers', ARGV[i], ARGV[i], 1)
   local owner = not pending.err and pending[1]
   if owner and owner[2] == ARGV[1] and owner[4] == tonumber(ARGV[i + 1]) then

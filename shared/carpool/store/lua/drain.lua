@@ -1,0 +1,15 @@
+-- drain: a process of a bound model begins no more sequences, and leaves when those that it has have ended. Those that
+-- have left are forgotten.
+--
+-- KEYS  1 draining   2 settled   3 workers
+-- ARGV  1 consumer  2 maximum length of `settled`
+-- Returns 1. O(draining processes).
+local DRAINING_TTL_MS = 24 * 3600 * 1000
+redis.call('SREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua
+for _, process in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  if not redis.call('ZSCORE', KEYS[3], process) then redis.call('SREM', KEYS[1], process) end
+end
+redis.call('SADD', KEYS[1], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], DRAINING_TTL_MS)
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)
+return 1
