@@ -485,6 +485,25 @@ def test_another_batcher_knows_what_is_broken_at_two_places() -> None:
     assert harness.answers == {"a1": ABORTED, "a3": CANCELLED, "a4": ABORTED}
 
 
+def test_a_broken_sequence_keeps_its_space_for_what_stands_before_the_break() -> None:
+    """Given a broken sequence that was changed earlier, and waits to begin anew."""
+    harness = SequenceHarness(max_candidate_sequences=1)
+    harness.send("b0", start=True)
+    harness.poll()
+    harness.settle("b")
+    harness.send("a0", start=True)
+    harness.run()
+    harness.scheduler.model_processes = 0
+    harness.send("a1")
+    harness.send("a2")
+    harness.withdraw("a2")
+    harness.send("b1", start=True)
+    harness.poll()
+    harness.take_over()
+    assert harness.run() == [["a1"], ["b1"]]
+    assert harness.answers == {"a2": CANCELLED}
+
+
 def test_another_batcher_counts_idle_time_from_the_last_change() -> None:
     harness = SequenceHarness()
     harness.send("a0", start=True)

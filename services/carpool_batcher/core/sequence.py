@@ -160,6 +160,13 @@ class Sequence:
         return self.head is not None or self.taken is not None
 
     @property
+    def can_go_on(self) -> bool:
+        """Whether a request can be served with its state, now or later. If it is broken, those that stand
+        before the break are still served."""
+        current = self.current
+        return self.kept and not (current.broken and current.turn_of(self.next_index) is None)
+
+    @property
     def is_begun(self) -> bool:
         """Whether requests other than a start can be served now or later."""
         return self.kept or self.is_busy or any(segment.start is not None for segment in self.segments)

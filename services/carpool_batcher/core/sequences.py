@@ -393,7 +393,7 @@ class Sequences:
             self._still[sequence] = now_us, waits
 
     def _recount(self, sequence: Sequence) -> None:
-        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
+        counts = sequence.is_busy or sequence.can_go_on
         self._kept += counts - sequence.counts
         sequence.counts = counts
         if not counts:
