@@ -56,6 +56,7 @@ _COUNTS: Final = (
     ),
     Grant("count results that are to be delivered in order", "llen", "order"),
     Grant("count sequences that are kept", "zcard", "sequences"),
+    Grant("list the processes of a bound model that drain", "smembers", "draining"),
     Grant("list the model processes that are alive", "zrange", "workers"),
     Grant("check whether a batcher is active", "exists", "batcher"),
     Grant("read its report, which has counts and nothing of a request", "get", "report"),

@@ -371,7 +371,8 @@ class SlotFreed(NamedTuple):
 class KeptSequence(NamedTuple):
     """What Redis keeps of a sequence, without its state. `process`: of a bound model, the one that has it.
 
-    `next_index`: how many of its requests succeeded; None if it has no state. `broken` says why requests
+    `next_index`: how many of its requests succeeded; None if it has no state. `first_id` and `last_id`: the
+    correlation IDs of the first and the last of these. `broken` says why requests
     later than `broken_at` are not served; empty if they are. `failed_at`: the place of an earlier request
     that did not succeed either.
     """
@@ -379,6 +380,7 @@ class KeptSequence(NamedTuple):
     sequence_id: str
     changed_us: int
     next_index: int | None
+    first_id: str = ""
     last_id: str = ""
     broken: str = ""
     broken_at: str = ""

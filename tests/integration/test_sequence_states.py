@@ -119,9 +119,10 @@ class Model:
         return self.worker.commit(consumer, batch, **arguments)
 
     def sequence(self, sequence_id: str) -> dict[str, Any]:
-        """What is kept of a sequence; whether it has a TTL and is listed is verified."""
+        """What is kept of a sequence, without `first`; whether it has a TTL and is listed is verified."""
         key = KEYS.sequence(sequence_id)
         found = self.redis.hgetall(key)
+        found.pop(b"first", None)
         assert (self.redis.pttl(key) > 0) == bool(found)
         assert (self.redis.zscore(KEYS.sequences, sequence_id) is not None) == bool(found)
         return {name.decode(): value if name == b"state" else value.decode() for name, value in found.items()}
@@ -181,6 +182,7 @@ def test_state_is_written_with_the_result_until_the_sequence_ends(model: Model) 
     assert model.worker.load(second).states == {0: b"\0one"}
     model.commit(second, [change(runs[1], "kept", b"two")])
     assert model.sequence("a") == {"state": b"two", "next": "2", "last": of(runs[1])}
+    assert model.redis.hget(KEYS.sequence("a"), "first") == of(runs[0]).encode()
     model.commit(model.batch(runs[2]), [change(runs[2], "ended")])
     assert model.sequence("a") == {}
     assert model.settled() == [(), (), ()]

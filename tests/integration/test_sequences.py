@@ -155,7 +155,7 @@ def test_a_sequence_is_served_one_request_at_a_time(served: Served) -> None:
     served.commit(batch)
     assert served.status("a0") == OK
     assert served.serve() == ["a1"]
-    assert served.stored("a") == {"state": "s", "last": "a1", "next": "2"}
+    assert served.stored("a") == {"state": "s", "first": "a0", "last": "a1", "next": "2"}
     assert served.serve() == ["a2"]
     assert served.kept() == []
     assert served.stored("a") == {}
@@ -191,7 +191,7 @@ def test_a_withdrawn_request_breaks_the_sequence_in_redis(served: Served) -> Non
     assert served.status("a3") == ABORTED
     served.send("a4", sequence_start=1)
     assert served.serve() == ["a4"]
-    assert served.stored("a") == {"state": "s", "last": "a4", "next": "1"}
+    assert served.stored("a") == {"state": "s", "first": "a4", "last": "a4", "next": "1"}
 
 
 def test_a_request_sent_twice_is_removed_without_an_answer(served: Served) -> None:

@@ -28,6 +28,7 @@ class StoredSequence:
 
     def __init__(self) -> None:
         self.next_index: int | None = None
+        self.first_id = ""
         self.last_id = ""
         self.broken = ""
         self.broken_at = ""
@@ -48,7 +49,7 @@ class SequenceStore:
         is_broken_later = stored.broken_at > part.place
         if change.outcome == "broken":
             if is_broken_later:
-                stored.next_index, stored.last_id, stored.served = None, "", ()
+                stored.next_index, stored.first_id, stored.last_id, stored.served = None, "", "", ()
                 stored.failed_at = part.place
                 return
             stored.broken, stored.broken_at = str(change.content), part.place
@@ -60,7 +61,8 @@ class SequenceStore:
             if is_broken_later:
                 fresh.broken, fresh.broken_at = stored.broken, stored.broken_at
             if change.outcome == "kept":
-                fresh.next_index, fresh.last_id = 1, change.correlation_id
+                fresh.next_index, fresh.first_id = 1, change.correlation_id
+                fresh.last_id = change.correlation_id
                 fresh.served = (change.correlation_id,)
             elif not is_broken_later:
                 del self.kept[part.sequence_id]
@@ -74,6 +76,7 @@ class SequenceStore:
                 name,
                 self.changed_us[name],
                 one.next_index,
+                one.first_id,
                 one.last_id,
                 one.broken,
                 one.broken_at,

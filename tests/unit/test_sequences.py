@@ -114,7 +114,11 @@ def test_a_request_sent_twice_is_dropped_wherever_the_first_one_is() -> None:
     harness.send("again3", sequence="a", index=1, correlation_id="a1")
     harness.run()
     harness.send("again4", sequence="a", index=1, correlation_id="a1")
-    assert harness.answers == dict.fromkeys(("again0", "again1", "again2", "again3", "again4"), UNANSWERED)
+    harness.send("again5", sequence="a", start=True, index=0, correlation_id="a0")  # the first one
+    harness.take_over()
+    harness.send("again6", sequence="a", start=True, index=0, correlation_id="a0")
+    harness.run()
+    assert harness.answers == dict.fromkeys([f"again{number}" for number in range(7)], UNANSWERED)
     assert harness.store.kept["a"].next_index == 2
     assert not harness.store.kept["a"].broken
 
@@ -127,7 +131,7 @@ def test_another_request_with_an_index_that_is_taken() -> None:
     harness.run()
     harness.send("other2", sequence="a", index=1)
     assert harness.answers == dict.fromkeys(("other1", "other2"), INVALID_ARGUMENT)
-    assert harness.details["other2"] == "sequence_index: 1 was processed already; next is 2"
+    assert harness.details["other2"] == "sequence_index: 1 was sent before; the next to be processed is 2"
     harness.send("a2", index=2)
     assert harness.run() == [["a2"]]  # the sequence is as it was
 
@@ -479,6 +483,25 @@ def test_another_batcher_knows_what_is_broken_at_two_places() -> None:
     harness.send("a4")
     assert harness.run() == [["a2"]]
     assert harness.answers == {"a1": ABORTED, "a3": CANCELLED, "a4": ABORTED}
+
+
+def test_a_broken_sequence_keeps_its_space_for_what_stands_before_the_break() -> None:
+    """Given a broken sequence that was changed earlier, and waits to begin anew."""
+    harness = SequenceHarness(max_candidate_sequences=1)
+    harness.send("b0", start=True)
+    harness.poll()
+    harness.settle("b")
+    harness.send("a0", start=True)
+    harness.run()
+    harness.scheduler.model_processes = 0
+    harness.send("a1")
+    harness.send("a2")
+    harness.withdraw("a2")
+    harness.send("b1", start=True)
+    harness.poll()
+    harness.take_over()
+    assert harness.run() == [["a1"], ["b1"]]
+    assert harness.answers == {"a2": CANCELLED}
 
 
 def test_another_batcher_counts_idle_time_from_the_last_change() -> None:

@@ -107,8 +107,8 @@ class Sequence:
     """A sequence that is kept, is broken, or has requests.
 
     `kept`: the next request can go on with its state. `next_index`: how many requests succeeded since it was
-    started; `last_id` the correlation ID of the last of them. `head`: the request that is in a lane; `taken`:
-    the one that is in flight. At most one of the two is set.
+    started; `first_id` and `last_id` the correlation IDs of the first and the last of them. `head`: the
+    request that is in a lane; `taken`: the one that is in flight. At most one of the two is set.
 
     `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is
     begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
@@ -119,6 +119,7 @@ class Sequence:
     __slots__ = (
         "broken_at",
         "counts",
+        "first_id",
         "head",
         "is_in_process",
         "is_recorded",
@@ -137,6 +138,7 @@ class Sequence:
         self.segments: deque[Segment] = deque([Segment()])
         self.kept = False
         self.next_index = 0
+        self.first_id = ""
         self.last_id = ""
         self.head: Run | None = None
         self.taken: Taken | None = None
@@ -156,6 +158,13 @@ class Sequence:
     def is_busy(self) -> bool:
         """Whether a request of it is in a lane or in flight."""
         return self.head is not None or self.taken is not None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a request can be served with its state, now or later. If it is broken, those that stand
+        before the break are still served."""
+        current = self.current
+        return self.kept and not (current.broken and current.turn_of(self.next_index) is None)
 
     @property
     def is_begun(self) -> bool:
@@ -204,16 +213,16 @@ class Sequence:
         return self.last_id if index == served - 1 else ""
 
     def _known_start_id(self) -> str | None:
-        """The correlation ID of the last start, if it had the index 0 and nothing was served since."""
+        """The correlation ID of the last start; None if it had no index."""
         start = self.segments[-1].start
         if start is not None:
             return start.correlation_ids[0] if part_of(start).index == 0 else None
         if len(self.segments) > 1:
             return None
         current = self._current_part()
-        if current is not None:
-            return current[1] if current[0].starts and current[0].index == 0 else None
-        return self.last_id if self.kept and self.next_index == 1 else None
+        if current is not None and current[0].starts:
+            return current[1] if current[0].index == 0 else None
+        return self.first_id if self.kept else None
 
     def _current_part(self) -> tuple[SequencePart, str] | None:
         if self.taken is not None:

@@ -123,7 +123,8 @@ class Sequences:
             sequence = self._by_id[one.sequence_id] = Sequence(one.sequence_id)
             sequence.is_recorded = True
             if one.next_index is not None:
-                sequence.kept, sequence.next_index, sequence.last_id = True, one.next_index, one.last_id
+                sequence.kept, sequence.next_index = True, one.next_index
+                sequence.first_id, sequence.last_id = one.first_id, one.last_id
                 self.space.hold(sequence, one.process)
             if one.failed_at:
                 self._unread.append((one.failed_at, _break_known(one, one.failed_at, FAILED_BEFORE)))
@@ -308,6 +309,8 @@ class Sequences:
         elif not taken.is_counted:
             sequence.next_index += 1
         sequence.last_id = taken.correlation_id
+        if part.starts:
+            sequence.first_id = taken.correlation_id
 
     def fail(self, run: Run) -> None:
         """This request in flight was answered, and not OK. Redis knows of it."""
@@ -390,7 +393,7 @@ class Sequences:
             self._still[sequence] = now_us, waits
 
     def _recount(self, sequence: Sequence) -> None:
-        counts = sequence.is_busy or (sequence.kept and not sequence.current.broken)
+        counts = sequence.is_busy or sequence.can_go_on
         self._kept += counts - sequence.counts
         sequence.counts = counts
         if not counts:
@@ -606,7 +609,7 @@ def _never_begun(run: Run) -> Refusal:
 
 
 def _processed_already(run: Run, next_index: int) -> Refusal:
-    detail = f"sequence_index: {part_of(run).index} was processed already; next is {next_index}"
+    detail = f"sequence_index: {part_of(run).index} was sent before; the next to be processed is {next_index}"
     return _refusal(run, INVALID_ARGUMENT, detail)
 
 

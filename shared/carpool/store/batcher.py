@@ -56,7 +56,7 @@ PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is neve
 RENEWALS_MAX: Final = 1000  # in one round trip
 LOOKUPS_MAX: Final = 1000  # likewise
 
-_FIELDS_KEPT: Final = ("next", "last", "broken", "broken_at", "failed_at")
+_FIELDS_KEPT: Final = ("next", "first", "last", "broken", "broken_at", "failed_at")
 
 
 class PutBack(NamedTuple):
@@ -338,12 +338,13 @@ def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | Comma
     if isinstance(reply, CommandError):  # a user made the key another type
         return KeptSequence(name, changed_us, None)
     texts = [value and value.decode("utf-8", "replace") for value in reply]
-    (next_index, last_id, broken, broken_at, failed_at), process = texts[:5], texts[5:]
+    (next_index, first_id, last_id, broken, broken_at, failed_at), process = texts[:6], texts[6:]
     is_broken = bool(broken and broken_at)
     return KeptSequence(
         name,
         changed_us,
         int(next_index) if next_index else None,
+        first_id or "",
         last_id or "",
         (is_broken and broken) or "",
         (is_broken and broken_at) or "",

@@ -29,7 +29,7 @@ local function change_sequence(take, is_effective)
   local is_broken_later = known[1] and known[1] > place
   if outcome == 'broken' then
     if is_broken_later then  -- what stands between the two places has no state to go on with
-      redis.pcall('HDEL', key, 'state', 'next', 'last')
+      redis.pcall('HDEL', key, 'state', 'next', 'first', 'last')
       redis.pcall('HSET', key, 'failed_at', place)
       return id, true, true
     end
@@ -39,7 +39,7 @@ local function change_sequence(take, is_effective)
   else
     redis.call('DEL', key)
     if outcome == 'started' then
-      redis.pcall('HSET', key, 'state', content, 'last', correlation_id, 'next', 1)
+      redis.pcall('HSET', key, 'state', content, 'first', correlation_id, 'last', correlation_id, 'next', 1)
     elseif not is_broken_later then
       return id, false, false
     end
