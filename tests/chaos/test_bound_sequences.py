@@ -119,7 +119,7 @@ def serve(stack: Stack, workers: int = 1, lease: tuple[str, ...] = LONG_LEASE, *
 
 
 def speakers(stack: Stack, count: int) -> list[Speaker]:
-    """So many sequences that have begun."""
+    """This many sequences, which have begun."""
     begun = [Speaker(stack, f"s{number}") for number in range(count)]
     sent = [speaker.send(0) for speaker in begun]
     assert [speaker.status(name) for speaker, name in zip(begun, sent, strict=True)] == [OK] * count

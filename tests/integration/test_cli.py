@@ -18,6 +18,7 @@ import pytest
 from redis import Redis
 
 from carpool.keys import Keys
+from carpool_cli.demo import listening
 from carpool_cli.local import embedded
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
@@ -498,6 +499,9 @@ def test_given_data_directory_is_kept(tmp_path: Path) -> None:
 # --- the demo
 
 
+FRAMES: Final = (listening.MICROPHONES + listening.ALONE) * listening.FRAMES
+
+
 def test_small_demo_succeeds(tmp_path: Path) -> None:
     done = carpool("demo", "--queries", "300", TMPDIR=str(tmp_path))
     assert done.status == 0, done.stdout + done.stderr
@@ -510,7 +514,7 @@ def test_small_demo_succeeds(tmp_path: Path) -> None:
         "880 squares",
         "Return the ",
         "in steps, sent as they are written",
-        " requests, each with a result, in ",
+        f"{300 + 300 + 8 + 2 * 880 + 2 * 51 + FRAMES:,} requests, each with a result, in ",
         "the batch reached max_batch_size",
         "50 of 50 sampled results equal those of direct calls, every square is",
         "correct, the chunks of every text make up its output,",

@@ -198,7 +198,7 @@ def test_sequences_of_a_process_that_is_gone_are_broken_and_others_unharmed() ->
     assert harness.details["c1"] == f"sequence c: {GONE}"
     harness.send("c2")
     assert harness.details["c2"] == f"sequence c: {GONE}"
-    harness.settle()  # a1 is answered by whoever reclaims it
+    harness.settle()  # a1 is answered by the worker that reclaims it
     assert "b1" in harness.ok and "a1" in harness.failed
     harness.send("d1")
     assert harness.run() == [["d1"]]
