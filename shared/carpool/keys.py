@@ -118,7 +118,7 @@ class Keys:
     def sequence(self, sequence_id: str) -> str:
         """Hash that expires: `state` and `next`, the number of requests that have succeeded, of a sequence,
         with the correlation IDs of the `first` and the `last` one; or why it is `broken`, and from which
-        place (`broken_at`), and where an earlier request did not succeed (`failed_at`). Of a bound model the
+        place (`broken_at`), and the first such place (`failed_at`), if that is another. Of a bound model the
         `state` is the name of the process that has it. See `sequence.lua`."""
         return self._of(f"sequence:{sequence_id}")
 

@@ -372,9 +372,9 @@ class KeptSequence(NamedTuple):
     """What Redis keeps of a sequence, without its state. `process`: of a bound model, the one that has it.
 
     `next_index`: how many of its requests succeeded; None if it has no state. `first_id` and `last_id`: the
-    correlation IDs of the first and the last of these. `broken` says why requests
-    later than `broken_at` are not served; empty if they are. `failed_at`: the place of an earlier request
-    that did not succeed either.
+    correlation IDs of the first and the last of these. `broken` says why requests later than `broken_at` are
+    not served; empty if they are. `failed_at`: the first place at which it was broken, if that is another;
+    what stands between the two is served from the next start on.
     """
 
     sequence_id: str

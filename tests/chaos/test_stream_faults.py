@@ -368,7 +368,9 @@ def test_terminated_worker_hands_its_requests_over(stack: Stack) -> None:
 
 
 def send_with_poison(stack: Stack, model: str = "Chain", **poison: Any) -> None:
-    """Send six good requests, and one that is not, while all are generated together."""
+    """Send six good requests, and one that is not, while all are generated together. They are read one after
+    another, while processes are replaced."""
+    stack.configure(model, reader_idle_ms="60000")
     for number in range(6):
         send(stack, f"good{number}", model, length=20, step_s=0.01, stream=number % 2)
     send(stack, "bad", model, **{"length": 20, "step_s": 0.01, **poison})

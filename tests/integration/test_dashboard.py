@@ -401,12 +401,14 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
                 expression = queries()[title].replace("$model", model).replace("$__rate_interval", window)
                 return prometheus.query(expression)
 
-            def empty() -> list[str]:
-                """Queries without a series or without a finite value."""
-                return [title for title in queries() if not any(map(math.isfinite, panel(title).values()))]
+            def panels() -> dict[str, dict[tuple[str, ...], float]] | None:
+                """All of them; None if one has no series or no finite value."""
+                found = {title: panel(title) for title in queries()}
+                is_whole = all(any(map(math.isfinite, of.values())) for of in found.values())
+                return found if is_whole else None
 
-            wait_until(lambda: not empty(), description="no panel is empty", timeout_s=5)
-            shown = {title: panel(title) for title in queries()}
+            shown = wait_until(panels, description="no panel is empty", timeout_s=10)
+            assert shown is not None
             rate = load.per_second(WINDOW_S)
             incidents = {
                 title: sum(panel(f"{title}: {{{{model}}}}", "1m").values())

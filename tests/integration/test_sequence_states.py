@@ -240,10 +240,45 @@ def test_break_at_a_later_place_survives_an_earlier_result(
     found = model.sequence("a")
     assert (found.pop("broken"), found.pop("broken_at")) == ("expired", place(refused))
     assert found == ({"state": b"1", "next": str(left), "last": of(flying)} if left else {})
-    # And that it is broken earlier does not move the mark to the front
+    # That it is broken earlier, too, does not move the mark to the front. The state stays.
     model.commit(model.batch(flying), [change(flying, "broken", "raised")])
-    broken = {"broken": "expired", "broken_at": place(refused), "failed_at": place(flying)}
-    assert model.sequence("a") == broken
+    found = model.sequence("a")
+    found = {name: found.get(name) for name in ("broken", "broken_at", "failed_at", "state")}
+    assert found == {
+        "broken": "expired",
+        "broken_at": place(refused),
+        "failed_at": place(flying),
+        "state": b"1" if left else None,
+    }
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_requests_before_all_that_were_refused_have_their_state(model: Model, order: tuple[int, ...]) -> None:
+    """Given requests refused in any order behind one in flight, with a start between them, expect the first
+    and the last of their places."""
+    begin, flying = model.run("a", starts=True), model.run("a")
+    refused = [model.run("a"), model.run("a", starts=True), model.run("a")]
+    model.commit(model.batch(begin), [change(begin, "kept", b"0")])
+    batch = model.batch(flying)
+    for at in order:
+        late = model.batch(refused[at], consumer="other")
+        model.commit(late, [change(refused[at], "broken", f"it is {at}")], consumer="other")
+    broken = {"broken": "it is 2", "broken_at": place(refused[2]), "failed_at": place(refused[0])}
+    assert model.sequence("a") == {"state": b"0", "next": "1", "last": of(begin), **broken}
+    assert model.worker.load(batch).states == {0: b"0"}
+    model.commit(batch, [change(flying, "kept", b"1")])
+    assert model.sequence("a") == {"state": b"1", "next": "2", "last": of(flying), **broken}
+
+
+def test_a_start_drops_what_was_broken_before_it(model: Model) -> None:
+    """Given requests refused before a start and behind it, expect that it is broken behind it only."""
+    runs = [model.run("a", starts=at in (0, 2)) for at in range(5)]
+    for at in (1, 4, 3):
+        model.commit(model.batch(runs[at]), [change(runs[at], "broken", "full")])
+    assert model.sequence("a")["failed_at"] == place(runs[1])
+    model.commit(model.batch(runs[2]), [change(runs[2], "kept", b"1")])
+    broken = {"broken": "full", "broken_at": place(runs[4])}
+    assert model.sequence("a") == {"state": b"1", "next": "1", "last": of(runs[2]), **broken}
 
 
 def test_batch_without_sequences_uses_none_of_their_keys(model: Model) -> None:

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from carpool.messages import Run
+from carpool.messages import Run, SequenceChange
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence import Segment, Sequence, place_of
 from carpool_batcher.core.sequences import Sequences
 from simulation.test_sequences_machine import SequencesMachine
+from support.sequence_harness import SequenceStore
 from unit import test_sequences as examples
 
 MACHINE_SETTINGS: Final = hypothesis_settings(
@@ -145,6 +146,20 @@ def serve_a_request_that_was_sent_twice(patch: Patch) -> None:
     patch.setattr(Sequence, "known_id", lambda self, part: None)
 
 
+def drop_the_state_of_earlier_requests(patch: Patch) -> None:
+    """A sequence that is broken at a later place, and then at an earlier one, has no state."""
+
+    def change(self: SequenceStore, change: SequenceChange, now_us: int) -> None:
+        known = self.kept.get(change.part.sequence_id)
+        is_broken_later = known is not None and known.broken_at > change.part.place
+        original(self, change, now_us)
+        if change.outcome == "broken" and is_broken_later:
+            self.kept[change.part.sequence_id].next_index = None
+
+    original = SequenceStore.change
+    patch.setattr(SequenceStore, "change", change)
+
+
 FAULTS: Final[list[Callable[[Patch], None]]] = [
     send_two_of_a_sequence,
     forget_what_is_in_flight_at_takeover,
@@ -158,6 +173,7 @@ FAULTS: Final[list[Callable[[Patch], None]]] = [
     never_begin_what_waits_for_space,
     count_a_refused_follower_as_waiting,
     serve_a_request_that_was_sent_twice,
+    drop_the_state_of_earlier_requests,
 ]
 
 

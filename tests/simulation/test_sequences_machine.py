@@ -325,7 +325,6 @@ class SequencesMachine(RuleBasedStateMachine):
 
 SequencesMachine.TestCase.settings = hypothesis_settings(
     max_examples=150,
-    derandomize=True,  # remove this to look for faults with other examples
     stateful_step_count=40,
     report_multiple_bugs=False,
     deadline=None,

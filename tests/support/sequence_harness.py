@@ -48,11 +48,10 @@ class SequenceStore:
         stored = self.kept.setdefault(part.sequence_id, StoredSequence())
         is_broken_later = stored.broken_at > part.place
         if change.outcome == "broken":
-            if is_broken_later:
-                stored.next_index, stored.first_id, stored.last_id, stored.served = None, "", "", ()
-                stored.failed_at = part.place
-                return
-            stored.broken, stored.broken_at = str(change.content), part.place
+            first = min(filter(None, (stored.failed_at, stored.broken_at, part.place)))
+            if not is_broken_later:
+                stored.broken, stored.broken_at = str(change.content), part.place
+            stored.failed_at = first if first != stored.broken_at else ""
         elif change.outcome == "kept" and not part.starts:
             stored.next_index, stored.last_id = (stored.next_index or 0) + 1, change.correlation_id
             stored.served += (change.correlation_id,)
@@ -60,6 +59,7 @@ class SequenceStore:
             fresh = self.kept[part.sequence_id] = StoredSequence()
             if is_broken_later:
                 fresh.broken, fresh.broken_at = stored.broken, stored.broken_at
+                fresh.failed_at = stored.failed_at if stored.failed_at > part.place else ""
             if change.outcome == "kept":
                 fresh.next_index, fresh.first_id = 1, change.correlation_id
                 fresh.last_id = change.correlation_id
@@ -104,6 +104,7 @@ class SequenceHarness:
         self.runs: dict[str, Run] = {}  # all, by name
         self.ok: dict[str, tuple[str, ...]] = {}  # those answered OK, with what made their state
         self.failed: set[str] = set()  # those in flight that were answered otherwise, or lost
+        self.ended_at: dict[str, str] = {}  # the last place at which a sequence was ended by force
         self._ids = itertools.count(1)
         self._numbers = itertools.count(1)
         self.scheduler = self._new_scheduler()
@@ -147,6 +148,7 @@ class SequenceHarness:
 
     def end_sequences(self, *sequence_ids: str) -> str:
         place = SequencePart.place_of(f"{next(self._ids)}-0", 0)
+        self.ended_at |= dict.fromkeys(sequence_ids, place)
         for refused in self.scheduler.end_sequences(sequence_ids, place):
             self._answer(refused)
         return place
@@ -230,10 +232,9 @@ class SequenceHarness:
             part, name = run.sequence, run.correlation_ids[0]
             assert part is not None
             stored = self.store.kept.get(part.sequence_id)
-            has_state = part.starts or (stored is not None and stored.next_index is not None)
             if self.name_of(run) in self.failed:  # answered ahead
                 broken.append(part.sequence_id)
-            elif part.sequence_id in failing or not has_state:
+            elif part.sequence_id in failing or not (part.starts or self._has_state(part)):
                 broken.append(part.sequence_id)
                 self.failed.add(self.name_of(run))
                 self.store.change(SequenceChange(part, name, "broken", "it raised"), now_us)
@@ -243,6 +244,13 @@ class SequenceHarness:
                 self.ok[self.name_of(run)] = (*before, name)
                 self.store.change(SequenceChange(part, name, outcome), now_us)
         self.scheduler.settle(batch_id, 0, now_us, broken=broken)
+
+    def _has_state(self, part: SequencePart) -> bool:
+        stored = self.store.kept.get(part.sequence_id)
+        is_kept = stored is not None and stored.next_index is not None
+        is_ended = self.ended_at.get(part.sequence_id, "") > part.place
+        assert is_kept or is_ended, f"the state of {part.sequence_id} is lost"
+        return is_kept
 
     def lose_batch(self, batch_id: str, at: float = 0) -> None:
         """A batch in flight is deleted by hand."""

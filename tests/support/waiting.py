@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
-from typing import Final
+from typing import Final, TypeVar
+
+Value = TypeVar("Value")
 
 _POLL_S: Final = 0.002
 _TICKS_PER_S: Final = 100  # of /proc/stat, on every architecture
@@ -36,21 +38,23 @@ class Stopwatch:
         return self.passed_s / (time.monotonic() - self._started_s)
 
 
-def wait_until(predicate: Callable[[], object], *, description: str, timeout_s: float = 30.0) -> None:
-    """Return as soon as `predicate` holds. `description` completes "timed out waiting until ...".
+def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 30.0) -> Value:
+    """Return what `predicate` returns, as soon as it is true. `description` completes "timed out waiting
+    until ...".
 
     The time that a host withholds from this machine does not count for `timeout_s`.
     """
     stopwatch = Stopwatch()
     deadline = time.monotonic() + timeout_s
     pause = Event()
-    while not predicate():
+    while not (value := predicate()):
         if time.monotonic() > deadline:
             left_s = timeout_s - stopwatch.passed_s
             if left_s <= 0:
                 raise AssertionError(f"timed out after {timeout_s:g} s waiting until {description}")
             deadline += left_s
         pause.wait(_POLL_S)
+    return value
 
 
 def _stolen_s() -> list[float]:

@@ -9,8 +9,10 @@
 --   ended          the request succeeded, and was the last one
 --   broken         it did not succeed; the content says why. Requests with later places are not served any more
 --
--- A request may be refused while an earlier one of its sequence is still in flight: then the sequence is broken from
--- the later place on, and the earlier one must not undo that. Places are compared as text.
+-- A request may be refused while earlier ones of its sequence wait or are in flight: then the sequence is broken from
+-- the later place on, and the earlier ones are still served with its state. Several may be refused, in any order, with
+-- starts between them. `broken_at` is the last such place, and `failed_at` the first one, if that is another: where the
+-- state ends. Places are compared as text.
 --
 -- A user may make a key or a field anything, so no command may raise. What cannot be written is lost: then the next
 -- request of the sequence is ABORTED, because there is no state for it.
@@ -24,16 +26,18 @@ local function change_sequence(take, is_effective)
   local key, id, place = KEYS[tonumber(take())], take(), take()
   local correlation_id, outcome, content = take(), take(), take()
   if not is_effective then return end
-  local known = redis.pcall('HMGET', key, 'broken_at', 'broken', 'next')
+  local known = redis.pcall('HMGET', key, 'broken_at', 'broken', 'next', 'failed_at')
   if known.err then known = {} end
-  local is_broken_later = known[1] and known[1] > place
+  local broken_at, failed_at = known[1], known[4]
+  local is_broken_later = broken_at and broken_at > place
   if outcome == 'broken' then
-    if is_broken_later then  -- what stands between the two places has no state to go on with
-      redis.pcall('HDEL', key, 'state', 'next', 'first', 'last')
-      redis.pcall('HSET', key, 'failed_at', place)
-      return id, true, true
+    local first = failed_at or broken_at
+    if not is_broken_later then
+      redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
+      broken_at = place
     end
-    redis.pcall('HSET', key, 'broken', content, 'broken_at', place)
+    if not first or first > place then first = place end
+    if first ~= broken_at then redis.pcall('HSET', key, 'failed_at', first) end
   elseif outcome == 'kept' then
     redis.pcall('HSET', key, 'state', content, 'last', correlation_id, 'next', (tonumber(known[3]) or 0) + 1)
   else
@@ -43,7 +47,8 @@ local function change_sequence(take, is_effective)
     elseif not is_broken_later then
       return id, false, false
     end
-    if is_broken_later then redis.pcall('HSET', key, 'broken_at', known[1], 'broken', known[2]) end
+    if is_broken_later then redis.pcall('HSET', key, 'broken_at', broken_at, 'broken', known[2]) end
+    if is_broken_later and failed_at and failed_at > place then redis.pcall('HSET', key, 'failed_at', failed_at) end
   end
   redis.call('PEXPIRE', key, SEQUENCE_TTL_MS)
   return id, outcome == 'broken', true
