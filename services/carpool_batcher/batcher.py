@@ -47,7 +47,7 @@ from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler
-from carpool_batcher.core.sequences import did_not_succeed
+from carpool_batcher.core.sequence_refusals import did_not_succeed
 from carpool_batcher.early_refusals import EarlyRefusals
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (

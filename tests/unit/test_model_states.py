@@ -50,6 +50,12 @@ def test_wrong_state_is_refused(declared: dict[str, Any], detail: str) -> None:
         StateSpec(**({"name": "h", "datatype": "FP32"} | declared))
 
 
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_state_without_a_name_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="a state needs a name"):
+        StateSpec(name, "FP32", (-1,))
+
+
 def test_initial_row_is_zeros_or_one_number_or_an_array() -> None:
     def row(initial: Any, datatype: str = "FP32") -> list[float]:
         spec = StateSpec("h", datatype, (2, -1, 2), 1, initial)

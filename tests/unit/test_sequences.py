@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from carpool.errors import (
     ABORTED,
     CANCELLED,
@@ -13,6 +15,7 @@ from carpool.errors import (
 from carpool.messages import UNANSWERED, Entry, Run, SequencePart
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.core.sequence import place_of
 from support.sequence_harness import SequenceHarness
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -198,6 +201,27 @@ def test_requests_before_a_break_are_served() -> None:
     harness.send("a5")
     assert harness.answers["a5"] == ABORTED
     assert harness.store.kept["a"].broken == "its request a2 did not succeed"
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_requests_before_several_breaks_are_served(takes_over: bool) -> None:
+    """Given a request that is withdrawn, and then one before it, expect that those before both are served."""
+    harness = SequenceHarness()
+    harness.send("a0", start=True)
+    assert harness.run() == [["a0"]]
+    for name in ("a1", "a2", "a3", "a4", "a5", "a6"):
+        harness.send(name)
+    assert harness.poll() == [["a1"]]
+    for name in ("a5", "a3"):
+        harness.withdraw(name)
+        harness.poll()
+    if takes_over:
+        harness.take_over()
+    harness.settle()
+    assert harness.run() == [["a2"]]
+    assert harness.ok == {"a0": ("a0",), "a1": ("a0", "a1"), "a2": ("a0", "a1", "a2")}
+    assert harness.answers == {"a5": CANCELLED, "a6": ABORTED, "a3": CANCELLED, "a4": ABORTED}
+    assert harness.store.kept["a"].failed_at == place_of(harness.runs["a3"])
 
 
 def test_withdrawn_requests_of_one_sequence_are_all_cancelled() -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from carpool.errors import NotFoundError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.frames import RequestFields, pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.step_frames import Admit, Advance, Step
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepper import SILENT_STEPS_MAX, Stepper
 from carpool_worker.model_process.stepping import StepRequest
 
 Requests = Sequence[StepRequest]
@@ -387,6 +388,32 @@ def test_end_that_raises_is_ignored() -> None:
     b.admit(2)
     assert b.finish() == {1: "0", 2: "01"}
     assert b.model.calls.count(("end", [1])) == 1
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_forgotten_finish_is_reported_once(is_streamed: bool) -> None:
+    """Given a request that emits twice and is never finished, expect a line after many steps, and no other
+    for a second one."""
+
+    class Forgets(Counter):
+        def step(self, requests: Requests) -> None:
+            for request in requests:
+                if request.body == "no" and request.emitted < 2:
+                    request.emit("a")
+
+    b = Bench(Forgets())
+    with capture_logs() as lines:
+        b.admit("no", is_streamed=is_streamed)
+        for _ in range(SILENT_STEPS_MAX + 1):
+            b.advance()
+        assert lines == []
+        b.admit("never")
+        b.advance()
+        assert [(line["correlation_id"], line["steps"]) for line in lines] == [("id0", SILENT_STEPS_MAX)]
+        assert "finish()" in lines[0]["event"]
+        for _ in range(2 * SILENT_STEPS_MAX):
+            b.advance()
+    assert len(lines) == 1
 
 
 def test_value_that_cannot_be_sent_fails_its_request() -> None:

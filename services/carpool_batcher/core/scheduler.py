@@ -62,7 +62,8 @@ from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequences import Sequences, ended_by_force
+from carpool_batcher.core.sequence_refusals import ended_by_force
+from carpool_batcher.core.sequences import Sequences
 from carpool_batcher.core.space import Processes
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]

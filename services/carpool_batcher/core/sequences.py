@@ -19,13 +19,10 @@ Events are recorded, and `decide` says what follows from them: so it sees all th
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
 from carpool.messages import (
-    UNANSWERED,
     KeptSequence,
     Refusal,
     Run,
@@ -33,14 +30,24 @@ from carpool.messages import (
     SequencePart,
     SlotFreed,
 )
-from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.sequence import Segment, Sequence, Taken, part_of, place_of
+from carpool_batcher.core.sequence_refusals import (
+    ENDED_BY_FORCE,
+    FAILED_BEFORE,
+    PROCESS_GONE,
+    aborted,
+    did_not_arrive,
+    did_not_succeed,
+    ended_by_force,
+    never_begun,
+    processed_already,
+    sent_twice,
+)
 from carpool_batcher.core.space import Space, lane_of_process
+from carpool_batcher.core.still_sequences import StillSequences
+from carpool_batcher.core.waiting_starts import WaitingStarts
 
-ENDED_BY_FORCE: Final = "it was ended (end_sequences)"
-PROCESS_GONE: Final = "its model process ended"
 _FIRST_PLACE: Final = "0"  # before each place
-FAILED_BEFORE: Final = "an earlier request of it did not succeed"
 _LAST_PLACE: Final = "~"  # after each place
 
 
@@ -97,22 +104,19 @@ class Sequences:
         self._changed: dict[Sequence, None] = {}  # since the last `decide`
         self._breaks: list[tuple[Segment, str]] = []  # after these places requests are aborted
         self._marks: dict[Sequence, SequenceChange] = {}  # the latest break that Redis does not know of
-        # Since when they are still, and whether requests wait; the oldest first.
-        self._still: dict[Sequence, tuple[int, bool]] = {}
-        self._to_start: list[
-            tuple[str, str]
-        ] = []  # a heap of (place of a start that needs space, sequence ID)
+        self._still = StillSequences()
+        self._to_start = WaitingStarts()
         self._decided = Decided.nothing()
         self._unread: list[tuple[str, Run | _Break | _End]] | None = None  # while a batcher takes over
         self._loaded: dict[str, KeptSequence] = {}
-        self._kept = self._waiting_to_start = self._started = self._ended = self._broken = 0
+        self._kept = self._started = self._ended = self._broken = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def counts(self) -> SequenceCounts:
         """For the report."""
-        return SequenceCounts(self._kept, self._waiting_to_start, self._started, self._ended, self._broken)
+        return SequenceCounts(self._kept, len(self._to_start), self._started, self._ended, self._broken)
 
     # --- taking over ---------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class Sequences:
                 sequence.broken_at = one.broken_at
                 self._unread.append((one.broken_at, _break_known(one, one.broken_at, one.broken)))
             self._loaded[one.sequence_id] = one
-            self._still[sequence] = one.changed_us, False
+            self._still.add(sequence, one.changed_us, waits=False)
 
     def adopt(self, run: Run, process: str = "") -> None:
         """This request is in flight, dispatched by a previous batcher to this process, if it is of a bound
@@ -192,18 +196,18 @@ class Sequences:
         part = part_of(run)
         sequence = self._by_id.get(part.sequence_id)
         if sequence is None:
-            return None if part.starts or part.index is not None else _never_begun(run)
+            return None if part.starts or part.index is not None else never_begun(run)
         segment = sequence.segments[-1]
         if segment.broken and not part.starts:
-            return _aborted(run, segment.broken)
+            return aborted(run, segment.broken)
         known_id = sequence.known_id(part)
         if known_id == run.correlation_ids[0]:
-            return refusal(run, UNANSWERED, "duplicate", "")
+            return sent_twice(run)
         if known_id is not None and not part.starts:
-            return _processed_already(run, sequence.served_of_last_segment())
+            return processed_already(run, sequence.served_of_last_segment())
         if part.starts or part.index is not None or sequence.is_begun:
             return None
-        return _never_begun(run)
+        return never_begun(run)
 
     def add(self, run: Run) -> None:
         """A request waits."""
@@ -240,7 +244,7 @@ class Sequences:
         for segment in sequence.segments:
             for run in list(segment):
                 self._refuse(segment, run, ended_by_force(run))
-        self._set_waiting(sequence, False)
+        self._to_start.discard(sequence)
         sequence.segments.clear()
         sequence.segments.append(Segment(broken=ENDED_BY_FORCE))
         head, sequence.head, sequence.kept = sequence.head, None, False
@@ -269,7 +273,7 @@ class Sequences:
                 return
             sequence = self._by_id[part.sequence_id]
             if run is sequence.current.start:
-                self._set_waiting(sequence, False)
+                self._to_start.discard(sequence)
             segment.remove(run)
             self._break(sequence, segment, event)
             return
@@ -350,7 +354,8 @@ class Sequences:
             return None
         if self._changed or self._decided.refusals or self._decided.changes or self._decided.freed:
             return 0
-        return next(iter(self._still.values()))[0] + self.idle_us if self._still else None
+        oldest_us = self._still.oldest_us()
+        return None if oldest_us is None else oldest_us + self.idle_us
 
     def decide(self, now_us: int) -> Decided:
         """What follows from all that happened, and from the time."""
@@ -367,7 +372,7 @@ class Sequences:
     def _follow_events(self, now_us: int) -> None:
         for segment, place in self._breaks:
             for run in segment.after(place):
-                self._refuse(segment, run, _aborted(run, segment.broken))
+                self._refuse(segment, run, aborted(run, segment.broken))
         self._breaks.clear()
         changed, self._changed = self._changed, {}
         for sequence in changed:
@@ -379,18 +384,14 @@ class Sequences:
         if not sequence.is_busy:
             self._choose_head(sequence)
         self._recount(sequence)
-        if sequence.is_busy or sequence.waits_for_space:
-            self._still.pop(sequence, None)
-            return
         waits = sequence.current.has_rest
-        if not (sequence.is_recorded or waits or sequence.current.broken):
-            self._still.pop(sequence, None)
+        if sequence.is_busy or sequence.waits_for_space:
+            self._still.discard(sequence)
+        elif sequence.is_recorded or waits or sequence.current.broken:
+            self._still.add(sequence, now_us, waits=waits)
+        else:
+            self._still.discard(sequence)
             del self._by_id[sequence.sequence_id]
-            return
-        since = self._still.get(sequence)
-        if since is None or since[1] is not waits:
-            self._still.pop(sequence, None)
-            self._still[sequence] = now_us, waits
 
     def _recount(self, sequence: Sequence) -> None:
         counts = sequence.is_busy or sequence.can_go_on
@@ -422,44 +423,30 @@ class Sequences:
         """None of these requests has its turn. Only those stay that wait for an index or a start."""
         if segment.broken:
             for run in list(segment.rest()):
-                self._refuse(segment, run, _aborted(run, segment.broken))
+                self._refuse(segment, run, aborted(run, segment.broken))
         elif not is_kept:
             for run in list(segment.rest()):
                 if not is_last or part_of(run).index is None:
-                    self._refuse(segment, run, _never_begun(run))
+                    self._refuse(segment, run, never_begun(run))
 
     def _begin(self, sequence: Sequence, start: Run) -> None:
         """It is the turn of a start: it becomes the head if there is space."""
         if not self.space.is_taken_by(sequence):
             self._leave(sequence)
             sequence.kept = False
-            is_first = not self._to_start or place_of(start) <= self._to_start[0][0]
-            if not (is_first and self.space.is_free(self._kept)):
-                self._wait_for_space(sequence, start)
+            if not (self._to_start.is_first(place_of(start)) and self.space.is_free(self._kept)):
+                self._to_start.add(sequence, place_of(start))
                 return
-        self._set_waiting(sequence, False)
+        self._to_start.discard(sequence)
         self.space.take(sequence)
         self._promote(sequence, start)
-
-    def _wait_for_space(self, sequence: Sequence, start: Run) -> None:
-        if not sequence.waits_for_space:
-            self._set_waiting(sequence, True)
-            heapq.heappush(self._to_start, (place_of(start), sequence.sequence_id))
 
     def _begin_waiting(self, now_us: int) -> None:
         """Sequences that wait to start begin, as far as there is space."""
         while self._to_start and self.space.is_free(self._kept):
-            place, sequence_id = heapq.heappop(self._to_start)
-            sequence = self._by_id.get(sequence_id)
-            if sequence is None or not sequence.waits_for_space:
-                continue
-            start = sequence.current.start
-            if start is not None and place_of(start) == place:
+            sequence = self._to_start.pop()
+            if sequence is not None:
                 self._advance(sequence, now_us)
-
-    def _set_waiting(self, sequence: Sequence, waits: bool) -> None:
-        self._waiting_to_start += waits - sequence.waits_for_space
-        sequence.waits_for_space = waits
 
     def _promote(self, sequence: Sequence, run: Run) -> None:
         sequence.current.remove(run)
@@ -520,12 +507,8 @@ class Sequences:
     def _end_still(self, now_us: int) -> bool:
         """End the sequences that have been still for `idle_us`. Whether there were any."""
         ended = False
-        while self._still:
-            sequence, (since_us, waits) = next(iter(self._still.items()))
-            if since_us + self.idle_us > now_us:
-                break
+        for sequence, waits in self._still.pop_until(now_us - self.idle_us):
             ended = True
-            del self._still[sequence]
             if waits:
                 self._refuse_stuck(sequence)
             else:
@@ -536,14 +519,14 @@ class Sequences:
         """Its requests wait for an index that did not come, or for a start."""
         runs = sorted(sequence.current.rest(), key=place_of)
         if sequence.kept:
-            first, idle_ms = runs[0], self.idle_us // 1000
-            reason = f"its request with the index {sequence.next_index} did not arrive within {idle_ms} ms"
+            first = runs[0]
+            reason = did_not_arrive(sequence.next_index, self.idle_us // 1000)
             event = _Break(part_of(first), first.correlation_ids[0], reason, False)
             self._break(sequence, sequence.current, event)
             sequence.kept = False
         for run in runs:
             broken = sequence.current.broken
-            self._refuse(sequence.current, run, _aborted(run, broken) if broken else _never_begun(run))
+            self._refuse(sequence.current, run, aborted(run, broken) if broken else never_begun(run))
         self._changed[sequence] = None
 
     def _end_idle(self, sequence: Sequence) -> None:
@@ -590,33 +573,3 @@ class Sequences:
 def _break_known(kept: KeptSequence, place: str, reason: str) -> _Break:
     """A break of which Redis knows."""
     return _Break(SequencePart(kept.sequence_id, False, False, None, place), "", reason, True)
-
-
-def did_not_succeed(correlation_id: str) -> str:
-    """Why a sequence is broken."""
-    return f"its request {correlation_id} did not succeed"
-
-
-def _aborted(run: Run, reason: str) -> Refusal:
-    detail = f"sequence {part_of(run).sequence_id}: {reason}; begin it again with sequence_start"
-    return _refusal(run, ABORTED, detail)
-
-
-def _never_begun(run: Run) -> Refusal:
-    name = part_of(run).sequence_id
-    detail = f"sequence_id: {name} was never begun, or has ended: begin it with sequence_start"
-    return _refusal(run, INVALID_ARGUMENT, detail)
-
-
-def _processed_already(run: Run, next_index: int) -> Refusal:
-    detail = f"sequence_index: {part_of(run).index} was sent before; the next to be processed is {next_index}"
-    return _refusal(run, INVALID_ARGUMENT, detail)
-
-
-def ended_by_force(run: Run) -> Refusal:
-    """The answer to a request that waited when its sequence was ended by force."""
-    return _refusal(run, CANCELLED, f"sequence {part_of(run).sequence_id}: {ENDED_BY_FORCE}")
-
-
-def _refusal(run: Run, status: str, detail: str) -> Refusal:
-    return refusal(run, status, "sequence", detail)

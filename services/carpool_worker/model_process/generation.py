@@ -23,7 +23,9 @@ class Generation(StepRequest):
     joined to its output.
     """
 
-    __slots__ = ("_is_streamed", "_taken_bytes", "_taken_count", "is_begun", "key")
+    __slots__ = (
+        "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes", "_taken_count", "is_begun", "key",
+    )  # fmt: skip
 
     def __init__(self, admit: Admit, body: Any) -> None:
         super().__init__(*admit.request, body, admit.cost)
@@ -34,6 +36,8 @@ class Generation(StepRequest):
             self.emitted = _strip_headers(admit.chunks, self._packed)
         self._taken_count = self._chunks_count = self.emitted
         self._taken_bytes = self._chunks_bytes = len(self._packed)
+        self._emitted_before = self.emitted  # before the last step that `count_silent_steps` heard of
+        self._silent_steps = 0
 
     @property
     def was_sent(self) -> bool:
@@ -51,10 +55,18 @@ class Generation(StepRequest):
             header = _LIST_OF_ONE if count == 1 else list_header(count)
             chunk = header + self._packed[self._taken_bytes :]
             self._taken_count, self._taken_bytes = self.emitted, len(self._packed)
+            self._emitted_before, self._silent_steps = self.emitted, 0
         if not has_ended:
             return Advance(self.key, chunk, self.emitted)
         output = self._final_output() if self._failure is None else None
         return Advance(self.key, chunk, self.emitted, output, self._failure)
+
+    def count_silent_steps(self) -> int:
+        """It took a step, after which there was nothing to take: how many such steps it has taken in a row in
+        which it emitted nothing."""
+        self._silent_steps = self._silent_steps + 1 if self.emitted == self._emitted_before else 0
+        self._emitted_before = self.emitted
+        return self._silent_steps
 
     def reject(self, failure: Failure) -> None:
         """End it with this failure, unless it has ended."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -25,6 +25,7 @@ from carpool_worker.model_process.step_frames import Admit, Advance, Configure, 
 
 Requests = Sequence[Generation]
 
+SILENT_STEPS_MAX: Final = 1000  # in a row: more are reported, once
 _EMIT_INSTEAD = "emit values with request.emit(value), and end with request.finish()"
 
 
@@ -39,6 +40,7 @@ class Stepper:
             settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost
         )
         self._running_reported = 0
+        self._is_silence_reported = False
         self._log = structlog.get_logger()
 
     @property
@@ -185,6 +187,8 @@ class Stepper:
         for generation in planned.stepped:
             advance = generation.take()
             if advance is None:
+                if generation.count_silent_steps() == SILENT_STEPS_MAX:
+                    self._report_silence(generation)
                 continue
             advances.append(advance)
             if generation.has_ended:
@@ -198,6 +202,16 @@ class Stepper:
             return None
         self._running_reported = running
         return Step(step_us, begin_us, size, running, advances)
+
+    def _report_silence(self, generation: Generation) -> None:
+        """Most likely the model forgot to finish it. The first such request is enough to say so."""
+        if not self._is_silence_reported:
+            self._is_silence_reported = True
+            self._log.warning(
+                "request keeps its slot, but the model neither emits nor finishes: does step call finish()?",
+                correlation_id=generation.correlation_id,
+                steps=SILENT_STEPS_MAX,
+            )
 
 
 def _decode(admit: Admit, payload: Buffer) -> Any:

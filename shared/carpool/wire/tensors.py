@@ -133,6 +133,8 @@ class StateSpec:
 
     def __post_init__(self) -> None:
         of = f"state {self.name!r}"
+        if type(self.name) is not str or not self.name:
+            raise ValueError(f"{of}: a state needs a name, a str that is not empty")
         object.__setattr__(self, "shape", _integers(self.shape, of))
         if self.datatype not in WIDTHS:
             raise ValueError(f"{of}: datatype {self.datatype!r} is not one of {', '.join(sorted(WIDTHS))}")
