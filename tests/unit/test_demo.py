@@ -328,8 +328,9 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
 
 
-def test_commands_for_a_model_with_states_send_a_whole_sequence() -> None:
-    infer, redis_cli, python = paste.lines("redis://127.0.0.1:6379/0", "m", kind=ModelKind.STATEFUL)
+@pytest.mark.parametrize("kind", [kind for kind in ModelKind if kind.has_sequences])
+def test_commands_for_a_model_of_sequences_send_a_whole_one(kind: ModelKind) -> None:
+    infer, redis_cli, python = paste.lines("redis://127.0.0.1:6379/0", "m", kind=kind)
     assert infer.endswith("infer m hello --sequence-id try --sequence-start --sequence-end")
     assert "'*' sequence_id try sequence_start 1 sequence_end 1 body " in redis_cli
     assert ', sequence_id="try", sequence_start=True, sequence_end=True)' in python

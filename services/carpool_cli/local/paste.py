@@ -16,10 +16,12 @@ from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.example import Example, example
 
+_WHOLE_SEQUENCE: Final = " --sequence-id try --sequence-start --sequence-end"
 _FLAGS: Final = {
     ModelKind.PLAIN: "",
     ModelKind.STEPPING: " --stream",
-    ModelKind.STATEFUL: " --sequence-id try --sequence-start --sequence-end",
+    ModelKind.STATEFUL: _WHOLE_SEQUENCE,
+    ModelKind.BOUND: _WHOLE_SEQUENCE,
 }
 _FIELDS: Final = " sequence_id try sequence_start 1 sequence_end 1"
 _OPTIONS: Final = ', sequence_id="try", sequence_start=True, sequence_end=True'
@@ -49,7 +51,7 @@ def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind) ->
     prefix_flag = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     url_flag = "" if _is_default(url) or _has_password(url) else f" --redis-url {shlex.quote(url)}"
     flags = f"{_FLAGS[kind]}{url_flag}{prefix_flag}"
-    fields = _FIELDS if kind is ModelKind.STATEFUL else ""
+    fields = _FIELDS if kind.has_sequences else ""
     if body.json:
         before, text = "", shlex.quote(body.json.strip('"'))  # `carpool infer` sends text as a JSON string
         add = f"{cli} XADD {shlex.quote(keys.requests)} '*'{fields} body {shlex.quote(body.json)}"
@@ -66,7 +68,7 @@ def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind) ->
 def _python(url: str, model: str, prefix: str, body: Example, kind: ModelKind) -> str:
     client = [] if _is_default(url) or _has_password(url) else [json.dumps(url)]
     client += [] if prefix == DEFAULT_PREFIX else [f"prefix={json.dumps(prefix)}"]
-    options = _OPTIONS if kind is ModelKind.STATEFUL else ""
+    options = _OPTIONS if kind.has_sequences else ""
     call = f'Client({", ".join(client)}).infer("{model}", {body.value}{options})'
     script = f"{body.imports}from carpool import Client; print({call})"
     return f"{command('python')} -c {shlex.quote(script)}"

@@ -164,7 +164,8 @@ def served_line(worker: WorkerService, replicas: int) -> str:
     took_s = worker.serving_since_s - worker.started_s
     size = worker.registration.get("max_batch_size", "?")
     processes = count(replicas, "process", "processes")
-    limit = f"{size} slots each" if worker.kind is ModelKind.STEPPING else f"batches of up to {size}"
+    has_slots = worker.kind in (ModelKind.STEPPING, ModelKind.BOUND)
+    limit = f"{size} slots each" if has_slots else f"batches of up to {size}"
     return f"  {worker.model} is served after {took_s:.1f} s: {processes}, {limit}"
 
 
