@@ -425,7 +425,10 @@ class ModelBatcher:
         self.wake_at_us = now_us
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
         self._update_settings(scheduler, snapshot)
-        session.missing_batches.forget(self._store, scheduler, snapshot.batches_in_flight, now_us)
+        settled_read = session.subscription.settled.after
+        session.missing_batches.forget(
+            self._store, scheduler, snapshot.batches_in_flight, settled_read, now_us
+        )
         forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
         if snapshot.waiting_entries <= len(entries):
             scheduler.sequences.complete()  # the last unread one may have been removed

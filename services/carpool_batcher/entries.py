@@ -117,22 +117,38 @@ def forget_missing_entries(
             scheduler.forget(entries.pop(entry_id).runs)
 
 
+class _Missing(NamedTuple):
+    """A batch that was found to be missing. `settled_id`: the last entry of `settled` at that time."""
+
+    since_us: int
+    settled_id: bytes
+
+
 class MissingBatches:
     """Batches in flight that are no longer in Redis: deleted by hand, or committed without notice.
 
-    One that was just committed is missing, too, until its `settled` entry is read.
+    One that was just committed is missing, too, until its `settled` entry is read. This batcher may have stood
+    still since, so only that `settled` was read up to there shows that there is none.
     """
 
     def __init__(self) -> None:
-        self._since_us: dict[str, int] = {}  # when each batch was first found to be missing
+        self._missing: dict[str, _Missing] = {}  # by batch, when it was first found to be missing
 
-    def forget(self, store: BatcherStore, scheduler: Scheduler, batches_in_flight: int, now_us: int) -> None:
+    def forget(
+        self,
+        store: BatcherStore,
+        scheduler: Scheduler,
+        batches_in_flight: int,
+        settled_read: bytes,
+        now_us: int,
+    ) -> None:
         """Return the capacity of those that have been missing for SETTLED_UNREAD_US.
 
         `batches_in_flight` is how many there are in Redis. If that is too few, the batches are looked up.
+        `settled_read`: the ID of the last entry of `settled` that was read.
         """
         if batches_in_flight >= len(scheduler.in_flight()):
-            self._since_us.clear()
+            self._missing.clear()
             return
         old = [
             batch_id
@@ -140,7 +156,11 @@ class MissingBatches:
             if batch.dispatched_us < now_us - SETTLED_UNREAD_US
         ]
         missing = store.missing(store.keys.batches, old) if old else set()
-        self._since_us = {batch_id: self._since_us.get(batch_id, now_us) for batch_id in missing}
-        for batch_id, since_us in self._since_us.items():
-            if since_us <= now_us - SETTLED_UNREAD_US:
+        if missing - self._missing.keys():
+            found = _Missing(now_us, store.last_settled_id())  # after the look: its entry is not later
+            self._missing |= dict.fromkeys(missing - self._missing.keys(), found)
+        self._missing = {batch_id: self._missing[batch_id] for batch_id in missing}
+        for batch_id, (since_us, settled_id) in self._missing.items():
+            is_read = id_order(settled_read) >= id_order(settled_id)
+            if is_read and since_us <= now_us - SETTLED_UNREAD_US:
                 scheduler.forget_batch(batch_id, now_us)

@@ -18,6 +18,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 
 LONG_US: Final = 10 * SETTLED_UNREAD_US  # how long a batch is executed
 DELETED: Final = "9-0"
+NOTHING_READ: Final = b"0-0"  # of `settled`
 
 
 @pytest.fixture
@@ -48,16 +49,16 @@ def test_long_batch_that_is_committed_is_settled_by_its_entry(
 ) -> None:
     """Given a batch that is found to be missing before its entry is read, expect its time to be learned."""
     missing = MissingBatches()
-    missing.forget(store, scheduler, 1, LONG_US)
-    missing.forget(store, scheduler, 1, LONG_US + SETTLED_UNREAD_US - 1)
+    missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
+    missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US - 1)
     scheduler.settle(DELETED, LONG_US - 1000, LONG_US)
     assert scheduler.capacity.latency.of(1) == LONG_US - 1000
 
 
 def test_deleted_batch_is_forgotten_after_a_second(store: BatcherStore, scheduler: Scheduler) -> None:
     missing = MissingBatches()
-    missing.forget(store, scheduler, 1, LONG_US)
-    missing.forget(store, scheduler, 1, LONG_US + SETTLED_UNREAD_US)
+    missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
+    missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US)
     assert DELETED not in scheduler.in_flight()
     assert len(scheduler.in_flight()) == 1
     assert not scheduler.capacity.latency.known
@@ -67,5 +68,20 @@ def test_batch_that_is_in_redis_again_is_not_missing(store: BatcherStore, schedu
     """Given a look at which as many batches are in Redis as are known, the second begins anew."""
     missing = MissingBatches()
     for batches_in_flight, after_us in ((1, 0), (2, 1), (1, 2)):
-        missing.forget(store, scheduler, batches_in_flight, LONG_US + after_us * SETTLED_UNREAD_US)
+        now_us = LONG_US + after_us * SETTLED_UNREAD_US
+        missing.forget(store, scheduler, batches_in_flight, NOTHING_READ, now_us)
     assert DELETED in scheduler.in_flight()
+
+
+def test_batch_is_not_missing_as_long_as_its_settled_entry_may_be_unread(
+    link: Link, store: BatcherStore, scheduler: Scheduler
+) -> None:
+    """Given a batcher that stood still for a long time after it found a batch to be missing, expect that it
+    reads `settled` first."""
+    settled_id = link.call("XADD", store.keys.settled, "*", "batch", DELETED)
+    missing = MissingBatches()
+    missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
+    missing.forget(store, scheduler, 1, NOTHING_READ, 2 * LONG_US)
+    assert DELETED in scheduler.in_flight()
+    missing.forget(store, scheduler, 1, settled_id, 2 * LONG_US)
+    assert DELETED not in scheduler.in_flight()
