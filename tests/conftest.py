@@ -64,9 +64,11 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Add the end of the logs of all running stacks to the report of a failed test."""
+    """Add the end of the logs of all running stacks to the report of a failed test, which may have left things
+    in them."""
     report = yield
     if report.failed:
         for number, stack in enumerate(Stack.running):
+            stack.is_spoiled = True
             report.sections.append((f"logs of stack {number}", stack.end_of_logs()))
     return report

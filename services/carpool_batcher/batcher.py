@@ -308,6 +308,8 @@ class ModelBatcher:
         dispatches = [decision for decision in decisions if type(decision) is Dispatch]
         refusals += [decision for decision in decisions if type(decision) is Refusal]
         refusals = session.early.hold(refusals, now_us)
+        is_reading = session.scheduler.sequences.is_reading
+        refusals, emptied = session.unread.hold(refusals, emptied, is_reading=is_reading)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         freed = [decision for decision in decisions if type(decision) is SlotFreed]
         if refusals or emptied or changes or freed:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Run
+from carpool.messages import Entry, Refusal, Run
 from carpool.rows import stored_names
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.reader import RawEntry, id_order
@@ -82,6 +82,24 @@ class UnreadEntries:
 
     def __init__(self, last_id: bytes | None) -> None:
         self._last_id = last_id
+        self._refusals: list[Refusal] = []
+        self._emptied: list[Entry] = []
+
+    def hold(
+        self, refusals: Sequence[Refusal], emptied: Sequence[Entry], *, is_reading: bool
+    ) -> tuple[list[Refusal], list[Entry]]:
+        """Hold these while the sequences are `is_reading`. Returns what is to be written.
+
+        What a refusal breaks is written with it, and that is decided when all was read. Were it written
+        earlier, and this batcher then killed, the next one would go on with the sequence.
+        """
+        self._refusals += refusals
+        self._emptied += emptied
+        if is_reading:
+            return [], []
+        held = self._refusals, self._emptied
+        self._refusals, self._emptied = [], []
+        return held
 
     def become_read(self, arrived: Sequence[RawEntry]) -> bool:
         """These entries were read, in their order. Whether they are the last of those that were unread."""
@@ -127,8 +145,8 @@ class _Missing(NamedTuple):
 class MissingBatches:
     """Batches in flight that are no longer in Redis: deleted by hand, or committed without notice.
 
-    One that was just committed is missing, too, until its `settled` entry is read. This batcher may have stood
-    still since, so only that `settled` was read up to there shows that there is none.
+    One that was just committed is missing, too, until its `settled` entry is read. This batcher may have
+    stood still since, so only that `settled` was read up to there shows that there is none.
     """
 
     def __init__(self) -> None:

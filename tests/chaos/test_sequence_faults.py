@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -40,21 +40,32 @@ LONG_LEASE: Final = ("--lease-ms", "30000")
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("sequences")) as stack:
-        yield stack
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Stack]]:
+    """Returns the stack of this module; after a failure another one, so that only this test fails."""
+    started: list[Stack] = []
+
+    def unspoiled() -> Stack:
+        if started and started[-1].is_spoiled:
+            started.pop().stop()
+        if not started:
+            started.append(Stack(tmp_path_factory.mktemp("sequences")))
+        return started[-1]
+
+    yield unspoiled
+    for stack in started:
+        stack.stop()
 
 
 @pytest.fixture
-def pair(shared: Stack) -> Stack:
+def pair(shared: Callable[[], Stack]) -> Stack:
     """Two batchers, of which one is active, and two workers."""
-    return serve(shared, batchers=2, workers=2)
+    return serve(shared(), batchers=2, workers=2)
 
 
 @pytest.fixture
-def single(shared: Stack) -> Stack:
+def single(shared: Callable[[], Stack]) -> Stack:
     """A batcher and a worker."""
-    return serve(shared, batchers=1, workers=1)
+    return serve(shared(), batchers=1, workers=1)
 
 
 def living(stack: Stack, role: str) -> list[Service]:

@@ -230,6 +230,36 @@ def test_requests_put_back_keep_their_places(served: Served) -> None:
     assert [served.serve() for _ in range(3)] == [["a1"], ["a2"], ["a3"]]
 
 
+MANY = 40  # entries: more than a batcher reads at once when it begins
+
+
+def test_a_refusal_is_not_written_before_all_was_read(served: Served) -> None:
+    """Given a batcher that takes over and may be killed before it has read all, expect that no request is
+    answered unless its sequence is broken with that."""
+    served.send("a0", sequence_start=1)
+    assert served.serve() == ["a0"]
+    served.take_over()
+    served.send("a1", expiration=1)
+    for number in range(MANY):
+        served.send(f"b{number}", sequence_start=1)
+    served.until(lambda: served.link.call("EXISTS", served.keys.result("a1")), "a1 has expired")
+    assert served.stored("a")["broken"] == "its request a1 did not succeed"
+
+
+def test_sequences_are_ended_by_force_once_all_was_read(served: Served) -> None:
+    """Given a batcher that takes over, expect that it does not remove the entry before it has carried it
+    out."""
+    served.send("a0", sequence_start=1)
+    assert served.serve() == ["a0"]
+    served.take_over()
+    entry_id = served.link.call("XADD", served.keys.requests, "*", "end_sequences", "a")
+    for number in range(MANY):
+        served.send(f"b{number}", sequence_start=1)
+    find = ("XRANGE", served.keys.requests, entry_id, entry_id)
+    served.until(lambda: not served.link.call(*find), "the entry is removed")
+    assert served.stored("a")["broken"] == "it was ended (end_sequences)"
+
+
 def test_a_place_is_believed_only_in_an_entry_that_was_put_back(served: Served) -> None:
     earlier = SequencePart.place_of("1-0", 0)
     served.send("a0", sequence_start=1, sequence_place=earlier)

@@ -8,7 +8,7 @@ for which it has no slot (`support.bound_harness`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -38,9 +38,14 @@ class ObservedBound(BoundHarness):
         super().compare()
         self.known, self.known_to_drain = set(self.processes), set(self.draining)
 
-    def take_over(self, at: float = 0, reading: Iterable[str] | None = None) -> None:
+    def take_over(
+        self,
+        at: float = 0,
+        reading: Iterable[str] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self.known, self.known_to_drain = set(self.processes), set(self.draining)
-        super().take_over(at, reading)
+        super().take_over(at, reading, meanwhile)
 
     def die(self, name: str) -> None:
         """A process ends, and the states in it are lost."""

@@ -34,7 +34,7 @@ class Observed(SequenceHarness):
 
     def changed(self, change: SequenceChange) -> None:
         part = change.part
-        if change.outcome == "ended" and part.place == "~":
+        if change.outcome == "ended" and part.place == "9":
             present = [*self.waiting.values(), *(run for runs in self.in_flight.values() for run in runs)]
             assert part.sequence_id not in [part_of(run).sequence_id for run in present], "it is not idle"
             places = [part_of(run).place for run in self.runs.values() if is_of(run, part.sequence_id)]
@@ -186,8 +186,20 @@ class SequencesMachine(RuleBasedStateMachine):
         self.turn(True)
         names = list(self.harness.waiting)
         later = [name for name in names if random.random() < 0.3]
-        self.harness.take_over(self.at, [name for name in names if name not in later] + later)
+        reading = [name for name in names if name not in later] + later
+        self.harness.take_over(self.at, reading, lambda: self.happen_while_reading(random))
         self.turn(True)
+
+    def happen_while_reading(self, random: Random) -> None:
+        """Batches settle and requests expire before the batcher knows all requests that wait."""
+        if self.harness.in_flight and random.random() < 0.2:
+            batch_id = random.choice(list(self.harness.in_flight))
+            first = part_of(self.harness.in_flight[batch_id][0])
+            failing = [first.sequence_id] if random.random() < 0.3 else []
+            self.harness.settle_batch(batch_id, failing, self.at)
+        if random.random() < 0.1:
+            self.at += 1
+        self.harness.poll(self.at)
 
     @rule()
     def serve_all(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from carpool.messages import (
@@ -276,12 +276,20 @@ class SequenceHarness:
         for batch_id, runs in self.in_flight.items():
             self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
 
-    def take_over(self, at: float = 0, reading: Iterable[str] | None = None) -> None:
-        """Another batcher takes over, and reads the requests that wait in this order."""
+    def take_over(
+        self,
+        at: float = 0,
+        reading: Iterable[str] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Another batcher takes over, and reads the requests that wait in this order. `meanwhile`: what
+        happens before each of them, and after the last one."""
         self.scheduler = self._new_scheduler()
         self.scheduler.sequences.load(self.load())
         self.adopt(at)
         for name in list(self.waiting if reading is None else reading):
+            meanwhile()
             for refused in self.scheduler.offer(self.waiting[name], int(at * MS)):
                 self._answer(refused)
+        meanwhile()
         self.scheduler.sequences.complete()

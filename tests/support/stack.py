@@ -171,6 +171,7 @@ class Stack:
         # Any: redis-py's types are too vague for results and for most arguments.
         self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
         self.services: list[Service] = []
+        self.is_spoiled = False  # a test failed that used it
         self._served: dict[str, Service] = {}
         Stack.running.append(self)
 

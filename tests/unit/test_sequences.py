@@ -12,7 +12,7 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import UNANSWERED, Entry, Run, SequencePart
+from carpool.messages import UNANSWERED, Entry, Run, SequenceChange, SequencePart
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.core.sequence import place_of
@@ -507,6 +507,37 @@ def test_another_batcher_knows_what_is_broken_at_two_places() -> None:
     harness.send("a4")
     assert harness.run() == [["a2"]]
     assert harness.answers == {"a1": ABORTED, "a3": CANCELLED, "a4": ABORTED}
+
+
+def test_a_start_that_succeeds_while_another_batcher_reads_begins_the_sequence_anew() -> None:
+    harness = SequenceHarness()
+    harness.send("a0", start=True)
+    harness.poll()
+    harness.settle("a")
+    harness.send("a1", start=True)
+    harness.poll()
+    harness.send("a2")
+    harness.take_over(meanwhile=harness.settle)
+    assert harness.run() == [["a2"]]
+    assert harness.answers == {}
+
+
+def test_another_batcher_forgets_a_sequence_whose_state_was_lost() -> None:
+    """Given a request in flight for which there is no state, expect that nothing is kept in the end."""
+    harness = SequenceHarness()
+    harness.send("a0", start=True)
+    harness.run()
+    harness.send("a1")
+    harness.poll()
+    ((run,),) = harness.in_flight.values()
+    harness.store.kept.clear()
+    harness.take_over()
+    assert run.sequence is not None
+    harness.store.change(SequenceChange(run.sequence, "a1", "broken", "there is no state"), 0)
+    harness.scheduler.settle(harness.in_flight.popitem()[0], 0, 0, broken=["a"])
+    harness.poll()
+    harness.poll(200)
+    assert harness.store.kept == {}
 
 
 def test_a_broken_sequence_keeps_its_space_for_what_stands_before_the_break() -> None:

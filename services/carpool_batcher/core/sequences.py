@@ -48,7 +48,7 @@ from carpool_batcher.core.still_sequences import StillSequences
 from carpool_batcher.core.waiting_starts import WaitingStarts
 
 _FIRST_PLACE: Final = "0"  # before each place
-_LAST_PLACE: Final = "~"  # after each place
+_LAST_PLACE: Final = "9"  # after each place, also where the locale of Redis orders other characters
 
 
 class Decided(NamedTuple):
@@ -109,6 +109,7 @@ class Sequences:
         self._decided = Decided.nothing()
         self._unread: list[tuple[str, Run | _Break | _End]] | None = None  # while a batcher takes over
         self._loaded: dict[str, KeptSequence] = {}
+        self._restarts: dict[str, str] = {}  # the places of starts that were in flight then, by sequence
         self._kept = self._started = self._ended = self._broken = 0
 
     def __len__(self) -> int:
@@ -119,6 +120,12 @@ class Sequences:
         return SequenceCounts(self._kept, len(self._to_start), self._started, self._ended, self._broken)
 
     # --- taking over ---------------------------------------------------------------------------------------
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this batcher took over, and has not read all requests that waited. Until then it is unknown
+        what follows from events."""
+        return self._unread is not None
 
     def load(self, kept: Iterable[KeptSequence]) -> None:
         """Redis has these sequences. Until `complete` no request becomes a head."""
@@ -144,6 +151,8 @@ class Sequences:
         part, correlation_id = part_of(run), run.correlation_ids[0]
         sequence, loaded = self._sequence(part.sequence_id), self._loaded.get(part.sequence_id)
         taken = sequence.taken = Taken(part, correlation_id, sequence.current)
+        if part.starts:
+            self._restarts[part.sequence_id] = part.place
         self.space.hold(sequence, process)
         taken.is_counted = sequence.kept and not part.starts and sequence.last_id == correlation_id
         is_broken = loaded is not None and part.place in (loaded.broken_at, loaded.failed_at)
@@ -151,6 +160,7 @@ class Sequences:
         taken.has_failed = is_broken or is_without_state
         if taken.has_failed:
             sequence.kept, sequence.current.broken = False, did_not_succeed(correlation_id)
+            sequence.is_recorded = True  # with its result, at the latest
 
     def complete(self) -> None:
         """All requests that waited when this batcher took over were read. May be called repeatedly."""
@@ -166,6 +176,7 @@ class Sequences:
                 del self.followers[event]
                 self._replay_arrival(event)
         self._loaded.clear()
+        self._restarts.clear()
         self.leave_processes()
         for sequence in self._by_id.values():
             self._recount(sequence)
@@ -182,9 +193,8 @@ class Sequences:
         sequence = self._by_id.get(event.part.sequence_id)
         if sequence is None:
             return
-        taken = sequence.taken
-        is_restarted = taken is not None and taken.part.starts and taken.part.place > event.part.place
-        if not (is_restarted and event.is_recorded):
+        is_begun_anew = event.part.place < self._restarts.get(sequence.sequence_id, "")
+        if not is_begun_anew:
             self._break(sequence, sequence.segments[-1], event)
 
     # --- arrivals ------------------------------------------------------------------------------------------
