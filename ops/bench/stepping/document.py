@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -203,7 +204,7 @@ def _table(results: Results, network: str, workload: str) -> Iterator[str]:
 
 
 def _text(name: str, value: float | None) -> str:
-    if value is None:
+    if value is None or math.isnan(value):  # nothing ended in time
         return NONE
     return f"{value:.3f}" if name == "submit_ms" else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
