@@ -64,8 +64,8 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Add the end of the logs of all running stacks to the report of a failed test, and mark these: it may have
-    left things in them."""
+    """Add the end of the logs of all running stacks to the report of a failed test, and mark these stacks: it
+    may have left things in them."""
     report = yield
     if report.failed:
         for number, stack in enumerate(Stack.running):
