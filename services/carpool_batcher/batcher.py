@@ -455,9 +455,12 @@ class ModelBatcher:
         assert self._session is not None
         now_us = self._clock.now_us()
         self.report_at_us = now_us + REPORT_INTERVAL_US
+        scheduler = self._session.scheduler
+        if scheduler.kind is ModelKind.STEPPING:
+            self._meter.chunks_written(self._store.chunks_written(list(scheduler.in_flight())))
         return self._meter.report(
             self._name,
-            self._session.scheduler,
+            scheduler,
             now_us,
             rejected_settings=self._settings.rejected_settings,
             policies=tuple(self._policies),

@@ -24,6 +24,7 @@ from carpool.messages import Dispatch, DispatchReason, Refusal, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
+from carpool_batcher.chunk_count import ChunkCount
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
@@ -173,10 +174,14 @@ class Meter:
 
     def stream_ended(self, streamed: Streamed, now_us: int) -> None:
         """The request of a batch that settled was streamed."""
-        self._chunks += streamed.chunks
+        self._chunks.stream_ended(streamed.chunks)
         self._recent_first.observe_one(streamed.first_us, now_us)
         if streamed.gap_us is not None:
             self._recent_gap.observe_one(streamed.gap_us, now_us)
+
+    def chunks_written(self, written: Mapping[str, int]) -> None:
+        """How many chunks of the streams in flight are written, by batch."""
+        self._chunks.written(written)
 
     def renewed(self, late_us: int) -> None:
         """The lease was renewed, `late_us` later than planned."""
@@ -230,7 +235,7 @@ class Meter:
             return None
         return SteppingReport(
             scheduler.model_processes * scheduler.settings.max_batch_size,
-            self._chunks,
+            self._chunks.total(),
             self._recent_first.quantiles_us(now_us),
             self._recent_gap.quantiles_us(now_us),
         )
@@ -241,7 +246,7 @@ class Meter:
         self._totals_before = self._totals()
         self._recent = RecentLatency(now_us)
         self._recent_first, self._recent_gap = RecentLatency(now_us), RecentLatency(now_us)
-        self._chunks = 0
+        self._chunks = ChunkCount()
 
     def deactivated(self) -> None:
         """This batcher is on standby; the gauges are exported by the active one."""

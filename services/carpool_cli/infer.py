@@ -93,12 +93,19 @@ def main(argv: Sequence[str]) -> int:
             "another with --redis-url (CARPOOL_REDIS_URL)"
         )
     except DeadlineExceededError as error:
-        return _failed(f"{error}\n    `carpool models` shows whether requests wait and a worker is alive")
+        advice = f"{_hint(settings)}`carpool models` shows whether requests wait and a worker is alive"
+        return _failed(f"{error}\n    {advice}")
     except CarpoolError as error:  # before OSError, because some are both
         return _failed(str(error))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     return 0
+
+
+def _hint(settings: InferSettings) -> str:
+    """What else may keep a request waiting."""
+    index = settings.sequence_index
+    return f"the request waits for those of its sequence with the indexes below {index}; " if index else ""
 
 
 def _failed(error: str) -> int:

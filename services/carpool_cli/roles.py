@@ -105,6 +105,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
         Grant("dispatch.lua: whether the process of a bound model has left", "zscore", "workers"),
         Grant("answer.lua: record the requests answered ahead", "hdel hset hsetnx pexpire", "progress"),
+        Grant("count the chunks of streams in flight", "hget", "progress"),
         *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),

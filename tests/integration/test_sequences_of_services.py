@@ -206,6 +206,14 @@ def test_command_line_sends_a_sequence(served: Served) -> None:
     assert [int(line) for line in printed] == folded(numbers)
 
 
+def test_command_says_what_an_index_waits_for(served: Served) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        carpool(
+            served, "infer", MODEL, "1", "--sequence-id", "gap", "--sequence-index", "7", "--timeout", "0.3"
+        )
+    assert "waits for those of its sequence with the indexes below 7" in raised.value.stderr
+
+
 # --- what operators see ------------------------------------------------------------------------------------
 
 

@@ -186,6 +186,16 @@ def test_another_number_of_chunks_is_a_mismatch(model: Model, written: int) -> N
     assert model.steps.chunks([batch.id]) == [[msgpack.packb(["a"]), msgpack.packb(["b"])]]
 
 
+def test_batcher_counts_the_chunks_of_streams_in_flight(model: Model) -> None:
+    """Also if a user made the progress of one something else."""
+    first, second, third = model.batch("a"), model.batch("b"), model.batch("c")
+    model.write(StepWrite(first, 0, chunks(0, "a", "b")))
+    model.redis.set(KEYS.progress(third.id), "chunks")
+    assert model.batcher.chunks_written([first.id, second.id, third.id, "1-0"]) == {first.id: 2}
+    model.redis.hset(KEYS.progress(second.id), "chunks", "many")
+    assert model.batcher.chunks_written([first.id, second.id]) == {first.id: 2}
+
+
 def test_many_chunks_are_kept_in_their_order(model: Model) -> None:
     batch = model.batch()
     for written in range(0, 300, 60):

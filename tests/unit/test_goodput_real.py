@@ -7,7 +7,7 @@ from pathlib import Path
 import host
 import pytest
 from deadlines import real_document
-from deadlines.load import CAUSES, Sent, cause_of
+from deadlines.load import CAUSES, Sent, cause_named_by
 from deadlines.plans import FLOODED_POINTS, LEARNING_S, NO_FLOOD, Choice, Plan
 from deadlines.points import LINE, SMALL_SQUARE, Point
 from deadlines.runs import Run, evaluate, read_runs
@@ -125,9 +125,9 @@ def test_floods_are_compared_with_runs_without_one() -> None:
 
 def test_a_cause_that_is_not_known_is_an_error() -> None:
     late = DeadlineExceededError("expired: a worker received its batch after the request's deadline")
-    assert cause_of(late) == "in flight"
+    assert cause_named_by(late) == "in flight"
     with pytest.raises(RuntimeError, match="unknown cause: for no reason"):
-        cause_of(DeadlineExceededError("for no reason"))
+        cause_named_by(DeadlineExceededError("for no reason"))
 
 
 def test_shares_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:

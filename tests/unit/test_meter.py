@@ -138,6 +138,30 @@ def test_stepping_model_has_slots_and_chunks_and_no_batch_sizes() -> None:
     assert meter.report("me", Scheduler(ModelSettings(), 1), 60 * SECOND_US).stepping is None
 
 
+def test_chunks_of_streams_in_flight_count_once() -> None:
+    """Given a stream that a previous batcher saw, and another one, expect what was written since, also while
+    one has ended and is not known to have settled, and when its batch is lost."""
+    meter = Meter(BatcherMetrics(), "writer")
+    scheduler = Scheduler(ModelSettings(max_batch_size=8), model_processes=2, kind=ModelKind.STEPPING)
+
+    def chunks(**written: int) -> int:
+        meter.chunks_written(written)
+        stepping = meter.report("me", scheduler, SECOND_US).stepping
+        assert stepping is not None
+        return stepping.chunks
+
+    meter.activated(0)
+    assert chunks(old=100) == 0
+    assert chunks(old=103, other=5) == 8
+    assert chunks(other=6) == 8, "the first one was committed"
+    meter.stream_ended(Streamed(110, 300_000), SECOND_US)
+    assert chunks(other=6) == 16
+    assert chunks() == 16, "the other one is lost"
+    meter.activated(SECOND_US)
+    assert chunks() == 0
+    assert chunks(third=2) == 2
+
+
 def test_report_holds_gauges_and_the_learned_latency() -> None:
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=3)
     assert scheduler.offer(run(2, arrival_us=SECOND_US), SECOND_US) == []

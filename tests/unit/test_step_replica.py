@@ -70,6 +70,7 @@ class Fetcher:
 
     def __init__(self) -> None:
         self.parts: list[int] = []
+        self.asked: list[int] = []
         self.waiting = self._waits = False
         self._fetched = 0
         self._nothing, self._other = socket.socketpair()
@@ -80,6 +81,7 @@ class Fetcher:
 
     def start(self, count: int, *, wait: bool = True) -> list[Execution]:
         assert not self.waiting
+        self.asked.append(count)
         self.waiting = True
         self._waits = wait
         return []
@@ -150,17 +152,20 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
-    bench.fetcher.parts = [ASKED, ASKED, ASKED, 1]
-    bench.run(4)
+    """Given more than it asks for at first, expect that it asks for twice as many, until there are fewer."""
+    bench.fetcher.parts = [ASKED, 2 * ASKED, 1]
+    bench.run(3)
     assert bench.admitted() == []
     bench.run(1)
     assert bench.admitted() == [3 * ASKED + 1]
+    assert bench.fetcher.asked == [ASKED, 2 * ASKED, 4 * ASKED, ASKED]
 
 
 def test_all_slots_are_enough(bench: Bench) -> None:
-    bench.fetcher.parts = [ASKED] * (SLOTS // ASKED + 1)
-    bench.run(SLOTS // ASKED + 2)
+    bench.fetcher.parts = [ASKED, 2 * ASKED, 4 * ASKED, 2 * ASKED]
+    bench.run(len(bench.fetcher.parts) + 1)
     assert bench.admitted() == [SLOTS + ASKED]
+    assert bench.fetcher.asked == [ASKED, 2 * ASKED, 4 * ASKED, 2 * ASKED], "not more than it has space for"
 
 
 def test_process_that_has_requests_is_not_made_to_wait(bench: Bench) -> None:

@@ -279,7 +279,7 @@ def test_stepping_models_have_a_table_of_their_own() -> None:
         *WHOLE_PAGE[6:11],
         "",
         "Chain",
-        "  chunks         4,000 in the streams that ended",
+        "  chunks         4,000 since this batcher became active",
         "  whole outputs  p50 12 ms  p99 31 ms",
     ]
     assert drawn([chain], 140)[2:4] == lines[5:7], "without any other model there is one table"
@@ -294,7 +294,7 @@ def test_stepping_models_have_a_table_of_their_own() -> None:
     ]
     quiet = replace(stepping_report(14, 9, 7), stepping=SteppingReport(8, 7, None, None), quantiles_us=None)
     assert drawn([figures("Chain", None, sample(quiet))], 140)[-1:] == [
-        "  chunks  7 in the streams that ended; none ended in the last 10 to 20 s"
+        "  chunks  7 since this batcher became active; no stream ended in the last 10 to 20 s"
     ]
 
 

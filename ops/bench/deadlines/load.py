@@ -51,7 +51,7 @@ async def send(client: AsyncClient, model: str, due_us: Sequence[int], deadline_
         try:
             reply = await client.request(model, 1, timeout=deadline_ms / 1000)
         except DeadlineExceededError as error:
-            missed = cause_of(error)
+            missed = cause_named_by(error)
         else:
             if loop.time() - sent_s > deadline_ms / 1000:
                 is_executed_late = reply.queue_us + reply.compute_us > 1000 * deadline_ms
@@ -67,7 +67,7 @@ async def send(client: AsyncClient, model: str, due_us: Sequence[int], deadline_
     return sorted(sent, key=lambda request: request.at_us)
 
 
-def cause_of(error: DeadlineExceededError) -> str:
+def cause_named_by(error: DeadlineExceededError) -> str:
     """The cause that an answer names. Raises RuntimeError for one that is not known."""
     for text, cause in _CAUSES_BY_DETAIL.items():
         if text in error.detail:

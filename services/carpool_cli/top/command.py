@@ -46,8 +46,8 @@ class TopSettings(ConnectionSettings):
     Of a stepping model, each of whose requests is alone in its batch:
     slots       requests in flight that have a slot, of all slots (processes x max_batch_size)
     prefetched  requests in flight that get a slot as soon as one is free
-    chunks/s    emitted for streams that ended in the last 5 seconds, whole streams at a time; the metrics of
-                workers (carpool_chunks_total) count each chunk at once
+    chunks/s    written for readers, over the last 5 seconds; those of requests that are not streamed count
+                when these end
     first       time from arrival to the first chunk, of streams that ended in the last 10 to 20 seconds
     gap         mean time between two chunks of a stream, of the same streams
     whole outputs: time from arrival until the request was settled, streamed or not

@@ -31,8 +31,8 @@ class Requests(NamedTuple):
 
 
 class Stepping(NamedTuple):
-    """What only a stepping model has. Those of chunks are of the streams that ended, because a batcher learns
-    of a stream when that ends."""
+    """What only a stepping model has. The times are those of streams that ended, because a batcher learns of
+    them when a stream ends."""
 
     slots: int
     slots_in_use: int  # requests in flight for which there is a slot

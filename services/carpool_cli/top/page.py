@@ -212,9 +212,9 @@ def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _of_steps(model: Figures, stepping: Stepping) -> Iterator[tuple[str, Sequence[str]]]:
-    chunks = f"{stepping.chunks:,} in the streams that ended"
+    chunks = f"{stepping.chunks:,} since this batcher became active"
     is_recent = stepping.first_chunk_p50_ms is not None
-    yield "chunks", [chunks if is_recent else f"{chunks}; none ended in the last 10 to 20 s"]
+    yield "chunks", [chunks if is_recent else f"{chunks}; no stream ended in the last 10 to 20 s"]
     if model.p50_ms is not None:
         yield "whole outputs", [f"p50 {_time(model.p50_ms)}", f"p99 {_time(model.p99_ms)}"]
 

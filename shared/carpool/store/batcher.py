@@ -144,6 +144,18 @@ class BatcherStore:
                 kept.append(_kept_sequence(name, changed_us[name], reply))
         return kept
 
+    def chunks_written(self, batch_ids: Sequence[str]) -> dict[str, int]:
+        """How many chunks of these streams in flight Redis has. Those without any are left out, and those of
+        which it does not say."""
+        written: dict[str, int] = {}
+        for start in range(0, len(batch_ids), LOOKUPS_MAX):
+            ids = batch_ids[start : start + LOOKUPS_MAX]
+            commands = [("HGET", self.keys.progress(batch_id), "chunks") for batch_id in ids]
+            for batch_id, reply in zip(ids, self._link.call_many(*commands), strict=True):
+                if isinstance(reply, bytes) and reply.isdigit():  # a user may make the key anything
+                    written[batch_id] = int(reply)
+        return written
+
     def last_waiting_id(self) -> bytes | None:
         """The ID of the last entry of the request stream; None if it is empty."""
         last = self._link.call("XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)

@@ -26,13 +26,16 @@ class Gauges(NamedTuple):
 
 
 class SteppingReport(NamedTuple):
-    """What a batcher reports of a stepping model. It learns of a stream when that ends.
+    """What a batcher reports of a stepping model.
 
-    `chunks` is a counter; the others are p50 and p99 over the streams that ended in the last 10 to 20 s.
+    `chunks` is a counter; the others are p50 and p99 over the streams that ended in the last 10 to 20 s: the
+    batcher learns of them when a stream ends.
     """
 
     slots: int  # of all model processes
-    chunks: int  # of the streams that ended, counted before any are merged
+    chunks: (
+        int  # of streams in flight those that are written; of all that ended, counted before any are merged
+    )
     first_us: tuple[int, int] | None  # time from arrival to the first chunk
     gap_us: tuple[int, int] | None  # mean time between two chunks of a stream
 
