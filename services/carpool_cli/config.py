@@ -30,9 +30,12 @@ from carpool_cli.screen import Screen, build_table
 SHOWN_CHARS_MAX: Final = 60
 VERDICT_S_MAX: Final = 3.0  # a batcher follows a change within a second, and reports once a second
 _POLL_S: Final = 0.1
-_MEANINGS_FOR_STEPPING: Final = {
-    "max_batch_size": "number of slots of a model process: requests that are generated together",
-    "max_batch_cost": "largest sum of the costs of the requests that have a slot",
+_MEANINGS_OF_KIND: Final[Mapping[ModelKind, Mapping[str, str]]] = {
+    ModelKind.STEPPING: {
+        "max_batch_size": "number of slots of a model process: requests that are generated together",
+        "max_batch_cost": "largest sum of the costs of the requests that have a slot",
+    },
+    ModelKind.BOUND: {"max_batch_size": "number of slots of a model process: sequences that it has"},
 }
 
 
@@ -54,8 +57,10 @@ class ConfigSettings(ConnectionSettings):
     KEY=VALUE overrides the value that the model's workers register, until KEY= removes the override.
 
     A setting without effect is refused: max_prefill_cost, stream_buffer and reader_idle_ms are for stepping
-    models, and policy, target_latency_ms, max_queue_delay_ms, preferred_batch_sizes and preserve_ordering for
-    all others.
+    models, and max_queue_delay_ms and preferred_batch_sizes for all others; policy and target_latency_ms are
+    for models that neither step nor bind sequences; preserve_ordering is for those that neither step nor have
+    sequences, max_sequence_idle_ms for those that have sequences, and max_candidate_sequences for those whose
+    states are in Redis.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
@@ -256,9 +261,8 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
             return "operator"
         return "model" if of_model[name] != defaults[name] else "default"
 
-    meanings, kind = ModelSettings.meanings(), kind_of(registered)
-    if kind is ModelKind.STEPPING:
-        meanings |= _MEANINGS_FOR_STEPPING
+    kind = kind_of(registered)
+    meanings = {**ModelSettings.meanings(), **_MEANINGS_OF_KIND.get(kind, {})}
     without_effect = ModelSettings.names_without_effect(kind)
     return {
         name: ConfiguredSetting(value, source(name), meanings[name], name not in without_effect)

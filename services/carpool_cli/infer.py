@@ -80,6 +80,8 @@ class InferSettings(ConnectionSettings):
 def main(argv: Sequence[str]) -> int:
     """Print the result, or its chunks. Returns 1, with the error on standard error, if it failed."""
     settings = read_settings(InferSettings, argv, "carpool infer")
+    if settings.stream and settings.sequence_id:
+        return _failed("--stream: a request of a sequence has one result, and no chunks; omit --stream")
     send = _print_chunks if settings.stream else _print_result
     try:
         asyncio.run(send(settings, read_body(settings.body, raw=settings.raw)))

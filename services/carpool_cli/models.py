@@ -40,7 +40,8 @@ class ModelsSettings(ConnectionSettings):
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly
-    sequences   of a stateful model: those kept, as the batcher reports them, and those that wait to start
+    sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
+                processes (processes x max_batch_size), and those that wait to start
 
     Of a stepping model:
     slots       requests in flight that have a slot, of all slots (processes x max_batch_size)
@@ -68,7 +69,7 @@ class ModelState(NamedTuple):
     policy: str | None  # the one in force; None if no batcher reports it
     unheeded: str  # why the batcher rejects the model's settings; empty if it does not
     stepping: SteppingReport | None = None  # None: it is not a stepping model
-    sequences: SequencesReport | None = None  # None: it is not a stateful model, or no batcher reports it
+    sequences: SequencesReport | None = None  # None: it has no sequences, or no batcher reports them
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -201,8 +202,9 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
 def _sequences(report: SequencesReport | None) -> str:
     if report is None:
         return "-"
-    waiting = report.waiting_to_start
-    return f"{report.kept:,}" + (f", {waiting:,} wait to start" if waiting else "")
+    waiting, slots = report.waiting_to_start, report.slots
+    kept = f"{report.kept:,}" if slots is None else f"{report.kept:,} of {slots:,} slots"
+    return kept + (f", {waiting:,} wait to start" if waiting else "")
 
 
 def _age(state: ModelState) -> str:

@@ -80,9 +80,9 @@ class BoundReplica(ReplicaLoop[Item]):
     # --- the loop ------------------------------------------------------------------------------------------
 
     def _do_due(self) -> bool:
-        self._commit_finished()
         if self._is_over and self._first_unfinished() is None:
             self._end_life()
+        self._commit_finished()
         if not self.is_member and self.process.ready and not self._draining:
             self._join()
         if self._draining and self._has_drained():
@@ -231,16 +231,22 @@ class BoundReplica(ReplicaLoop[Item]):
         self.is_member = True
 
     def _end_life(self) -> None:
-        """Leave: the batcher then aborts the sequences. May be repeated after it raised."""
+        """Leave: the batcher then aborts the sequences. May be repeated after it raised.
+
+        It leaves before the results are written. Else a producer that begins its sequence again as soon as it
+        has one would be sent to this life.
+        """
         self._fetcher.stop()
         self._end(sorted(self._sequences))
+        self.is_member = False
+        self._store.leave(self.consumer)
+        self._commit_finished()
         while pending := self._fetcher.pending():
             for execution in pending:
                 self._abort(execution)
             self._executions = tuple(pending)
             self._commit_finished()
-        self.is_member = False
-        self._store.leave(self.consumer)
+        self._store.leave(self.consumer)  # its consumer, which had batches, is deleted
         self._log.warning("sequences lost, joining again under another name", worker=self.consumer)
         self._life += 1
         self.consumer = self._committer.consumer = name_of_life(self._name, self._life)

@@ -280,6 +280,20 @@ def test_sequences_of_a_process_that_is_killed_are_aborted_and_others_go_on(
     assert_settled(stack)
 
 
+def test_sequence_that_is_begun_again_at_once_is_served_by_the_process_that_replaces_its_own(
+    stack: Stack,
+) -> None:
+    """Given a start as soon as the death of the process is answered, expect it not to meet that one."""
+    serve(stack)
+    speaker = Speaker(stack, "speaker")
+    for _ in range(3):
+        assert speaker.say(1) == OK
+        assert speaker.say("die") == ABORTED
+        speaker.start_again()
+    assert speaker.say(2, ends=True) == OK
+    assert_settled(stack)
+
+
 def test_process_that_was_paused_past_its_lease_serves_none_of_its_sequences(
     stack: Stack, hooks: Hooks
 ) -> None:

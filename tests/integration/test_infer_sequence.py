@@ -79,7 +79,7 @@ def test_broken_sequence_is_an_error(server: EmbeddedRedis, service: StreamingSe
     [
         (["--sequence-start"], b"sequence_start: only together with sequence_id"),
         (["--sequence-id", "a b"], b"sequence_id: 'a b' must have 1 to 128 characters"),
-        (["--sequence-id", "a", "--stream"], b"sequence_id: is no option of stream"),
+        (["--sequence-id", "a", "--stream"], b"--stream: a request of a sequence has one result"),
     ],
 )
 def test_what_has_no_meaning_is_not_sent(

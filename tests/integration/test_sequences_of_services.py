@@ -246,3 +246,11 @@ def test_top_models_and_metrics_show_sequences(served: Served, client: Client) -
         sample = f"carpool_sequences_total {name}"
         assert after[sample] - before.get(sample, 0) == change
     assert "sequences" in carpool(served, "top", "--once")
+
+
+def test_tune_sends_no_body_outside_a_sequence(served: Served) -> None:
+    arguments = ("tune", MODEL, "7", "--latency-ms", "30")
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        carpool(served, *arguments)
+    assert failed.value.returncode == 2
+    assert failed.value.stderr.startswith(f"carpool tune: {MODEL} keeps a state for each sequence, and BODY")

@@ -170,6 +170,7 @@ def test_invalid_override_can_be_removed() -> None:
 
 
 STEPPING: Final = {**ModelSettings(max_batch_size=16).as_text(), "stepping": "true"}
+BOUND: Final = {**ModelSettings(max_batch_size=16).as_text(), "bound": "true"}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_setting_without_a_meaning_for_a_stepping_model_is_rejected(change: str)
 
 
 def test_more_slots_than_a_bound_model_declares_are_rejected() -> None:
-    directory: Any = FakeDirectory({**ModelSettings(max_batch_size=16).as_text(), "bound": "true"}, {})
+    directory: Any = FakeDirectory(BOUND, {})
     with pytest.raises(ConfigError, match="more than the 16 slots of a process; nothing"):
         configure(directory, "m", ["max_batch_size=17"])
     assert configure(directory, "m", ["max_batch_size=8"]).settings["max_batch_size"].value == "8"
@@ -226,6 +227,7 @@ def test_settings_without_an_effect_are_marked(capsys: pytest.CaptureFixture[str
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(other)]
         assert line.split(maxsplit=3) == [other, "-", "-", "no effect on this model"]
     assert "slots" in resolve(STEPPING, {})["max_batch_size"].meaning
+    assert "slots" in resolve(BOUND, {})["max_batch_size"].meaning
     assert "slots" not in resolve(REGISTERED, {})["max_batch_size"].meaning
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from carpool.messages import SequencePart
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Dispatch
 from support.scheduler_harness import MS, SchedulerHarness, run
@@ -38,6 +39,18 @@ def test_adopted_batch_takes_capacity_until_it_is_forgotten() -> None:
     harness.offer("b")
     assert harness.poll() == []
     harness.scheduler.forget_batch("found", 10 * MS)
+    assert harness.poll(10) == ["idle: b"]
+
+
+def test_batch_of_a_sequence_of_a_model_that_was_replaced_is_like_any_other() -> None:
+    """Given one in flight that a previous batcher dispatched, and a model without sequences, expect its
+    requests to be served."""
+    harness = SchedulerHarness()
+    sequence = SequencePart("mic7", True, False, None, "1-0")
+    dispatch = Dispatch([run("a", sequence=sequence)], "idle", "", process="gone")
+    harness.scheduler.adopt("found", dispatch, dispatched_us=0)
+    harness.offer("b")
+    harness.scheduler.settle("found", 5 * MS, 10 * MS)
     assert harness.poll(10) == ["idle: b"]
 
 

@@ -217,12 +217,15 @@ def test_sequences_of_a_stateful_model_are_counted() -> None:
         "started": {"total": 210, "per_s": 10.0},
         "ended": {"total": 61, "per_s": 0.25},
         "broken": {"total": 10, "per_s": 0.0},
+        "slots": None,
     }
     assert drawn([found], 100)[-1] == (
         "  sequences         1,204 kept  3 wait to start  210 started (10/s)  61 ended (0.25/s)  10 broken"
     )
     none_waits = figures("Vad", None, sample(stateful_report(14, 100, 0, 170, 60, 10)))
     assert "  100 kept  170 started (12/s)" in drawn([none_waits], 100)[-1]
+    bound = figures("Recogniser", None, sample(stateful_report(14, 5, 0, 170, 60, 10, 8)))
+    assert "  5 kept  8 slots  170 started (12/s)" in drawn([bound], 100)[-1]
 
 
 # --- pages -------------------------------------------------------------------------------------------------

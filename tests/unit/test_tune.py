@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from carpool.client.aio import AsyncClient, Reply
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.curve import Curve
 from carpool_cli.tuning import calibrate as calibration
 from carpool_cli.tuning import search
@@ -328,7 +328,7 @@ def test_measurement_on_a_busy_machine_is_doubted(measurement: Measured, parts: 
     assert all(part in reason for part, reason in zip(parts, found, strict=True))
 
 
-LIVE = LiveModel(ModelSettings(max_batch_size=64), ModelSettings(max_batch_size=64), 1, [])
+LIVE = LiveModel(ModelSettings(max_batch_size=64), ModelSettings(max_batch_size=64), ModelKind.PLAIN, 1, [])
 
 
 @pytest.mark.parametrize(

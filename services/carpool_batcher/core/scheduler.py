@@ -241,7 +241,7 @@ class Scheduler:
         self.capacity.adopt(batch_id, batch)
         self._deadlines.watch_batch(batch_id, batch.expiring)
         for run in dispatch.runs:
-            if run.sequence is not None:
+            if run.sequence is not None and self._has_sequences:  # not one of a model that was replaced
                 self.sequences.adopt(run, dispatch.process)
         if dispatch.process:
             self.processes.begin_batch(dispatch.process)

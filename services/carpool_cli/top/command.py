@@ -52,10 +52,12 @@ class TopSettings(ConnectionSettings):
     gap         mean time between two chunks of a stream, of the same streams
     whole outputs: time from arrival until the request was settled, streamed or not
 
-    Of a stateful model:
-    sequences: kept (begun, and neither ended nor broken); those that wait to start, because
-                max_candidate_sequences are kept; and how many started, ended (with their last request, by
-                end_sequences, or idle) and broke (a request failed)
+    Of a model with sequences:
+    sequences: kept (begun, and neither ended nor broken); the slots of a model that binds them to its
+                processes (processes x max_batch_size); those that wait to start, because
+                max_candidate_sequences are kept or no slot is free; and how many started, ended (with their
+                last request, by end_sequences, or idle) and broke (a request failed, or the process with
+                their state ended)
 
     policy: the one in force; another than that of the settings if the batcher rejects them
     dispatch reasons: full, preferred (reached one of preferred_batch_sizes), deadline (a request would have

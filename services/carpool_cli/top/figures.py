@@ -46,13 +46,14 @@ class Stepping(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What only a stateful model has."""
+    """What only a model with sequences has."""
 
     kept: int
-    waiting_to_start: int  # that wait, because max_candidate_sequences are kept
+    waiting_to_start: int  # that wait, because max_candidate_sequences are kept, or no slot is free
     started: Requests  # since the batcher became active, and lately
     ended: Requests
     broken: Requests
+    slots: int | None = None  # of all model processes of a bound model
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts."""
@@ -87,7 +88,7 @@ class Figures(NamedTuple):
     policy: str | None = None  # the one in force
     missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
     stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
-    sequences: Sequences | None = None  # None: it is not a stateful model, or no batcher reports that it is
+    sequences: Sequences | None = None  # None: it has no sequences, or no batcher reports any
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -172,6 +173,7 @@ def _sequences(base: BatcherReport, report: BatcherReport, over_s: float) -> Seq
         counted(now.started, before.started),
         counted(now.ended, before.ended),
         counted(now.broken, before.broken),
+        now.slots,
     )
 
 

@@ -222,6 +222,7 @@ def _of_steps(model: Figures, stepping: Stepping) -> Iterator[tuple[str, Sequenc
 def _sequences(sequences: Sequences) -> list[str]:
     return [
         f"{sequences.kept:,} kept",
+        *([f"{sequences.slots:,} slots"] if sequences.slots is not None else []),
         *([f"{sequences.waiting_to_start:,} wait to start"] if sequences.waiting_to_start else []),
         _requests("started", sequences.started),
         _requests("ended", sequences.ended),

@@ -47,6 +47,7 @@ class LiveModel(NamedTuple):
 
     registered: ModelSettings  # by its workers
     settings: ModelSettings  # the effective ones
+    kind: ModelKind
     processes: int
     observed: list[
         tuple[int, int]
@@ -93,22 +94,30 @@ def connected(settings: ConnectionSettings, command: str) -> Iterator[Link]:
 def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
     """Read the state of a model; nothing is sent to it.
 
-    Raises UnavailableModelError, also for a stepping model: there is no l(n), and the simulator has no slots.
+    Raises UnavailableModelError, also for a stepping model: there is no l(n); and for a bound one: the
+    simulator has no slots.
     """
     registered = Directory(link, prefix).models()
     if model not in registered:
         raise UnavailableModelError(describe_unregistered(model, registered))
     keys = Keys(model, prefix)
     snapshot = take_snapshot(link, keys, RedisClock())
-    if kind_of(snapshot.registration) is ModelKind.STEPPING:
+    kind = kind_of(snapshot.registration)
+    if kind is ModelKind.STEPPING:
         raise UnavailableModelError(
             f"{model} is a stepping model, which forms no batches: this command is for models with predict"
+        )
+    if kind is ModelKind.BOUND:
+        raise UnavailableModelError(
+            f"{model} binds each sequence to one of its processes, but this command is for models whose "
+            "batches any process may execute"
         )
     latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED_BATCHES)
     settled = [decode_settled(flat) for _, flat in reversed(latest)]
     return LiveModel(
         ModelSettings.from_mapping(snapshot.registration),
         ModelSettings.from_mapping({**snapshot.registration, **snapshot.config}),
+        kind,
         len(snapshot.model_processes),
         [
             (batch.executed, batch.compute_us)

@@ -133,11 +133,19 @@ def _measure(settings: TuneSettings, live: LiveModel, screen: Screen) -> Measure
     """Measure with bursts, or with recently settled batches without BODY. Raises UnavailableModelError."""
     if not settings.body:
         if not live.observed:
-            raise UnavailableModelError(
-                f"{settings.model} has no recently settled batches: pass a BODY to send, as in `carpool tune "
+            hint = (
+                "use some of its sequences first"
+                if live.kind.has_sequences
+                else "pass a BODY to send, as in `carpool tune "
                 f"{settings.model} 7 --latency-ms {settings.latency_ms:g}`"
             )
+            raise UnavailableModelError(f"{settings.model} has no recently settled batches: {hint}")
         return measured(live.observed)
+    if live.kind.has_sequences:
+        raise UnavailableModelError(
+            f"{settings.model} keeps a state for each sequence, and BODY would be sent outside of any: omit "
+            "it, to use the batches that were settled last"
+        )
     body = read_body(settings.body, raw=settings.raw)
     sizes = bursts(live.settings.max_batch_size, settings.rounds)
     screen.print(

@@ -1,0 +1,74 @@
+"""What operators see of a bound model on a real stack: models, top, config, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from carpool import Client
+from support.stack import Stack
+from support.waiting import wait_until
+
+MODEL: Final = "Hearing"
+SLOTS: Final = 4
+PROCESSES: Final = 2
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.batcher()
+        stack.worker(f"bound.py:{MODEL}", "--replicas", str(PROCESSES))
+        stack.wait_for_model(MODEL, PROCESSES)
+        yield stack
+
+
+def carpool(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+    command = [sys.executable, "-m", "carpool_cli", *arguments]
+    environment = {**ours, "CARPOOL_REDIS_URL": stack.url}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def top(stack: Stack) -> dict[str, Any]:
+    done = carpool(stack, "top", "--once", "--json")
+    (found,) = json.loads(done.stdout)["models"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_models_and_top_show_slots(served: Stack) -> None:
+    with (
+        Client(served.url, timeout=20) as client,
+        client.sequence(MODEL) as one,
+        client.sequence(MODEL) as two,
+    ):
+        for sequence in (one, two):
+            sequence.infer(1)
+        wait_until(lambda: top(served)["sequences"]["kept"] == 2, description="two are kept", timeout_s=20)
+        assert top(served)["sequences"]["slots"] == PROCESSES * SLOTS
+        assert "  2 kept  8 slots  " in carpool(served, "top", "--once").stdout
+        assert carpool(served, "models").stdout.rstrip().endswith("  2 of 8 slots")
+    assert "number of slots" in carpool(served, "config", MODEL).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tune", MODEL, "7", "--latency-ms", "30"),
+        ("tune", MODEL, "--latency-ms", "30"),
+        ("simulate", "--model", MODEL, "policy=deferred"),
+    ],
+)
+def test_what_is_for_any_process_is_refused(served: Stack, arguments: tuple[str, ...]) -> None:
+    done = carpool(served, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        f"carpool {arguments[0]}: {MODEL} binds each sequence to one of its processes"
+    )
