@@ -42,7 +42,7 @@ from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
-from carpool.wire.registration import kind_of
+from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals

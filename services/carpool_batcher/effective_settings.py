@@ -15,7 +15,7 @@ import structlog
 
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
-from carpool.wire.registration import kind_of
+from carpool.wire.kinds import kind_of
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.policies import Policies, create_policy
 

@@ -22,7 +22,7 @@ from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
-from carpool.wire.registration import kind_of
+from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, build_table

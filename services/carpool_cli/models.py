@@ -17,7 +17,7 @@ from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
-from carpool.wire.registration import kind_of
+from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.screen import Screen, build_table, duration
 

@@ -12,7 +12,7 @@ import pytest
 from carpool.model_settings import ModelSettings
 from carpool.settings import read_settings
 from carpool.store.directory import ModelOverview
-from carpool.wire.registration import kind_of
+from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli import config
 from carpool_cli.config import (

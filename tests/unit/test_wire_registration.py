@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool.wire.registration import decode_inputs, encode_registration, kind_of
+from carpool.wire.kinds import kind_of
+from carpool.wire.registration import decode_inputs, encode_registration
 from carpool.wire.tensors import DATATYPES, TensorSpec
 
 KINDS = ("stepping", "stateful", "bound")

@@ -31,7 +31,8 @@ from carpool.process_names import is_local_process
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
-from carpool.wire.registration import decode_inputs, kind_of
+from carpool.wire.kinds import kind_of
+from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.model_process.loader import model_name

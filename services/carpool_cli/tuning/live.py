@@ -21,7 +21,7 @@ from carpool.settings import ConnectionSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
-from carpool.wire.registration import kind_of
+from carpool.wire.kinds import kind_of
 from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
 from carpool_cli.tuning.arrivals import TraceError

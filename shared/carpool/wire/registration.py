@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from carpool.model_settings import ModelKind
+from carpool.wire.kinds import kind_fields
 from carpool.wire.tensors import TensorSpec
 
-_KINDS: Final = (ModelKind.STEPPING, ModelKind.STATEFUL, ModelKind.BOUND)  # each with a field of its name
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
 
@@ -26,18 +26,13 @@ def encode_registration(
     kind: ModelKind = ModelKind.PLAIN,
 ) -> dict[str, str]:
     """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
-    fields = {**settings, **{str(name): str(kind is name).lower() for name in _KINDS}}
+    fields = {**settings, **kind_fields(kind)}
     for name, specs in (("inputs", inputs), ("outputs", outputs)):
         if specs:
             fields[name] = json.dumps(
                 [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
             )
     return fields
-
-
-def kind_of(registration: Mapping[str, str]) -> ModelKind:
-    """How a registered model executes requests."""
-    return next((kind for kind in _KINDS if registration.get(kind) == "true"), ModelKind.PLAIN)
 
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
