@@ -14,7 +14,7 @@ class ChunkCount:
         self._shown = 0
 
     def stream_ended(self, chunks: int) -> None:
-        """A stream of so many chunks ended. The next `written` does not have it."""
+        """A stream with this many chunks ended. The next `written` does not have it."""
         self._of_ended += chunks
 
     def written(self, chunks: Mapping[str, int]) -> None:
