@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
 
 from carpool import Client
+from support.command import carpool
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -27,13 +25,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.worker(f"bound.py:{MODEL}", "--replicas", str(PROCESSES))
         stack.wait_for_model(MODEL, PROCESSES)
         yield stack
-
-
-def carpool(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    command = [sys.executable, "-m", "carpool_cli", *arguments]
-    environment = {**ours, "CARPOOL_REDIS_URL": stack.url}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def top(stack: Stack) -> dict[str, Any]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from carpool.client.sync import Client
 from carpool.keys import Keys
 from carpool.wire.report import BatcherReport, SteppingReport
+from support.command import carpool
 from support.models.stepping import SLOTS
 from support.stack import Service, Stack
 from support.waiting import wait_until
@@ -42,18 +40,6 @@ class Served(Stack):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with Served(tmp_path_factory.mktemp("stack")) as stack:
         yield stack
-
-
-def carpool(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    return subprocess.run(
-        [sys.executable, "-m", "carpool_cli", *arguments],
-        env={**ours, "CARPOOL_REDIS_URL": stack.url},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def of_steps(stack: Stack) -> SteppingReport:

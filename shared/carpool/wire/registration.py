@@ -1,9 +1,9 @@
 """What a worker registers about its model: a Redis hash of settings and tensor declarations.
 
 Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model,
-`stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes.
-The fields `inputs` and `outputs` are JSON lists of
-declared tensors, named as in the Open Inference Protocol.
+`stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
+(`wire.kinds`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
+Inference Protocol.
 """
 
 from __future__ import annotations
