@@ -75,7 +75,7 @@ def test_memory_has_grown_if_it_rises_after_the_warm_up(
 
 # --- the floor ---------------------------------------------------------------------------------------------
 
-ID_A, ID_B = b"1700000000000-0", b"1700000000001-12"
+ID_A, ID_B, ID_C = b"1700000000000-0", b"1700000000001-12", b"1700000000002-0"
 
 
 def test_replies_are_split_wherever_they_are_cut() -> None:
@@ -84,11 +84,31 @@ def test_replies_are_split_wherever_they_are_cut() -> None:
     assert [reply for at in range(len(data)) for reply in splitter.feed(data[at : at + 1])] == replies
 
 
+def batches_read(batch_id: bytes) -> bytes:
+    """The reply to XREADGROUP: a batch, in which there is an entry ID."""
+    return (
+        b"*1\r\n*2\r\n$1\r\nb\r\n*1\r\n*2\r\n$15\r\n"
+        + batch_id
+        + b"\r\n*2\r\n$1\r\nx\r\n$15\r\n"
+        + ID_A
+        + b"\r\n"
+    )
+
+
 def test_a_read_comes_after_the_command_that_caused_it() -> None:
-    read = Recorded([b"XREADGROUP", b"BLOCK", b"9", b"STREAMS", b"b", b">"], 0, b"*1\r\n", 2)
+    read = Recorded([b"XREAD", b"BLOCK", b"9", b"STREAMS", b"b", b"0"], 0, b"*1\r\n", 2)
     script = Recorded([b"EVALSHA", b"x"], 1, b":1\r\n", 3)
     later = Recorded([b"EVALSHA", b"y"], 4, b":1\r\n", 5)
     assert in_order([read, script, later]) == [script, read, later]
+
+
+def test_a_batch_is_read_between_its_dispatch_and_its_commit() -> None:
+    """Although another script was sent before the batch was read, and its reply is seen after the commit."""
+    read = Recorded([b"XREADGROUP", b"STREAMS", b"b", b">"], 0, batches_read(ID_C), 3)
+    dispatch = Recorded([b"EVALSHA", b"x"], 1, b"$15\r\n" + ID_C + b"\r\n", 4)
+    other = Recorded([b"EVALSHA", b"y"], 2, b"$15\r\n" + ID_A + b"\r\n", 7)
+    commit = Recorded([b"EVALSHA", b"z"], 5, b":1\r\n", 6)
+    assert in_order([read, dispatch, other, commit]) == [dispatch, read, commit, other]
 
 
 def test_what_belongs_to_no_request_is_not_replayed() -> None:
@@ -97,11 +117,22 @@ def test_what_belongs_to_no_request_is_not_replayed() -> None:
 
 def test_entry_ids_in_arguments_refer_to_replies() -> None:
     add = Recorded([b"XADD", b"s", b"*"], 0, b"$15\r\n" + ID_A + b"\r\n", 1)
-    script = Recorded([b"EVALSHA", b"<" + ID_A + b">", ID_B], 2, b":1\r\n", 3)
+    script = Recorded([b"EVALSHA", b"x", b"1", b"r:requests", b"<" + ID_A + b">", ID_B], 2, b":1\r\n", 3)
     written = trace([add, script])
     assert ID_A not in written  # Redis assigns another one in a replay
     assert ID_B in written  # no reply had it
     assert b"<" in written
+
+
+def test_a_request_and_a_batch_with_the_same_id_are_not_confused() -> None:
+    def recorded(batch_id: bytes) -> list[Recorded]:
+        add = Recorded([b"XADD", b"s", b"*"], 0, b"$15\r\n" + ID_A + b"\r\n", 1)
+        reply = b"$15\r\n" + batch_id + b"\r\n"
+        dispatch = Recorded([b"EVALSHA", b"x", b"1", b"r:requests", ID_A], 2, reply, 3)
+        commit = Recorded([b"EVALSHA", b"y", b"1", b"r:batches", batch_id], 4, b":1\r\n", 5)
+        return [add, dispatch, commit]
+
+    assert trace(recorded(ID_A)) == trace(recorded(ID_C))
 
 
 def test_a_read_starts_where_the_last_one_of_its_stream_ended() -> None:

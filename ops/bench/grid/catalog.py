@@ -18,6 +18,7 @@ Commands = Mapping[str, list[str]]
 WAIT_MS: Final = 2.0  # how long a batch that is not full waits
 ARTICLE_WAIT_MS: Final = 100.0  # the articles' timeout
 
+_NO_QUEUE: Final = "it is one process tree, without a queue"
 _NO_RATES: Final = "wrk knows no arrivals at random; see the same server with aiohttp"
 _NO_BURST: Final = "wrk keeps a number of requests in flight; see the same server with aiohttp"
 
@@ -41,6 +42,7 @@ class System:
     only: tuple[str, ...] = ()  # workloads, if not all
     left_out: Mapping[str, str] = field(default_factory=dict)  # a reason for each workload that is not run
     cells_left_out: Mapping[str, str] = field(default_factory=dict)  # and for each single cell
+    ahead_because: str = ""  # why Carpool cannot reach it where it is ahead
     is_peer: bool = True  # not Carpool, and not the floor
 
     def runs(self, workload: Workload) -> bool:
@@ -112,6 +114,7 @@ _MOSEC: Final = System(
     _mosec,
     child_roles={"server": {"mosec": "server", "": "model"}},
 )
+_WRK_IS_FAST: Final = "the client is a program in C, and bodies go to the server without a queue"
 _WRK_LEFT_OUT: Final = {"accelerator": _NO_RATES, "squares": _NO_BURST, "burst": _NO_BURST}
 _ARTICLES: Final = System(
     "articles",
@@ -122,6 +125,7 @@ _ARTICLES: Final = System(
     child_roles={"producer": {"": "worker"}},
     wait_ms=ARTICLE_WAIT_MS,
     only=("squares",),
+    ahead_because=_NO_QUEUE,
 )
 
 SYSTEMS: Final = (
@@ -155,7 +159,14 @@ SYSTEMS: Final = (
         only=("overhead", "images"),
         is_peer=False,
     ),
-    replace(_MOSEC, key="mosec-wrk", name="mosec, wrk", client="wrk", left_out=_WRK_LEFT_OUT),
+    replace(
+        _MOSEC,
+        key="mosec-wrk",
+        name="mosec, wrk",
+        client="wrk",
+        left_out=_WRK_LEFT_OUT,
+        ahead_because=_WRK_IS_FAST,
+    ),
     _MOSEC,
     System(
         "litserve",
@@ -172,8 +183,18 @@ SYSTEMS: Final = (
         "service-streamer",
         _nothing,
         child_roles={"producer": {"": "worker"}},
+        ahead_because=_NO_QUEUE,
     ),
-    System("faststream", "FastStream", "faststream", "faststream", _faststream, uses_redis=True),
+    System(
+        "faststream",
+        "FastStream",
+        "faststream",
+        "faststream",
+        _faststream,
+        uses_redis=True,
+        ahead_because="one process is woken up, between two visits to Redis; with Carpool it is the batcher, the "
+        "worker and the model process, and Redis is visited a third time",
+    ),
     System(
         "celery-batches",
         "celery-batches",

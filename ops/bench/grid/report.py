@@ -327,7 +327,8 @@ class Report:
             theirs, ours = (median(of, lambda figures: figures[name]) for of in (rounds, own))
             if sign * theirs > sign * ours:
                 where = f"{workload.title}, {thousands(cell)}"
-                yield f"{where}: {system.name} ({name} {theirs:,.4g}; Carpool {ours:,.4g})"
+                why = f": {system.ahead_because}" if system.ahead_because else ""
+                yield f"{where}: {system.name} ({name} {theirs:,.4g}; Carpool {ours:,.4g}){why}"
 
     def _left_out(self) -> Iterator[str]:
         for (workload, name), reason in self._results.left_out.items():

@@ -39,6 +39,7 @@ from grid.setup import HOST, Setup
 _RECORDINGS: Final = 12  # the shortest is used: it has no heartbeats in it
 _SETTLE_S: Final = 0.05  # until the batcher has read what was settled
 _OPTIONS_MAX: Final = 8  # arguments before the streams of a read
+_FIRST_KEY: Final = 3  # of EVALSHA: the name, the digest and the number of keys are before it
 _ENTRY_ID: Final = re.compile(rb"(?<!\d)\d{13}-\d+")
 _NAMES: Final = frozenset(
     {
@@ -184,7 +185,9 @@ def in_order(recorded: Sequence[Recorded]) -> list[Recorded]:
     """The commands of the requests, in an order in which each finds what it found.
 
     The reply to a read may be seen before that to the command which added what it found, on another
-    connection. So a read comes after all other commands that were sent before its reply.
+    connection. So a read of batches comes after the commands that dispatched them: no later, because its
+    batches must be fetched before they are committed. Another read comes after all commands that were sent
+    before its reply: nothing depends on it, and what it adds is not always in the replies.
     """
     commands = [
         command
@@ -194,19 +197,40 @@ def in_order(recorded: Sequence[Recorded]) -> list[Recorded]:
         and not command.reply.startswith(b"-")
     ]
     others = [command for command in commands if not command.reads]
+    dispatched = {
+        batch_id: command.replied
+        for command in others
+        if command.name == b"EVALSHA"
+        for batch_id in _ENTRY_ID.findall(command.reply)
+    }
 
     def position(command: Recorded) -> tuple[int, int]:
         if not command.reads:
             return command.replied, 0
-        causes = [cause.replied for cause in others if cause.sent < command.replied]
+        if command.name == b"XREADGROUP":
+            causes = [dispatched.get(batch_id, 0) for batch_id in _batch_ids(command.reply)]
+        else:
+            causes = [cause.replied for cause in others if cause.sent < command.replied]
         return max([command.replied, *causes]), 1
 
     return sorted(commands, key=position)
 
 
+def _batch_ids(reply: bytes) -> list[bytes]:
+    """The IDs of the entries that XREADGROUP returned, not those in the batches."""
+    reader = hiredis.Reader()
+    reader.feed(reply)
+    return [batch_id for _, entries in reader.gets() for batch_id, _ in entries]
+
+
 def trace(commands: Sequence[Recorded]) -> bytes:
-    """The file that floor.c reads."""
-    found: dict[bytes, tuple[int, int]] = {}  # an ID -> the reply that had it first, and its index there
+    """The file that floor.c reads.
+
+    An ID is known by the stream that it is of: a request and a batch of the same millisecond may have the
+    same. Scripts whose first key is the request stream name requests, and return batches. All others name
+    batches.
+    """
+    added: dict[tuple[bool, bytes], tuple[int, int]] = {}  # (is a batch, ID) -> a reply, and the index in it
     streams: dict[bytes, bytes] = {}  # a stream that is read -> the ID after which the first read reads
     read_by: dict[bytes, int] = {}  # a stream -> replies after which its last ID is known
     parts = bytearray()
@@ -221,9 +245,14 @@ def trace(commands: Sequence[Recorded]) -> bytes:
                 stream = list(streams).index(name)
                 parts += struct.pack("<IIII", 1, _LAST_OF_STREAM, stream, read_by.get(name, 0))
             else:
-                parts += _argument(argument, found)
-        for index, match in enumerate(_ENTRY_ID.finditer(command.reply)):
-            found.setdefault(match[0], (number, index))
+                names_batches = command.name == b"EVALSHA" and not arguments[_FIRST_KEY].endswith(
+                    b":requests"
+                )
+                parts += _argument(argument, names_batches, added)
+        if not command.reads:
+            is_batch = command.name == b"EVALSHA"
+            for index, match in enumerate(_ENTRY_ID.finditer(command.reply)):
+                added[is_batch, match[0]] = number, index
         for name in positions.values():
             read_by[name] = number + 1
     head = bytearray(struct.pack("<I", len(streams)))
@@ -239,14 +268,15 @@ def _positions(arguments: Sequence[bytes]) -> dict[int, bytes]:
     return {start + count + number: arguments[start + number] for number in range(count)}
 
 
-def _argument(argument: bytes, found: dict[bytes, tuple[int, int]]) -> bytes:
+def _argument(argument: bytes, is_batch: bool, added: dict[tuple[bool, bytes], tuple[int, int]]) -> bytes:
     """An argument: bytes, and references to IDs in earlier replies."""
     pieces, end = [], 0
     for match in _ENTRY_ID.finditer(argument):
-        if match[0] in found:
+        known = added.get((is_batch, match[0]))
+        if known is not None:
             pieces += [
                 _literal(argument[end : match.start()]),
-                struct.pack("<III", _ID_OF_REPLY, *found[match[0]]),
+                struct.pack("<III", _ID_OF_REPLY, *known),
             ]
             end = match.end()
     pieces.append(_literal(argument[end:]))
