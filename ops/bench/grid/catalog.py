@@ -192,8 +192,8 @@ SYSTEMS: Final = (
         "faststream",
         _faststream,
         uses_redis=True,
-        ahead_because="one process is woken up, between two visits to Redis; with Carpool it is the batcher, the "
-        "worker and the model process, and Redis is visited a third time",
+        ahead_because="one process is woken up, between two visits to Redis; with Carpool it is the batcher, "
+        "the worker and the model process, and Redis is visited a third time",
     ),
     System(
         "celery-batches",
