@@ -191,7 +191,8 @@ class SequencesMachine(RuleBasedStateMachine):
         self.turn(True)
 
     def happen_while_reading(self, random: Random) -> None:
-        """Batches settle and requests expire before the batcher knows all requests that wait."""
+        """Batches settle, and requests expire, are withdrawn or ended by force, before the batcher knows all
+        requests that wait."""
         if self.harness.in_flight and random.random() < 0.2:
             batch_id = random.choice(list(self.harness.in_flight))
             first = part_of(self.harness.in_flight[batch_id][0])
@@ -199,6 +200,12 @@ class SequencesMachine(RuleBasedStateMachine):
             self.harness.settle_batch(batch_id, failing, self.at)
         if random.random() < 0.1:
             self.at += 1
+        if self.harness.waiting and random.random() < 0.1:
+            name = random.choice(list(self.harness.waiting))
+            self.harness.withdraw(self.harness.runs[name].correlation_ids[0])
+        if random.random() < 0.05:
+            name = random.choice((*IN_ORDER, *COUNTED))
+            self.ended_at.setdefault(name, []).append(self.harness.end_sequences(name))
         self.harness.poll(self.at)
 
     @rule()

@@ -147,6 +147,18 @@ def test_a_process_is_told_of_a_sequence_whose_waiting_request_expired() -> None
     assert slots(harness) == {"p": ["b"]}
 
 
+def test_a_start_that_expires_is_told_that_no_slot_was_free() -> None:
+    harness = BoundHarness("p", "q", slots=1)
+    for name in "ab":
+        harness.send(f"{name}0", start=True)
+    harness.send("c0", start=True, expiration=5)
+    harness.run()
+    harness.poll(5)
+    assert harness.details["c0"].endswith(
+        ", for one of 2 slots of its model's processes (max_batch_size of each)"
+    )
+
+
 def test_a_process_is_told_of_a_sequence_whose_request_expired_in_flight() -> None:
     harness = BoundHarness("p", slots=1)
     harness.send("a0", start=True, expiration=5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from carpool.errors import (
@@ -355,6 +357,29 @@ def test_a_start_that_waits_for_space_keeps_its_deadline() -> None:
     assert harness.poll(11) == [["c0"]]
 
 
+@pytest.mark.parametrize(
+    ("expiring", "awaited"),
+    [
+        ({"start": True, "sequence": "b"}, "one of 1 sequences to end (max_candidate_sequences)"),
+        ({}, "an earlier request of its sequence"),
+        ({"index": 2}, "the request of its sequence with the index 1"),
+        ({"index": 1, "sequence": "c"}, "the start of its sequence"),
+        ({"start": True}, ""),
+    ],
+)
+def test_who_expires_is_told_what_it_waited_for(expiring: dict[str, Any], awaited: str) -> None:
+    harness = SequenceHarness(max_candidate_sequences=1, model_processes=int("index" in expiring))
+    if expiring != {"start": True}:
+        harness.send("a0", start=True)
+        harness.run()
+    harness.send("x", expiration=10, **{"sequence": "a", **expiring})
+    harness.poll()
+    harness.poll(10)
+    assert harness.details == {
+        "x": "expired: still waiting 10 ms after its arrival" + (f", for {awaited}" if awaited else "")
+    }
+
+
 def test_a_broken_sequence_makes_space() -> None:
     harness = SequenceHarness(max_candidate_sequences=1)
     harness.send("a0", start=True)
@@ -507,6 +532,27 @@ def test_another_batcher_knows_what_is_broken_at_two_places() -> None:
     harness.send("a4")
     assert harness.run() == [["a2"]]
     assert harness.answers == {"a1": ABORTED, "a3": CANCELLED, "a4": ABORTED}
+
+
+def test_what_follows_a_start_that_was_refused_while_another_batcher_reads_is_aborted() -> None:
+    harness = SequenceHarness()
+    harness.send("a0", start=True)
+    harness.send("a1")
+    harness.take_over(meanwhile=lambda: harness.withdraw("a0"))
+    harness.send("a2")
+    harness.poll()
+    assert harness.answers == {"a0": CANCELLED, "a1": ABORTED, "a2": ABORTED}
+
+
+def test_what_stands_before_a_start_that_was_refused_while_another_batcher_reads_is_served() -> None:
+    harness = SequenceHarness()
+    harness.send("a0", start=True)
+    harness.run()
+    for name, starts in (("a1", False), ("a2", True), ("a3", False)):
+        harness.send(name, start=starts)
+    harness.take_over(meanwhile=lambda: harness.withdraw("a2"))
+    assert harness.run() == [["a1"]]
+    assert harness.answers == {"a2": CANCELLED, "a3": ABORTED}
 
 
 def test_a_start_that_succeeds_while_another_batcher_reads_begins_the_sequence_anew() -> None:

@@ -152,7 +152,10 @@ class Deadlines:
         if settings.delays_expired(run.priority):
             self._queue.move_expired(run)
             return []
+        awaited = self._queue.awaited(run)
         self._queue.remove(run)
         expiration_ms = ((run.deadline_us or 0) - run.arrival_us) // 1000
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
+        if awaited:
+            detail += f", for {awaited}"
         return [refusal(run, DEADLINE_EXCEEDED, "waiting", detail)]

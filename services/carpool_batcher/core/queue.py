@@ -167,6 +167,10 @@ class Queue:
                 self._sequences.take(run)
         return batch
 
+    def awaited(self, run: Run) -> str:
+        """What a waiting run waits for, other than its batch, to tell its producer; '' if for nothing."""
+        return "" if run.sequence is None else self._sequences.awaited(run)
+
     def remove(self, run: Run) -> None:
         """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
         size_bytes = bytes_of(run)

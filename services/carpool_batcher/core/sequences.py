@@ -190,12 +190,10 @@ class Sequences:
             self._decided.refusals.append(refused)
 
     def _replay_break(self, event: _Break) -> None:
-        sequence = self._by_id.get(event.part.sequence_id)
-        if sequence is None:
-            return
-        is_begun_anew = event.part.place < self._restarts.get(sequence.sequence_id, "")
+        part = event.part
+        is_begun_anew = part.place < self._restarts.get(part.sequence_id, "")
         if not is_begun_anew:
-            self._break(sequence, sequence.segments[-1], event)
+            self._break_last_segment(event)
 
     # --- arrivals ------------------------------------------------------------------------------------------
 
@@ -234,7 +232,12 @@ class Sequences:
         event = _Break(part, correlation_id, did_not_succeed(correlation_id), False)
         if self._unread is not None:
             self._unread.append((part.place, event))
-            return
+        else:
+            self._break_last_segment(event)
+
+    def _break_last_segment(self, event: _Break) -> None:
+        """A request that stands after all others was refused. After a start nothing is served."""
+        part = event.part
         if part.starts:
             self._sequence(part.sequence_id).open_segment()
         sequence = self._by_id.get(part.sequence_id)
@@ -463,6 +466,19 @@ class Sequences:
         del self.followers[run]
         sequence.head = run
         self._decided.heads.append(run)
+
+    def awaited(self, run: Run) -> str:
+        """What a follower waits for, to tell its producer; '' if it is unknown, or if this is a head."""
+        if self.followers.get(run) is None:
+            return ""
+        sequence = self._by_id[part_of(run).sequence_id]
+        if sequence.waits_for_space:
+            return self.space.awaited()
+        if sequence.is_busy:
+            return "an earlier request of its sequence"
+        if sequence.kept:
+            return f"the request of its sequence with the index {sequence.next_index}"
+        return "the start of its sequence"
 
     # --- model processes -----------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ class Space:
         """Whether another sequence can be begun, while `begun` are."""
         return begun < self.begun_max
 
+    def awaited(self) -> str:
+        """What a start waits for that has no space, to tell its producer."""
+        return f"one of {self.begun_max} sequences to end (max_candidate_sequences)"
+
     def is_taken_by(self, sequence: Sequence) -> bool:
         """Whether a sequence has space already, in which it can begin anew."""
         return sequence.counts
@@ -75,6 +79,11 @@ class Processes(Space):
 
     def is_free(self, begun: int) -> bool:
         return bool(self._roomiest())
+
+    def awaited(self) -> str:
+        if not self._live:
+            return "a model process"
+        return f"one of {self.slots} slots of its model's processes (max_batch_size of each)"
 
     def is_taken_by(self, sequence: Sequence) -> bool:
         return sequence.process in self._live and sequence.process not in self._draining
