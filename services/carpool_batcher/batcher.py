@@ -109,6 +109,7 @@ class ModelBatcher:
         self._store = BatcherStore(link, keys, clock)
         self._session: LeaseSession | None = None
         self._last_event_us = 0
+        self._turned_us = 0  # when the last turn was
         self._renew_bodies_at_us = 0
         self._log = structlog.get_logger().bind(model=keys.model)
         self._answer_log = AnswerLog(self._log)
@@ -209,6 +210,9 @@ class ModelBatcher:
             self._settle(self._session, arrived.settled, now_us)
             if arrived.requests:
                 refusals, emptied = self._admit(self._session, arrived.requests, now_us)
+        elif self.wake_at_us is not None and self.wake_at_us > self._turned_us:
+            self._meter.woken(now_us - self.wake_at_us)
+        self._turned_us = now_us
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
         self.wake_at_us = _earlier(scheduler.wake_at_us(), self._session.early.due_us)
@@ -279,6 +283,8 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
+        if fresh:
+            self._meter.read(fresh, now_us)
         order.verify(fresh)
         if session.unread.become_read(arrived):
             scheduler.sequences.complete()

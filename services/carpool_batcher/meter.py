@@ -20,12 +20,12 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import Dispatch, DispatchReason, Refusal, Streamed
+from carpool.messages import Dispatch, DispatchReason, Entry, Refusal, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.chunk_count import ChunkCount
-from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.capacity import InFlightBatch, RecentTimes
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.recent_latency import RecentLatency, count_equal
@@ -151,6 +151,14 @@ class Meter:
         for arrival_us, number in count_equal((run.arrival_us, len(run)) for b in batches for run in b.runs):
             self._queue.observe_equal(max(0, now_us - arrival_us), number)
 
+    def read(self, entries: Sequence[Entry], now_us: int) -> None:
+        """These entries were read. One of them, from the middle, says how long that takes."""
+        self._reading.observe(now_us - entries[len(entries) // 2].arrival_us)
+
+    def woken(self, late_us: int) -> None:
+        """A time had come at which the batcher was to act."""
+        self._waking.observe(late_us)
+
     def refused(self, refusals: Sequence[Refusal]) -> None:
         """These requests were answered without being dispatched."""
         self._totals_known = None
@@ -227,6 +235,7 @@ class Meter:
             (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
+            delays_us=(self._reading.median_us, self._waking.median_us),
             sequences=_sequences_report(scheduler),
         )
 
@@ -245,6 +254,7 @@ class Meter:
         self._began_us = now_us
         self._totals_before = self._totals()
         self._recent = RecentLatency(now_us)
+        self._reading, self._waking = RecentTimes(), RecentTimes()
         self._recent_first, self._recent_gap = RecentLatency(now_us), RecentLatency(now_us)
         self._chunks = ChunkCount()
 

@@ -23,7 +23,7 @@ ONE_POINT = Choice(["line"], [1], [50], ["Poisson"], [0.9], floods=[])
 
 def run_of(plan: Plan, good: int = 90, stolen: float = 0.0, busy: float = 0.5, late_ms: float = 1.0) -> Run:
     missed = dict.fromkeys(CAUSES, 0) | {"given up": 100 - good}
-    return Run(plan, 10.0, 100, 100, 95, good, missed, (1000, 2500), 88, late_ms, stolen, busy)
+    return Run(plan, 10.0, 100, 100, 95, good, missed, (1000, 2500), (600, 100), 88, late_ms, stolen, busy)
 
 
 def test_policies_take_turns_in_alternating_order() -> None:

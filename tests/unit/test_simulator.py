@@ -69,6 +69,19 @@ def test_result_exactly_at_the_deadline_is_in_time() -> None:
     assert run([Arrival(0, expiration_us=1599)]).late == 1
 
 
+def test_a_request_is_known_some_time_after_it_was_sent_and_its_deadline_counts_from_then() -> None:
+    far = WORLD._replace(in_us=400)
+    assert run([Arrival(0, expiration_us=2000)], far).latencies_us == [2000]
+    assert run([Arrival(0, expiration_us=1999)], far).late == 1
+
+
+def test_a_batcher_is_late_only_at_times_at_which_nothing_arrives() -> None:
+    """A batch that waits for more requests is dispatched when its delay has passed."""
+    late = WORLD._replace(late_us=70)
+    assert run([Arrival(0)], late).latencies_us == [1600]
+    assert run([Arrival(0)], late, max_queue_delay_ms=2).latencies_us == [3670]
+
+
 def test_request_is_refused_when_the_queue_is_full() -> None:
     # One executes, one is dispatched ahead, two wait.
     result = run(recorded([0, 1, 2, 3, 4]), max_queue_size=2, max_batch_size=1)

@@ -26,9 +26,10 @@ deadline as its `timeout`. A load of 1 is the highest rate at which the model co
 meet the deadline. Bound and virtual time are of the moments at which requests were really sent: U3 is the
 exact optimum of one worker that knows them all in advance, U1 what all workers together could execute in
 time; neither has any way to the worker and back. "Virtual" is the same policy, simulated with the default
-round trip; "predicted" is simulated with the l(b) and the ways that the batcher reported. The ways have a
-lognormal distribution through what half and nine of ten batches took ("ways"). The policies took turns at
-each point.
+round trip; "predicted" is simulated with the l(b), the ways and the delays that the batcher reported. The
+ways have a lognormal distribution through what half and nine of ten batches took ("ways"). The delays are the
+medians of how long the batcher took to read a request, and of how late it was woken up. The policies took
+turns at each point.
 """
 CAUSES_HEAD: Final = f"""\
 

@@ -31,8 +31,9 @@ LATE_MS_MAX: Final = 5.0  # of half of the requests, when they were sent: the pr
 class Run(NamedTuple):
     """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
 
-    `missed`: the others, by cause. `ways_us`: what half and nine of ten batches took on their ways, and
-    `predicted` what is good in virtual time with such ways and the l(n) that was learned. `busy` and `stolen`
+    `missed`: the others, by cause. `ways_us`: what half and nine of ten batches took on their ways;
+    `delays_us`: how long the batcher took to read a request, and how late it was woken up; `predicted`: what
+    is good in virtual time with such ways and delays, and the l(n) that was learned. `busy` and `stolen`
     are shares of the machine's CPU time; `late_ms` is the median of how late requests were sent.
     """
 
@@ -44,6 +45,7 @@ class Run(NamedTuple):
     good: int
     missed: dict[str, int]
     ways_us: tuple[int, int]
+    delays_us: tuple[int, int]
     predicted: int
     late_ms: float
     stolen: float
@@ -63,7 +65,8 @@ class Run(NamedTuple):
         """The run of a line."""
         fields: dict[str, Any] = json.loads(line)
         point, policy, beside = fields.pop("plan")
-        fields["ways_us"] = tuple(fields["ways_us"])
+        for name in ("ways_us", "delays_us"):
+            fields[name] = tuple(fields[name])
         return cls(Plan(Point(*point), policy, beside), **fields)
 
 
@@ -95,6 +98,7 @@ def evaluate(plan: Plan, sent: Sequence[Sent], told: BatcherReport, shares: CpuS
         causes[None],
         {cause: causes[cause] for cause in CAUSES},
         told.ways_us,
+        told.delays_us,
         good_in(as_told(world, told)),
         median(request.late_us for request in counted) / 1000,
         *shares,
@@ -102,13 +106,16 @@ def evaluate(plan: Plan, sent: Sequence[Sent], told: BatcherReport, shares: CpuS
 
 
 def as_told(world: World, told: BatcherReport) -> World:
-    """This world with the ways and the l(n) that a batcher has learned."""
+    """This world with the ways, the delays and the l(n) that a batcher has learned."""
     usual_us, at_most_us = told.ways_us
+    in_us, late_us = told.delays_us
     return world._replace(
         curve=Curve(*zip(*told.learned, strict=True)) if told.learned else world.curve,
         out_us=usual_us // 2,
         back_us=usual_us - usual_us // 2,
         round_trip_spread=lognormal(at_most_us / max(1, usual_us)),
+        in_us=in_us,
+        late_us=late_us,
     )
 
 

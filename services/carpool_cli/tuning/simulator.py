@@ -2,8 +2,9 @@
 
 The scheduler is the real one; its environment is simulated. Requests arrive as a trace says. A dispatched
 batch takes time to reach a model process, executes for l(n), and the scheduler learns of it after the way
-back. Two effects are not simulated: a batcher that needs time to decide and dispatch, and model processes
-that compete for the same CPU. Pure: no clock, no Redis.
+back. It learns of a request some time after that was sent, and is woken up later than it asked for. Two
+effects are not simulated: a batcher that needs time to decide and dispatch, and model processes that compete
+for the same CPU. Pure: no clock, no Redis.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class World(NamedTuple):
     A round trip is the time from dispatch to settled without the execution. Half of its slope belongs to the
     way out, where workers read bodies, and half to the way back, where results are read. A batch has one
     factor for both ways. `slower` multiplies l(n) of a lane. Where there is a `curve`, measured on a live
-    model, it replaces the line.
+    model, it replaces the line. Deadlines count from when a request is sent, which is `in_us` before the
+    batcher knows of it.
     """
 
     processes: int = 1
@@ -57,6 +59,8 @@ class World(NamedTuple):
     round_trip_spread: Sequence[float] = NO_SPREAD
     slower: Mapping[str, float] = _EQUAL_LANES
     curve: Curve | None = None
+    in_us: int = 0  # from when a request is sent until the batcher has read it
+    late_us: int = 0  # how late the batcher is when it acts at a time at which nothing arrives
 
     def execution_us(self, size: int, lane: str = "") -> float:
         """l(size) in a lane."""
@@ -217,20 +221,23 @@ class Simulation:
     def run(self, arrivals: Iterable[Arrival]) -> SimulationResult:
         """Simulate until each request has its result. `arrivals` are in order of time."""
         scheduler, events = self._scheduler, self._events
+        in_us, late_us = self._world.in_us, self._world.late_us
         trace = iter(arrivals)
         arrival = next(trace, None)
         first_us = now_us = 0 if arrival is None else arrival.at_us
         arrived = 0
         while True:
             next_us = scheduler.wake_at_us()
+            if next_us is not None and next_us > now_us:
+                next_us += late_us
             if events and (next_us is None or events[0][0] < next_us):
                 next_us = events[0][0]
-            if arrival is not None and (next_us is None or arrival.at_us < next_us):
-                next_us = arrival.at_us
+            if arrival is not None and (next_us is None or arrival.at_us + in_us < next_us):
+                next_us = arrival.at_us + in_us
             if next_us is None:
                 break
             now_us = max(now_us, next_us)
-            while arrival is not None and arrival.at_us <= now_us:
+            while arrival is not None and arrival.at_us + in_us <= now_us:
                 self._result.arrivals_us = arrival.at_us - first_us
                 self._offer(arrival)
                 arrival = next(trace, None)
