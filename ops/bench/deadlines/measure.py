@@ -58,7 +58,8 @@ class Progress:
             f"{self._done} of {self._runs}, {minutes:.1f} min: {run.plan.description}: "
             f"{run.good / run.bound:.1%} of {run.plan.point.bound_name}, {run.virtual / run.bound:.1%} in "
             f"virtual time, {run.predicted / run.bound:.1%} predicted with ways of "
-            f"{usual_ms:.1f} to {at_most_ms:.1f} ms, delays of {in_ms:.1f} and {late_ms:.1f} ms; missed: {missed}; sent {run.late_ms:.1f} ms late; "
+            f"{usual_ms:.1f} to {at_most_ms:.1f} ms, delays of {in_ms:.1f} and {late_ms:.1f} ms; "
+            f"missed: {missed}; sent {run.late_ms:.1f} ms late; "
             f"CPU {run.busy:.0%} busy, {run.stolen:.0%} stolen{mark}",
             file=sys.stderr,
             flush=True,
