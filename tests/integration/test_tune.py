@@ -122,6 +122,7 @@ def test_simulate_calls_a_guess_one(stack: Stack, tmp_path: Path) -> None:
     output = carpool(stack, tmp_path, *arguments)
     assert re.match(r".*, measured l\(1\) = \S+ ms, guessed l\(32\) = \S+ ms\n", output), output
     assert "Only 64 batches of 1 were observed; `carpool tune linear BODY" in output
+    assert re.search(r"The round trip is as its batcher saw it: \d+\.\d ms for half", output), output
     found = json.loads(carpool(stack, tmp_path, *arguments, "--json"))
     assert found["observed"] == {"smallest": 1, "largest": 1, "batches": 64}
     assert found["guessed_batches"] > 0.5

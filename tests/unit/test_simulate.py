@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from carpool.settings import read_settings
+from carpool.wire.report import BatcherReport, Gauges
 from carpool_batcher.core.curve import Curve
 from carpool_cli.screen import Screen
 from carpool_cli.tuning.observed import ObservedSizes
-from carpool_cli.tuning.simulate import RecordingProgress, SimulateSettings, execution, guesses, main
+from carpool_cli.tuning.simulate import (
+    RecordingProgress,
+    SimulateSettings,
+    execution,
+    guesses,
+    main,
+    round_trip,
+)
 from carpool_cli.tuning.simulator import SimulationResult, World
 
 SHORT = ("--requests", "400")
@@ -79,8 +87,32 @@ def test_result_that_rests_on_guesses_says_so() -> None:
     assert warning.startswith("WARNING: 75% of the simulated batches have sizes that were not observed")
     assert "Only 40 batches of 1 to 3 were observed; `carpool tune square BODY" in warning
     assert list(guesses(settings, result, ObservedSizes(1, 32, 40))) == []
-    (assumed,) = guesses(settings_of("--model", "square"), result, None)
-    assert assumed.startswith("The round trip of n requests is not measured, but assumed to be 1 + 0.02 n ms")
+
+
+def test_where_the_round_trip_is_from_is_said() -> None:
+    plain, given = settings_of("--model", "square"), settings_of("--model", "square", "--trip-ms", "3")
+    report = BatcherReport(
+        "b",
+        0,
+        0,
+        Gauges(0, 0, 0.0, 0, 0, 1),
+        {},
+        0,
+        0,
+        {},
+        (),
+        None,
+        ways_us=(800, 1200),
+        delays_us=(600, 90),
+    )
+    assert round_trip(plain, None).startswith(
+        "The round trip of n requests is not known, but assumed to be 1 + 0.02 n ms: see --trip-ms"
+    )
+    assert round_trip(given, None) == "The round trip of n requests is given as 3 + 0.02 n ms."
+    assert round_trip(plain, report) == (
+        "The round trip is as its batcher saw it: 0.8 ms for half of the latest batches, up to 1.2 ms for "
+        "nine of ten; it read requests 0.6 ms after their arrival."
+    )
 
 
 def test_target_latency_is_reported_apart_from_late_requests(capsys: pytest.CaptureFixture[str]) -> None:

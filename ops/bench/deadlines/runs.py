@@ -17,7 +17,8 @@ from carpool.wire.report import BatcherReport
 from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import recorded
-from carpool_cli.tuning.simulator import Simulation, World, lognormal
+from carpool_cli.tuning.reported import with_ways
+from carpool_cli.tuning.simulator import Simulation, World
 from deadlines.bounds import bound
 from deadlines.load import CAUSES, Sent
 from deadlines.plans import LEARNING_S, Plan
@@ -107,16 +108,8 @@ def evaluate(plan: Plan, sent: Sequence[Sent], told: BatcherReport, shares: CpuS
 
 def as_told(world: World, told: BatcherReport) -> World:
     """This world with the ways, the delays and the l(n) that a batcher has learned."""
-    usual_us, at_most_us = told.ways_us
-    in_us, late_us = told.delays_us
-    return world._replace(
-        curve=Curve(*zip(*told.learned, strict=True)) if told.learned else world.curve,
-        out_us=usual_us // 2,
-        back_us=usual_us - usual_us // 2,
-        round_trip_spread=lognormal(at_most_us / max(1, usual_us)),
-        in_us=in_us,
-        late_us=late_us,
-    )
+    curve = Curve(*zip(*told.learned, strict=True)) if told.learned else world.curve
+    return with_ways(world._replace(curve=curve), told)
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -22,6 +22,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool.wire.kinds import kind_of
+from carpool.wire.report import BatcherReport
 from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
 from carpool_cli.tuning.arrivals import TraceError
@@ -49,9 +50,9 @@ class LiveModel(NamedTuple):
     settings: ModelSettings  # the effective ones
     kind: ModelKind
     processes: int
-    observed: list[
-        tuple[int, int]
-    ]  # size and execution time (us) of recently settled batches, the latest last
+    # Size and execution time (us) of recently settled batches, the latest last.
+    observed: list[tuple[int, int]]
+    report: BatcherReport | None = None  # the latest one of its batcher
 
 
 class Recording(NamedTuple):
@@ -124,6 +125,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
             for batch in settled
             if type(batch) is BatchSettled and batch.executed and batch.compute_us
         ],
+        BatcherReport.decode(link.call("GET", keys.report) or b""),
     )
 
 

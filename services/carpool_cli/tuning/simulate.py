@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -17,6 +17,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.wire.report import BatcherReport
 from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
@@ -26,6 +27,7 @@ from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
 from carpool_cli.tuning.curve import line_through
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
 from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes, observed_sizes
+from carpool_cli.tuning.reported import has_ways, with_ways
 from carpool_cli.tuning.simulator import Simulation, SimulationResult, World, normal
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # without --model
@@ -41,9 +43,9 @@ class SimulateSettings(ConnectionSettings):
     """Try settings in virtual time, with the real scheduler and with simulated requests and model processes.
 
     Executing a batch of n requests takes intercept + slope * n; its round trip through Redis takes trip +
-    trip-slope * n. `carpool tune` measures all four. With --model, the intercept, the slope, the settings and
-    the number of processes are those of a live model, to which nothing is sent. KEY=VALUE overrides a
-    setting, as in `carpool config`.
+    trip-slope * n. `carpool tune` measures all four. With --model, the execution time, the settings, the
+    number of processes and, as its batcher has learned it, the round trip are those of a live model, to which
+    nothing is sent. KEY=VALUE overrides a setting, as in `carpool config`.
 
     goodput: the share of all requests that were answered OK within their deadline. late: requests that missed
     their deadline, or were refused because they could not meet it; a request without expiration is never
@@ -90,6 +92,11 @@ class SimulateSettings(ConnectionSettings):
     )
     seconds: float = Field(10.0, gt=0, le=86_400, description="duration of the recording")
     as_json: bool = Field(False, description="print one JSON object")
+
+    @property
+    def has_trip(self) -> bool:
+        """Whether anything about the round trip was given."""
+        return not {"trip_ms", "trip_slope_ms", "trip_noise"}.isdisjoint(self.model_fields_set)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,7 +165,7 @@ class RecordingProgress:
 
 
 def _simulate(settings: SimulateSettings) -> None:
-    model, world, observed = _model_and_world(settings)
+    model, world, observed, report = _subject(settings)
     arrivals = traffic(settings.arrivals)
     rate, requests = settings.rate or RATE, settings.requests or 100_000
     if isinstance(arrivals, Recorded):
@@ -177,21 +184,32 @@ def _simulate(settings: SimulateSettings) -> None:
     if settings.model is not None:
         for line in guesses(settings, result, observed):
             screen.print(f"\n  {line}")
+        screen.print(f"\n  {round_trip(settings, report)}")
 
 
-def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World, ObservedSizes | None]:
-    """The settings to simulate, their world, and the sizes at which its l(n) was observed; None if it was
-    given. Flags and KEY=VALUE override those of a live model."""
+class _Subject(NamedTuple):
+    """What is simulated. `observed`: the sizes at which l(n) was observed; None if it was given. `report`:
+    the one that the round trip is from; None if there is none, or it was given."""
+
+    model: ModelSettings
+    world: World
+    observed: ObservedSizes | None
+    report: BatcherReport | None
+
+
+def _subject(settings: SimulateSettings) -> _Subject:
+    """Flags and KEY=VALUE override what a live model has."""
     overrides, removed = parse(settings.change)
     present: dict[str, str] = {}
     processes, intercept_ms, slope_ms = 1, INTERCEPT_MS, SLOPE_MS
     curve: Curve | None = None
     observed: ObservedSizes | None = None
+    report: BatcherReport | None = None
     is_given = settings.intercept_ms is not None and settings.slope_ms is not None
     if settings.model is not None:
         with connected(settings, "simulate") as link:
             live = read_live_model(link, settings.prefix, settings.model)
-        present, processes = live.settings.as_text(), max(1, live.processes)
+        present, processes, report = live.settings.as_text(), max(1, live.processes), live.report
         if live.observed and not is_given:
             observed = observed_sizes(live.observed)
             measurement = measured(live.observed)
@@ -224,7 +242,9 @@ def _model_and_world(settings: SimulateSettings) -> tuple[ModelSettings, World, 
         normal(settings.trip_noise),
         curve=curve,
     )
-    return model, world, observed
+    if report is None or not has_ways(report) or settings.has_trip:
+        return _Subject(model, world, observed, None)
+    return _Subject(model, with_ways(world, report), observed, report)
 
 
 def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | None:
@@ -319,8 +339,17 @@ def guesses(
                 f"figures are a guess.\n  Only {observed} were observed; `carpool tune {settings.model} BODY "
                 "--latency-ms MS` measures all sizes."
             )
-    if not {"trip_ms", "trip_slope_ms"} & settings.model_fields_set:
-        yield (
-            f"The round trip of n requests is not measured, but assumed to be {settings.trip_ms:g} + "
-            f"{settings.trip_slope_ms:g} n ms: see --trip-ms and --trip-slope-ms."
+
+
+def round_trip(settings: SimulateSettings, report: BatcherReport | None) -> str:
+    """Where the round trip of a live model is from."""
+    if report is not None:
+        usual_ms, at_most_ms, in_ms = (us / 1000 for us in (*report.ways_us, report.delays_us[0]))
+        return (
+            f"The round trip is as its batcher saw it: {usual_ms:.1f} ms for half of the latest batches, up "
+            f"to {at_most_ms:.1f} ms for nine of ten; it read requests {in_ms:.1f} ms after their arrival."
         )
+    origin = "given as" if settings.has_trip else "not known, but assumed to be"
+    hint = "" if settings.has_trip else ": see --trip-ms and --trip-slope-ms"
+    line = f"{settings.trip_ms:g} + {settings.trip_slope_ms:g} n ms"
+    return f"The round trip of n requests is {origin} {line}{hint}."
