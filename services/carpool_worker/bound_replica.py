@@ -119,13 +119,13 @@ class BoundReplica(ReplicaLoop[Item]):
     def _take(self, execution: Execution) -> None:
         """Decode a batch and send it to the model process."""
         is_next = self._first_unfinished() is None
+        self._executions = (*self._executions, execution)  # renewed from now on: decoding may take long
         started_ns = time.monotonic_ns()
         self._codec.prepare(execution, self._clock.now_us())
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
         execution.ready_us = self._clock.now_us()
         if is_next:
             execution.start_at(execution.ready_us)
-        self._executions = (*self._executions, execution)
         parts = [run.sequence for run in execution.batch.runs]
         self._sequences.update(part.sequence_id for part in parts if part is not None and part.starts)
         for frame in execution.frames:

@@ -19,6 +19,7 @@ from carpool.errors import (
     DEADLINE_EXCEEDED,
     INTERNAL,
     INVALID_ARGUMENT,
+    RESOURCE_EXHAUSTED,
     CarpoolError,
     InternalError,
     InvalidArgumentError,
@@ -28,7 +29,7 @@ from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
-from carpool_worker.execution import DEATHS_MAX, Execution, Frame
+from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
 from carpool_worker.raising_producers import RaisingProducers
@@ -70,10 +71,11 @@ class Codec:
     def prepare(self, execution: Execution, now_us: int) -> None:
         """Build the frames of an execution that was just fetched.
 
-        A request that expired or that cannot be decoded gets its result instead.
+        A request that expired or that cannot be decoded gets its result instead. Of a suspect execution
+        nothing is decoded yet (see `prepare_next`).
         """
         if execution.is_suspect:
-            execution.frames = self.frames_of_one(execution, execution.unanswered, now_us)
+            execution.undecoded.extend(execution.unanswered)
             return
         groups: _Groups = {}
         raising = self._raising if len(self._raising) else None
@@ -97,23 +99,28 @@ class Codec:
             for (_, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
         ]
 
-    def frames_of_one(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
-        """A frame for each request at these positions, for suspect executions.
+    def prepare_next(self, execution: Execution, now_us: int) -> bool:
+        """Decode the next request of a suspect execution. Whether it has a frame now, which is the first one;
+        if not, it has its result."""
+        frame = self.frame_of(execution, execution.undecoded[0], now_us)
+        execution.undecoded.popleft()
+        if frame is not None:
+            execution.frames.insert(0, frame)
+        return frame is not None
 
-        A request that expired, that cannot be decoded or that is to be dead-lettered gets its result instead.
-        """
-        built: list[Frame] = []
-        for position in positions:
-            run, index = execution.locate(position)
-            if _expired(run, now_us):
-                execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
-            elif execution.deaths.get(position, 0) >= DEATHS_MAX:
-                execution.dead_letter(position)
-            else:
-                decoded = self._decode_or_fail(execution, run, position, index)
-                if decoded is not None:
-                    built.append(self._frame(execution, decoded[0], [position], [decoded[1]]))
-        return built
+    def frame_of(self, execution: Execution, position: int, now_us: int) -> Frame | None:
+        """A frame with one request. None if it expired, cannot be decoded or is to be dead-lettered: then it
+        gets its result."""
+        run, index = execution.locate(position)
+        if _expired(run, now_us):
+            execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
+        elif execution.is_given_up(position):
+            execution.dead_letter(position)
+        else:
+            decoded = self._decode_or_fail(execution, run, position, index)
+            if decoded is not None:
+                return self._frame(execution, decoded[0], [position], [decoded[1]])
+        return None
 
     def _stacked_rows(self, run: BatchedRun, rows: Rows) -> _Decoded | None:
         """The rows of a run as they are, if each is a tensor's data; None: decode each body.
@@ -158,6 +165,9 @@ class Codec:
             return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         except CarpoolError as error:
             execution.fail(position, error.status, error.detail)
+        except MemoryError:
+            detail = f"body: the worker has not enough memory to decode its {len(body):,} bytes"
+            execution.fail(position, RESOURCE_EXHAUSTED, detail)
         except Exception as error:  # an unforeseen case must not fail the other requests
             execution.fail(position, INVALID_ARGUMENT, f"body: cannot be decoded ({error})")
         return None

@@ -8,10 +8,10 @@ that all succeeded are kept together; whatever concerns a single one of them sep
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from carpool.errors import ABORTED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
@@ -26,7 +26,8 @@ class Frame(NamedTuple):
     """Requests of an execution that are sent to the model process together.
 
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
-    execution (one of its requests may have killed a process), one for each request. `positions` ascend. The
+    execution (one of its requests may have killed a process or a worker), one for each request, built when it
+    is its turn. `positions` ascend. The
     payload is in pieces, so that large bodies are not copied.
     """
 
@@ -42,13 +43,6 @@ class ResultCounts(NamedTuple):
     of_runs: Sequence[tuple[BatchedRun, int]]
 
 
-class FrameBuilder(Protocol):
-    """What decodes requests into frames: the codec."""
-
-    def frames_of_one(self, execution: Execution, positions: Sequence[int], now_us: int) -> list[Frame]:
-        """A frame for each request at these positions; one that cannot be executed gets a result instead."""
-
-
 @dataclass(slots=True, eq=False)
 class Execution:
     """A batch, its frames that are not executed yet, and the results so far."""
@@ -56,6 +50,7 @@ class Execution:
     batch: Batch
     answered: frozenset[int] = frozenset()  # positions that had a result before this worker took the batch
     deaths: dict[int, int] = field(default_factory=dict)  # processes that died while executing this position
+    undecoded: deque[int] = field(default_factory=deque)  # of a suspect: positions that have no frame yet
     frames: list[Frame] = field(default_factory=list)
     frames_sent: int = 0  # how many of these, from the first, were sent to the model process
     results: dict[int, Result] = field(default_factory=dict)  # single results, by position
@@ -80,9 +75,18 @@ class Execution:
     def is_suspect(self) -> bool:
         """Whether the batch was reclaimed, or a model process died while executing it.
 
-        One of its requests may be the cause, so from then on they are executed one at a time.
+        One of its requests may be the cause, so from then on they are decoded and executed one at a time.
         """
         return self.batch.epoch > 1 or bool(self.deaths)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to be executed."""
+        return not (self.frames or self.undecoded)
+
+    def is_given_up(self, position: int) -> bool:
+        """Whether so many processes died while executing this request that it is not tried again."""
+        return self.deaths.get(position, 0) >= DEATHS_MAX
 
     def start_at(self, now_us: int) -> None:
         """The model process is free for this batch now, by Redis's clock."""
@@ -108,12 +112,12 @@ class Execution:
         number = bisect_right(starts, position) - 1
         return self.batch.runs[number], position - starts[number]
 
-    def split(self, frame: Frame, builder: FrameBuilder, now_us: int) -> None:
-        """The model process died on this frame: replace it by a frame for each of its requests."""
+    def split(self, frame: Frame) -> None:
+        """The model process died on this frame: each of its requests is to be decoded again, by itself."""
         for position in frame.positions:
             self.deaths[position] = self.deaths.get(position, 0) + 1
-        others = [other for other in self.frames if other is not frame]
-        self.frames = builder.frames_of_one(self, frame.positions, now_us) + others
+        self.frames = [other for other in self.frames if other is not frame]
+        self.undecoded.extendleft(reversed(frame.positions))
 
     def change(self, position: int) -> SequenceChange | None:
         """What the result of this request does to its sequence; None if it is not a part of one."""

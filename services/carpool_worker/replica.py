@@ -6,10 +6,10 @@ One thread waits for the reply to a fetch, for the model process and for the tim
 There are at most two executions: one is executed, while the other waits in the pipe or is being committed.
 Only a commit is waited for.
 
-When the model process dies, another is started, which executes again what was not finished. The frame it
-died on is split into one frame for each request, because one of them may be the cause. The execution of that
-frame, like each that was reclaimed, is suspect: it has one frame for each request, and these are not sent
-ahead, but one at a time.
+When the model process dies, another is started, which executes again what was not finished. The requests of
+the frame it died on are then executed one at a time, because one of them may be the cause. The execution of
+that frame, like each that was reclaimed, is suspect: before a request of it is decoded and sent, Redis knows
+that it is its turn. So if this worker dies of it, the next one knows, too.
 """
 
 from __future__ import annotations
@@ -109,18 +109,26 @@ class Replica(ReplicaLoop[Execution]):
 
     def take(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
+        is_next = self._first_unfinished() is None
+        self._executions = (*self._executions, execution)  # renewed from now on: decoding may take long
         started_ns = time.monotonic_ns()
         if execution.chunks:  # a stepping model had this name
             execution.fail(
                 0, ABORTED, "the model that had begun to send it was replaced: send the request again"
             )
         else:
-            self._codec.prepare(execution, self._clock.now_us())
+            self._prepare(execution)
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
         execution.ready_us = self._clock.now_us()
-        if self._first_unfinished() is None:
+        if is_next:
             self._busy_since_s = time.monotonic()
-        self._executions = (*self._executions, execution)
+
+    def _prepare(self, execution: Execution) -> None:
+        try:
+            self._codec.prepare(execution, self._clock.now_us())
+        except BaseException:
+            self._remove(execution)  # it lacks frames or results: once its lease runs out, it is suspect
+            raise
 
     # --- the model process ---------------------------------------------------------------------------------
 
@@ -129,13 +137,25 @@ class Replica(ReplicaLoop[Execution]):
         if not self.process.ready:
             return
         for execution in self._executions:
-            if execution.is_suspect and execution.frames:
+            if execution.is_suspect and not execution.is_finished:
                 if self._executed() is None:
-                    self._committer.record_start(execution, execution.frames[0].positions[0])
-                    self._send_next(execution)
+                    self._send_suspect(execution)
                 return
             while execution.frames_sent < len(execution.frames):
                 self._send_next(execution)
+
+    def _send_suspect(self, execution: Execution) -> None:
+        """Decode and send the next request that can be executed."""
+        while execution.undecoded:
+            position = execution.undecoded[0]
+            if not execution.is_given_up(position):
+                self._committer.record_start(execution, position)
+            if self._codec.prepare_next(execution, self._clock.now_us()):
+                self._send_next(execution)
+                return
+        if execution.frames:  # other frames of an execution that was split
+            self._committer.record_start(execution, execution.frames[0].positions[0])
+            self._send_next(execution)
 
     def _send_next(self, execution: Execution) -> None:
         _, header, payload = execution.frames[execution.frames_sent]
@@ -152,7 +172,7 @@ class Replica(ReplicaLoop[Execution]):
     def _first_unfinished(self) -> Execution | None:
         """The execution that the model process executes, or is to execute next; None if there is none."""
         for execution in self._executions:
-            if execution.frames:
+            if not execution.is_finished:
                 return execution
         return None
 
@@ -181,7 +201,7 @@ class Replica(ReplicaLoop[Execution]):
         del execution.frames[0]
         execution.frames_sent -= 1
         following = self._first_unfinished()
-        if not execution.frames and following is not None:
+        if execution.is_finished and following is not None:
             following.start_at(self._clock.now_us())
             self._busy_since_s = time.monotonic()
 
@@ -198,14 +218,14 @@ class Replica(ReplicaLoop[Execution]):
             batch = executed.batch
             when = f"while executing a batch of {batch.size}"
             self._log.error("model process died", worker=self.consumer, how=cause, when=when, batch=batch.id)
-            executed.split(executed.frames[0], self._codec, self._clock.now_us())
+            executed.split(executed.frames[0])
         self.process.spawn()
 
     # --- committing ----------------------------------------------------------------------------------------
 
     def _commit_finished(self) -> None:
         """Commit the executions that are finished, in order."""
-        while self._executions and not self._executions[0].frames:
+        while self._executions and self._executions[0].is_finished:
             execution = self._executions[0]
             self._committer.commit(execution)
             self._remove(execution)

@@ -214,12 +214,11 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()
-        frames = self._codec.frames_of_one(execution, [0], now_us)
-        if not frames:  # it cannot be decoded, has expired, or is a dead letter
+        frame = self._codec.frame_of(execution, 0, now_us)
+        if frame is None:  # it cannot be decoded, has expired, or is a dead letter
             request.result = execution.results[0]
             self._alone = None if self._alone is request else self._alone
             return
-        (frame,) = frames
         run, batch = request.run, execution.batch
         admit = Admit(
             request.key,

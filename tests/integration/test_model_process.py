@@ -564,6 +564,52 @@ def test_drain_waits_for_the_last_fetch_and_for_what_it_brings(bench: Bench) -> 
     assert bench.replica.wait_until_drained(0) and bench.fetcher.starts == 1
 
 
+def test_a_batch_is_in_hand_while_it_is_decoded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its lease is renewed: decoding may take longer than that."""
+    seen: list[list[tuple[str, int]]] = []
+    prepare = bench.codec.prepare
+
+    def watched(execution: Execution, now_us: int) -> None:
+        seen.append(bench.replica.batches())
+        prepare(execution, now_us)
+
+    monkeypatch.setattr(bench.codec, "prepare", watched)
+    assert bench.finish(bench.take("a")) == ["A"]
+    assert seen == [[("1-0", 1)]]
+
+
+def test_a_batch_that_could_not_be_prepared_is_not_committed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lacks results. Its lease runs out, and it is delivered again."""
+
+    def fail(execution: Execution, now_us: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.codec, "prepare", fail)
+        with pytest.raises(MemoryError):
+            bench.take("a")
+    assert bench.replica.batches() == []
+    assert bench.finish(bench.take("b")) == ["B"]
+
+
+def test_each_start_in_a_reclaimed_batch_is_recorded_before_the_request_is_decoded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding may be what killed its worker."""
+    started_before: list[list[int]] = []
+    prepare_next = bench.codec.prepare_next
+
+    def watched(execution: Execution, now_us: int) -> bool:
+        started_before.append([position for _, position in bench.started])
+        return prepare_next(execution, now_us)
+
+    monkeypatch.setattr(bench.codec, "prepare_next", watched)
+    assert bench.finish(bench.take("a", "b", "c", epoch=2)) == ["A", "B", "C"]
+    assert started_before == [[0], [0, 1], [0, 1, 2]]
+
+
 def test_request_that_kills_two_processes_is_dead_lettered_and_others_are_served(
     bench: Bench, log: Callable[[], list[str]]
 ) -> None:

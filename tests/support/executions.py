@@ -86,7 +86,9 @@ def prepared(codec: Codec, *requests: BatchedRequest | BatchedRun, **more: Any) 
 
 
 def positions(execution: Execution) -> list[list[int]]:
-    return [list(frame.positions) for frame in execution.frames]
+    """What is still to be executed: requests that are decoded one at a time, and then frames."""
+    alone = [[position] for position in execution.undecoded]
+    return alone + [list(frame.positions) for frame in execution.frames]
 
 
 def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[OutcomeHeader, Buffer]:
@@ -111,8 +113,10 @@ def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer
 
 
 def finish(codec: Codec, execution: Execution, predict: Callable[..., Any]) -> list[Result]:
-    """Execute all frames. Returns every request's result, in order, and none in columns any more."""
-    while execution.frames:
+    """Execute everything. Returns every request's result, in order, and none in columns any more."""
+    while not execution.is_finished:
+        if execution.undecoded and not codec.prepare_next(execution, NOW_US):
+            continue
         codec.take_outcome(execution, execution.frames[0], *executed(codec, execution.frames[0], predict))
         del execution.frames[0]
     execution.separate()

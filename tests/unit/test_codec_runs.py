@@ -23,7 +23,7 @@ from carpool.wire.results import decode_columns
 from carpool.wire.tensors import TensorSpec, tensor_head
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
-from support.executions import NOW_US, codec_of, executed, execution_of, prepared
+from support.executions import NOW_US, codec_of, executed, execution_of, positions, prepared
 
 X = TensorSpec("x", "FP32", (2,))
 ANY = TensorSpec("x", "FP32", (-1,))
@@ -62,7 +62,9 @@ def rows_of(numbers: Sequence[int], content_type: str = MSGPACK) -> Rows:
 
 
 def execute(codec: Codec, execution: Execution) -> None:
-    while execution.frames:
+    while not execution.is_finished:
+        if execution.undecoded and not codec.prepare_next(execution, NOW_US):
+            continue
         frame = execution.frames.pop(0)
         codec.take_outcome(execution, frame, *executed(codec, frame, predict))
 
@@ -258,7 +260,7 @@ def test_run_whose_results_are_not_columns(run: BatchedRun) -> None:
 def test_suspect_run_has_a_frame_for_each_request() -> None:
     codec = codec_of(X, outputs=[X])
     execution = prepared(codec, run_of(rows_of([0, 1, 2])), epoch=2, answered=frozenset({1}))
-    assert [frame.positions for frame in execution.frames] == [[0], [2]]
+    assert positions(execution) == [[0], [2]]
     execute(codec, execution)
     assert [list(of.positions) for of in execution.of_runs] == [[0], [2]]
 
@@ -270,9 +272,9 @@ def test_process_that_dies_after_columns_keeps_them() -> None:
     first, second = execution.frames
     codec.take_outcome(execution, first, *executed(codec, first, predict))
     del execution.frames[0]
-    execution.split(second, codec, NOW_US)
+    execution.split(second)
     assert [list(of.positions) for of in execution.of_runs] == [[0, 1]]
-    assert [frame.positions for frame in execution.frames] == [[2], [3]]
+    assert positions(execution) == [[2], [3]]
     execute(codec, execution)
     execution.separate()
     assert sorted(execution.results) == [0, 1, 2, 3]

@@ -12,7 +12,7 @@ def test_frame_the_process_died_on_is_split_and_others_are_not() -> None:
     codec = codec_of(ANY)
     execution = prepared(codec, request_of([1]), request_of([1, 2]), request_of([3]), request_of([4, 5]))
     assert positions(execution) == [[0, 2], [1, 3]]
-    execution.split(execution.frames[0], codec, NOW_US)
+    execution.split(execution.frames[0])
     assert execution.is_suspect
     assert positions(execution) == [[0], [2], [1, 3]]
     assert execution.deaths == {0: 1, 2: 1} and not execution.results
@@ -21,7 +21,8 @@ def test_frame_the_process_died_on_is_split_and_others_are_not() -> None:
 def test_request_that_expired_meanwhile_is_not_executed_again() -> None:
     codec = codec_of()
     execution = prepared(codec, request_of(0, deadline_us=NOW_US + 10), request_of(1))
-    execution.split(execution.frames[0], codec, NOW_US + 10)
+    execution.split(execution.frames[0])
+    assert not codec.prepare_next(execution, NOW_US + 10)
     assert positions(execution) == [[1]]
     assert execution.results[0].status == "DEADLINE_EXCEEDED"
 
@@ -30,11 +31,14 @@ def test_second_death_dead_letters_the_request_with_a_reason() -> None:
     codec = codec_of()
     execution = prepared(codec, *(request_of(number) for number in range(3)))
     # Given that a process died on all three, and another on the second alone
-    execution.split(execution.frames[0], codec, NOW_US)
-    first, second, _ = execution.frames
+    execution.split(execution.frames[0])
+    assert codec.prepare_next(execution, NOW_US)
+    (first,) = execution.frames
     codec.take_outcome(execution, first, *executed(codec, first, echo))
     del execution.frames[0]
-    execution.split(second, codec, NOW_US)
+    assert codec.prepare_next(execution, NOW_US)
+    execution.split(execution.frames[0])
+    assert not codec.prepare_next(execution, NOW_US)
     # Then the third is still to be executed, and the second is not
     assert positions(execution) == [[2]]
     execution.separate()
@@ -53,7 +57,10 @@ def test_second_death_dead_letters_the_request_with_a_reason() -> None:
 
 
 def test_deaths_with_other_workers_count() -> None:
-    execution = prepared(codec_of(), request_of(0), request_of(1), deaths={0: 1, 1: 2}, epoch=3)
+    codec = codec_of()
+    execution = prepared(codec, request_of(0), request_of(1), deaths={0: 1, 1: 2}, epoch=3)
+    assert codec.prepare_next(execution, NOW_US)
+    assert not codec.prepare_next(execution, NOW_US)
     assert positions(execution) == [[0]]
     assert [letter.attempts for letter in execution.dead_letters] == [2]
     assert execution.results[1].status == "ABORTED"

@@ -68,6 +68,15 @@ class Ragged:
         return batch
 
 
+class Lengths:
+    """The length of each body."""
+
+    max_batch_size = 16
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        return [len(body) for body in batch]
+
+
 class Single(Echo):
     """Executes one request at a time."""
 

@@ -1,0 +1,83 @@
+"""Bodies that take long to decode, or whose decoding kills the worker: everything is answered, once."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import carpool
+from carpool.keys import Keys
+from support.stack import Stack
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.chaos
+
+MODEL: Final = "Lengths"
+SPEC: Final = "plain.py:Lengths"
+LEASE: Final = ("--lease-ms", "300")
+SLOW_MAPS: Final = 400_000  # empty ones, in JSON: about 50 ms for each such body
+BODIES: Final = 16
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    with Stack(tmp_path / "stack") as stack:
+        stack.batcher()
+        yield stack
+
+
+def test_a_batch_that_takes_longer_to_decode_than_the_lease_is_delivered_once(stack: Stack) -> None:
+    """Its lease is renewed meanwhile, so that another worker does not take it."""
+    for _ in range(2):
+        stack.worker(SPEC, *LEASE)
+    stack.wait_for_model(MODEL, workers=2)
+    body = json.dumps([{}] * SLOW_MAPS)
+    requests = [{"correlation_id": f"slow-{number}", "body": body} for number in range(BODIES)]
+    stack.send_packed(MODEL, requests)
+    for number in range(BODIES):
+        result = stack.result(MODEL, f"slow-{number}")
+        assert (result["status"], result["body"]) == ("OK", SLOW_MAPS)
+    assert stack.events("batch reclaimed") == []
+
+
+def test_a_body_that_kills_each_worker_that_decodes_it_is_given_up(stack: Stack, tmp_path: Path) -> None:
+    """Redis knows whose turn it is before it is decoded. The other requests of its batch are served."""
+    package = killed_by_poison(tmp_path / "faulty")
+    workers = [stack.worker(SPEC, *LEASE, faulty_package=package)]
+    stack.wait_for_model(MODEL)
+    names = ("a", "poison", "b")
+    stack.send_packed(MODEL, [{"correlation_id": name, "body": json.dumps([name])} for name in names])
+
+    def is_answered() -> bool:
+        return bool(stack.redis.exists(Keys(MODEL).result("poison")))
+
+    while not is_answered() and len(workers) < 10:
+        wait_until(lambda: is_answered() or not workers[-1].alive, description="the worker was killed")
+        if not is_answered():
+            workers.append(stack.worker(SPEC, *LEASE, faulty_package=package))
+    assert len(workers) > 3
+    assert {name: stack.result(MODEL, name)["status"] for name in names} == {
+        "a": "OK",
+        "poison": "ABORTED",
+        "b": "OK",
+    }
+    assert stack.redis.xlen(Keys(MODEL).dead) == 1
+
+
+def killed_by_poison(home: Path) -> Path:
+    """A directory with a package `carpool` whose process is killed when it decodes a body with `poison`."""
+    shutil.copytree(Path(carpool.__file__).parent, home / "carpool")
+    file = home / "carpool" / "wire" / "bodies.py"
+    killing = r"\1    import os\n    if b'poison' in body:\n        os.kill(os.getpid(), 9)\n"
+    text, places = re.subn(
+        r'(def decode_body\(.*?\n    """.*?"""\n)', killing, file.read_text(), flags=re.DOTALL
+    )
+    assert places == 1
+    file.write_text(text)
+    return home
