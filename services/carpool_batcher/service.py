@@ -22,9 +22,10 @@ from typing import Any, Final
 
 import structlog
 
+from carpool.backoff import Backoff
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.lifecycle import Backoff, Loop
+from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.reader import StreamReader, Subscription

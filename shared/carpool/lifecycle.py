@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final, NoReturn
 
+from carpool.backoff import Backoff
+
 _ON_LINUX: Final = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _EXIT_STATUS_ORPHANED: Final = 1
@@ -177,28 +179,6 @@ def stop_on_signals() -> threading.Event:
 
 
 # --- threads that survive errors ----------------------------------------------------------------------------
-
-
-class Backoff:
-    """How long to pause after errors: it doubles with each error in a row, from 50 ms to 2 s.
-
-    So an unreachable Redis causes neither a flood of connections nor of log lines.
-    """
-
-    _PAUSE_MIN_S: Final = 0.05
-    _PAUSE_MAX_S: Final = 2.0
-
-    def __init__(self) -> None:
-        self._pause_s = 0.0
-
-    def next_s(self) -> float:
-        """The pause after one more error."""
-        self._pause_s = min(max(2 * self._pause_s, self._PAUSE_MIN_S), self._PAUSE_MAX_S)
-        return self._pause_s
-
-    def reset(self) -> None:
-        """There was no error."""
-        self._pause_s = 0.0
 
 
 class Loop:

@@ -218,11 +218,12 @@ def test_output_of_a_model_goes_to_stderr_and_does_not_disturb_the_connection(
         assert text in err
 
 
-def test_process_ignores_sigint(process_of: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_process_leaves_signals_of_its_group_to_the_worker(process_of: Start, number: signal.Signals) -> None:
     process = process_of("Commanded")
     process.start()
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     assert execute(process, "still", "running") == ["STILL", "RUNNING"]
 
 

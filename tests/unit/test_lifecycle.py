@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from carpool.lifecycle import Backoff, Loop
+from carpool.backoff import Backoff
+from carpool.lifecycle import Loop
 
 # All processes of a test share a pipe as their stdout. Its end of file proves that all of them have ended; a
 # check of pids could not, since pids are reused.

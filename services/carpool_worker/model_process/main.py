@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parent, descriptor, location, device = argv
     die_with_parent(int(parent))
     keep_freed_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the worker drains first, then ends this process
+    _leave_signals_to_the_worker()
     sock = socket.socket(fileno=int(descriptor))
     # Processes that the model starts must not inherit the socket: they could write to it, and while they hold
     # it open, the worker does not notice that this process died.
@@ -68,6 +68,14 @@ def main(argv: Sequence[str]) -> int:
     if model.unload is not None:
         model.unload()
     return 0
+
+
+def _leave_signals_to_the_worker() -> None:
+    """Ctrl-C, and systemd's SIGTERM, reach all processes of a group: the worker drains first, then ends this
+    process. Processes that the model starts can still be terminated."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _ready(model: LoadedModel | SteppingModel) -> Ready:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Final
 
+from carpool.backoff import with_jitter
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
 from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
 from carpool.store.connection import AsyncLink, Command, CommandError, LinkError
@@ -188,7 +189,7 @@ class Transport:
 
     async def _reconnect(self) -> None:
         for attempt in count():
-            await asyncio.sleep(_RECONNECT_PAUSES_S[min(attempt, len(_RECONNECT_PAUSES_S) - 1)])
+            await asyncio.sleep(with_jitter(_RECONNECT_PAUSES_S[min(attempt, len(_RECONNECT_PAUSES_S) - 1)]))
             try:
                 await self._connect()
             except LinkError as error:
