@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -404,6 +405,27 @@ def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
     gate.touch()
     for blocker in blockers:
         blocker.result(10)
+
+
+def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: Client, gate: Path) -> None:
+    """As with gunicorn --preload, Celery and multiprocessing. A thread does not survive a fork."""
+    parents = blocking.submit("Single", blocking_body(gate))
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+
+    def work() -> None:
+        results.put([blocking.infer("square", number) for number in range(3)])
+        blocking.close()
+
+    child = fork.Process(target=work)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert results.get() == [0, 1, 4]
+    # And the parent's request is served, and so is the next
+    gate.touch()
+    assert parents.result(10) == blocking_body(gate)
+    assert blocking.infer("square", 7) == 49
 
 
 def test_closed_blocking_client_is_unavailable(stack: Stack) -> None:

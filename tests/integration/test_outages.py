@@ -14,7 +14,8 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from carpool import AsyncClient
-from carpool.errors import ResourceExhaustedError
+from carpool.client.entries import OutgoingEntry
+from carpool.errors import DeadlineExceededError, ResourceExhaustedError
 from support.checker import Checker
 from support.load import Load, final_report
 from support.stack import Stack, fixed_keys
@@ -182,3 +183,24 @@ async def test_full_redis_still_answers_accepted_requests(stack: Stack, tmp_path
     ):
         assert not stack.events(event)
     stack.wait_until_idle("Single")
+
+
+async def test_what_timed_out_while_redis_was_away_is_kept_nowhere(stack: Stack) -> None:
+    """A producer's memory does not grow with the length of an outage."""
+    async with AsyncClient(stack.url) as client:
+        await client.infer(MODEL, "the model is known")
+        stack.server.stop()
+        for _ in range(40):  # each round's requests have entries of their own
+            timed_out = [client.infer(MODEL, bytes(10_000), timeout=0.02) for _ in range(20)]
+            assert all(
+                isinstance(error, DeadlineExceededError)
+                for error in await asyncio.gather(*timed_out, return_exceptions=True)
+            )
+        for _ in range(1000):
+            cancelled = client.submit(MODEL, bytes(10_000))
+            await asyncio.sleep(0)  # so that the next one has an entry of its own
+            cancelled.cancel()
+            await asyncio.sleep(0)
+        outbox = client._transport._outbox
+        assert len(outbox) <= 300, "entries that nobody awaits pile up"
+        assert [entry for entry in outbox if isinstance(entry, OutgoingEntry) and entry.runs] == []

@@ -512,6 +512,7 @@ class AsyncClient:
         error = self._transport.connection_error
         cause = f" ({error.detail})" if error else ""
         self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
+        self._transport.drop_unawaited()
 
     def _on_unconfirmed(self, entry: OutgoingEntry) -> None:
         """An entry that Redis may have accepted is to be sent again: see to what must not be executed twice.
@@ -542,6 +543,7 @@ class AsyncClient:
         entry = self._awaited.remove(correlation_id, target)
         if entry is not None and entry.sent:
             self._transport.withdraw(entry.channel, [correlation_id])
+        self._transport.drop_unawaited()
 
     def _withdraw_all(self, sink: Sink) -> None:
         """Withdraw all requests without a result whose results go to this sink."""

@@ -116,12 +116,14 @@ class AwaitedRequests:
         target = entry.awaited.pop(correlation_id)
         if not entry.awaited:
             Timeouts.stop(entry)
+            entry.runs.clear()
         return target
 
     def fail(self, entry: OutgoingEntry, error: CarpoolError) -> None:
-        """Fail all requests of an entry that have no result."""
+        """Fail all requests of an entry that have no result. It will not be sent: its bodies are dropped."""
         Timeouts.stop(entry)
         awaited, entry.awaited = entry.awaited, {}
+        entry.runs.clear()
         for correlation_id, target in awaited.items():
             del self.entries[correlation_id]
             entry.sink.fail(target, type(error)(error.detail, correlation_id=correlation_id))

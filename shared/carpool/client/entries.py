@@ -179,6 +179,11 @@ class OutgoingEntry:
                 run.body_names = list(run.correlation_ids)
         self.awaited = {names.get(now, now): target for now, target in self.awaited.items()}
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request of it is awaited."""
+        return bool(self.awaited)
+
     def commands(self, reply_to: str) -> list[Command]:
         """What sends all requests that are still awaited: an XADD, or a transaction if bodies are stored.
 
@@ -231,12 +236,13 @@ class OutgoingEntry:
 class SequencesEnded:
     """An entry that ends sequences of a model by force. Nobody awaits a result of it."""
 
-    __slots__ = ("channel", "sent", "sequence_ids")
+    __slots__ = ("channel", "is_wanted", "sent", "sequence_ids")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.sequence_ids: list[str] = []
         self.sent = False
+        self.is_wanted = True
 
     def commands(self, reply_to: str) -> list[Command]:
         """The XADD."""

@@ -17,6 +17,7 @@ The thread runs uvloop where it is installed (`pip install carpool[uvloop]`).
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -133,8 +134,78 @@ class _ThreadClient(AsyncClient):
             self._loop.call_soon_threadsafe(self._withdraw, correlation_id, future)
 
 
+class _ClientThread:
+    """An `AsyncClient` on a thread of its own, which starts with the first use."""
+
+    def __init__(self, url: str | None, prefix: str | None, timeout: float | None) -> None:
+        self.client = _ThreadClient(url, prefix=prefix, timeout=timeout)
+        self._loop = _new_event_loop()
+        self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
+        self._submission_scheduled = False
+        self._lookups: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="carpool client", daemon=True)
+        self._starting = threading.Lock()
+        self.is_started = False
+
+    def ensure_started(self) -> None:
+        """Start the thread, if no other thread did."""
+        with self._starting:
+            if not self.is_started:
+                self.is_started = True
+                self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine of the client."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def submit(self, submission: _Submission) -> None:
+        """Send a request. All that is submitted until the loop wakes is sent together."""
+        self._submitted.append(submission)
+        if not self._submission_scheduled:
+            self._submission_scheduled = True
+            self._loop.call_soon_threadsafe(self._send_submitted)
+
+    def close_stream(self, target: StreamTarget) -> None:
+        """The reader of a stream wants no more."""
+        with suppress(RuntimeError):  # the event loop is closed, and every stream has ended
+            self._loop.call_soon_threadsafe(self.client.close_stream, target)
+
+    def close(self) -> None:
+        """Disconnect, and end the thread. Requests without a result fail."""
+        self.start(self._close()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        while self._submitted:  # by other threads, too late for the loop
+            self._submitted.popleft().fail(UnavailableError("this client is closed"))
+
+    def _send_submitted(self) -> None:
+        """Runs on the loop's thread."""
+        self._submission_scheduled = False
+        while self._submitted:
+            submission = self._submitted.popleft()
+            if not self.client.send(submission):
+                lookup = self._loop.create_task(self.client.send_to_new_model(submission))
+                self._lookups.add(lookup)
+                lookup.add_done_callback(self._lookups.discard)
+
+    async def _close(self) -> None:
+        """Close the client, and let every call in other threads end before the event loop stops."""
+        await self.client.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
 class Client:
-    """`AsyncClient` on a thread of its own. Any number of threads may share one Client."""
+    """`AsyncClient` on a thread of its own. Any number of threads may share one Client.
+
+    Threads do not survive a fork. So in a child process (gunicorn with --preload, Celery, multiprocessing) a
+    Client has another thread, with connections of its own: what was sent before belongs to the parent.
+    """
 
     def __init__(
         self,
@@ -143,14 +214,25 @@ class Client:
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._client = _ThreadClient(url, prefix=prefix, timeout=timeout)
-        self._loop = _new_event_loop()
-        self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
-        self._submission_scheduled = False
-        self._lookups: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="carpool client", daemon=True)
-        self._thread.start()
+        self._new_thread = partial(_ClientThread, url, prefix, timeout)
+        # By process ID. That of a parent is kept: to destroy it would change what the parent waits for.
+        self._threads = {os.getpid(): self._new_thread()}
         self._closed = False
+
+    @property
+    def _thread(self) -> _ClientThread:
+        """The thread of this process."""
+        pid = os.getpid()
+        thread = self._threads.get(pid)
+        if thread is None:
+            thread = self._threads.setdefault(pid, self._new_thread())
+        if not thread.is_started:
+            thread.ensure_started()
+        return thread
+
+    @property
+    def _client(self) -> _ThreadClient:
+        return self._thread.client
 
     def __enter__(self) -> Self:
         try:
@@ -250,7 +332,7 @@ class Client:
         """
         target = StreamTarget(SimpleQueue())
         self._submit(_Submission(target, model, body, options))
-        return Stream(target, self._close_stream)
+        return Stream(target, self._thread.close_stream)
 
     def sequence(self, model: str, sequence_id: str | None = None) -> BlockingSequence:
         """A sequence of requests to a model that keeps a state between them, for a `with`; as
@@ -278,51 +360,18 @@ class Client:
         """Disconnect. Requests without a result fail with UnavailableError."""
         if not self._closed:
             self._closed = True
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            while self._submitted:  # by other threads, too late for the loop
-                self._submitted.popleft().fail(UnavailableError("this client is closed"))
+            self._thread.close()
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
             coroutine.close()
             raise UnavailableError("this client is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return self._thread.start(coroutine)
 
     def _submit(self, submission: _Submission) -> None:
         if self._closed:
             raise UnavailableError("this client is closed")
-        self._submitted.append(submission)
-        if not self._submission_scheduled:  # all that is submitted until the loop wakes is sent together
-            self._submission_scheduled = True
-            self._loop.call_soon_threadsafe(self._send_submitted)
-
-    def _close_stream(self, target: StreamTarget) -> None:
-        """Runs on any thread."""
-        with suppress(RuntimeError):  # the event loop is closed, and every stream has ended
-            self._loop.call_soon_threadsafe(self._client.close_stream, target)
-
-    def _send_submitted(self) -> None:
-        """Runs on the loop's thread."""
-        self._submission_scheduled = False
-        while self._submitted:
-            submission = self._submitted.popleft()
-            if not self._client.send(submission):
-                lookup = self._loop.create_task(self._client.send_to_new_model(submission))
-                self._lookups.add(lookup)
-                lookup.add_done_callback(self._lookups.discard)
-
-    async def _close(self) -> None:
-        """Close the client, and let every call in other threads end before the event loop stops."""
-        await self._client.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=1.0)
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        self._thread.submit(submission)
 
     @staticmethod
     def _wait(future: Future[T]) -> T:

@@ -26,6 +26,7 @@ READ_BLOCK_MS: Final = 2000
 READ_ENTRIES: Final = 64
 SILENCE_MAX_S: Final = 10.0  # several times READ_BLOCK_MS, after which Redis replies even without results
 TRIM_ENTRIES: Final = 32
+OUTBOX_CHECKED_MIN: Final = 256  # entries
 CONGESTION_PAUSE_S: Final = 0.001
 _RECONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -83,6 +84,7 @@ class Transport:
         self._reconnecting: asyncio.Future[None] | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._last_read_s = 0.0
+        self._outbox_checked_at = OUTBOX_CHECKED_MIN  # entries
         self._flush_scheduled = False
         self._connected = False
         self._closed = False
@@ -130,6 +132,13 @@ class Transport:
         self._outbox += entries
         if not self._flush_scheduled:
             self._flush()
+
+    def drop_unawaited(self) -> None:
+        """Requests timed out or were cancelled: while there is no connection, entries that nobody awaits do
+        not pile up. O(1) for each entry on average."""
+        if len(self._outbox) >= self._outbox_checked_at:
+            self._outbox = [entry for entry in self._outbox if entry.is_wanted]
+            self._outbox_checked_at = 2 * len(self._outbox) + OUTBOX_CHECKED_MIN
 
     def withdraw(self, channel: Channel, correlation_ids: Iterable[str]) -> None:
         """Withdraw requests that were sent: their results are no longer wanted."""
