@@ -106,6 +106,11 @@ class AsyncClient:
         """How many results of successful requests came after their timeout, or after they were cancelled."""
         return self._awaited.late_results
 
+    @property
+    def malformed_results(self) -> int:
+        """How many results could not be understood. The requests that they name fail."""
+        return self._awaited.malformed_results
+
     # --- connecting and closing ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:

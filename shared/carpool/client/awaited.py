@@ -10,9 +10,9 @@ from carpool.client.reading import ResultReader
 from carpool.client.sinks import Sink, rows_of
 from carpool.client.streams import StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
-from carpool.errors import OK, CarpoolError
+from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages import ResultColumns
-from carpool.wire.results import decode_columns, decode_results
+from carpool.wire.results import check_envelope, columns_of, decode_results
 
 
 class AwaitedRequests:
@@ -28,6 +28,7 @@ class AwaitedRequests:
     def __init__(self, on_unusable: Callable[[str, StreamTarget], None]) -> None:
         self.entries: dict[str, OutgoingEntry] = {}
         self.late_results = 0  # that nobody awaited any more, of successful requests
+        self.malformed_results = 0  # somebody else wrote them, or they were damaged
         self._reader = ResultReader()
         self._on_unusable = on_unusable
 
@@ -37,21 +38,45 @@ class AwaitedRequests:
     def on_results(self, flat: Sequence[bytes]) -> bool:
         """Results and chunks from an entry of a reply stream. Returns whether there were chunks.
 
-        Results that are no longer wanted are only counted, and such chunks are ignored.
+        Results that are no longer wanted are only counted, and such chunks are ignored. What is malformed
+        concerns only itself.
         """
         has_chunks = False
         for name, packed in zip(flat[::2], flat[1::2], strict=True):
-            if name == b"columns":
-                for columns in decode_columns(packed):
-                    self._on_columns(columns)
-            elif name == b"results":
-                for envelope in decode_results(packed):
-                    if envelope["final"]:
-                        self._on_result(envelope)
-                    else:
-                        self._on_chunk(envelope)
-                        has_chunks = True
+            if name not in (b"columns", b"results"):
+                continue
+            try:
+                elements = decode_results(packed)
+            except InvalidArgumentError:
+                self.malformed_results += 1
+                continue
+            for element in elements:
+                try:
+                    has_chunks |= self._on_element(element, is_columns=name == b"columns")
+                except InvalidArgumentError as error:
+                    self._on_malformed(element, error.detail)
         return has_chunks
+
+    def _on_element(self, element: Any, *, is_columns: bool) -> bool:
+        """Whether it is a chunk. Raises InvalidArgumentError if it is malformed, before anything happens."""
+        if is_columns:
+            self._on_columns(columns_of(element))
+            return False
+        check_envelope(element)
+        if element["final"]:
+            self._on_result(element)
+            return False
+        self._on_chunk(element)
+        return True
+
+    def _on_malformed(self, element: Any, reason: str) -> None:
+        """Fail the request that it names, if it does."""
+        self.malformed_results += 1
+        named = element.get("correlation_id") if type(element) is dict else None
+        entry = self.entries.pop(named, None) if type(named) is str else None
+        if entry is not None and type(named) is str:
+            error = InternalError(f"its result is malformed: {reason}", correlation_id=named)
+            entry.sink.fail(self._take_target(entry, named), error)
 
     def _on_columns(self, columns: ResultColumns) -> None:
         try:

@@ -257,6 +257,11 @@ class Client:
         """As AsyncClient.late_results."""
         return self._client.late_results
 
+    @property
+    def malformed_results(self) -> int:
+        """As AsyncClient.malformed_results."""
+        return self._client.malformed_results
+
     def connect(self) -> None:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
         self._start(self._client.connect()).result()

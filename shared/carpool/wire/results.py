@@ -133,12 +133,39 @@ def encode_chunk_envelope(chunk: Chunk) -> bytes:
     return bytes(_PACKER.pack(envelope))
 
 
-def decode_results(packed: bytes) -> list[Fields]:
-    """The envelopes of one entry on a reply stream. Raises InvalidArgumentError unless they are an array."""
-    envelopes = msgpack.unpackb(packed)
+def decode_results(packed: bytes) -> list[Any]:
+    """The envelopes, or the columns, of one entry on a reply stream, which nobody has checked. Raises
+    InvalidArgumentError unless they are an array."""
+    try:
+        envelopes = msgpack.unpackb(packed)
+    except ValueError as error:
+        raise InvalidArgumentError(f"results: not msgpack ({str(error) or 'unexpected end'})") from None
     if type(envelopes) is not list:
         raise InvalidArgumentError("results: must be a msgpack array")
     return envelopes
+
+
+_Types = tuple[tuple[str, type], ...]
+_TYPES: Final[_Types] = (("correlation_id", str), ("status", str), ("final", bool))
+_TYPES_OF_FINAL: Final[_Types] = (("batch_size", int), ("queue_us", int), ("compute_us", int))
+_TYPES_OF_CHUNK: Final[_Types] = (("index", int),)
+_TYPES_OF_OK: Final[_Types] = (("content_type", str), ("body", bytes))
+_TYPES_OF_ERROR: Final[_Types] = (("detail", str),)
+
+
+def check_envelope(envelope: Any) -> None:
+    """Check that an envelope has what a reader needs. Raises InvalidArgumentError."""
+    if type(envelope) is not dict:
+        raise InvalidArgumentError("envelope: must be a map")
+    _check_types(envelope, _TYPES)
+    _check_types(envelope, _TYPES_OF_FINAL if envelope["final"] else _TYPES_OF_CHUNK)
+    _check_types(envelope, _TYPES_OF_OK if envelope["status"] == OK else _TYPES_OF_ERROR)
+
+
+def _check_types(fields: Fields, types: _Types) -> None:
+    for name, kind in types:
+        if type(fields.get(name)) is not kind:
+            raise InvalidArgumentError(f"{name}: must be {kind.__name__}")
 
 
 def encode_columns(columns: Iterable[ResultColumns]) -> bytes:
@@ -174,7 +201,7 @@ def decode_columns(packed: bytes) -> list[ResultColumns]:
         raise InvalidArgumentError(f"columns: not msgpack ({str(error) or 'unexpected end'})") from None
     if type(maps) is not list:
         raise InvalidArgumentError("columns: must be a msgpack array")
-    return [_decode_columns(raw) for raw in maps]
+    return [columns_of(raw) for raw in maps]
 
 
 _COLUMN_TYPES: Final = {
@@ -183,7 +210,8 @@ _COLUMN_TYPES: Final = {
 }  # fmt: skip
 
 
-def _decode_columns(raw: Any) -> ResultColumns:
+def columns_of(raw: Any) -> ResultColumns:
+    """One element of a `columns` field. Raises InvalidArgumentError unless it is well formed."""
     if type(raw) is not dict:
         raise InvalidArgumentError("columns: an element is not a map")
     for name, kind in _COLUMN_TYPES.items():

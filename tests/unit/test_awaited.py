@@ -1,0 +1,90 @@
+"""Results of a reply stream go to the requests that await them, whatever else is in the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgpack
+import pytest
+
+from carpool.client.awaited import AwaitedRequests
+from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry
+from carpool.client.sinks import FutureSink
+from carpool.errors import InternalError
+from carpool.keys import Keys
+from carpool.messages import JSON, ResultColumns
+from carpool.rows import Rows
+from carpool.wire.results import encode_columns_map
+
+SERVED = {"final": True, "batch_size": 1, "queue_us": 1, "compute_us": 1}
+
+
+def envelope(correlation_id: str, **other: Any) -> dict[str, Any]:
+    ok = {"correlation_id": correlation_id, "status": "OK", "content_type": JSON, "body": b"7", **SERVED}
+    return {name: value for name, value in {**ok, **other}.items() if value is not None}
+
+
+def awaiting(*correlation_ids: str) -> tuple[AwaitedRequests, dict[str, asyncio.Future[Any]]]:
+    awaited, loop = AwaitedRequests(lambda *_: None), asyncio.get_running_loop()
+    channel = Channel(Keys("m"), b"replies", 100)
+    futures = {}
+    for correlation_id in correlation_ids:
+        entry = OutgoingEntry(channel, JSON, None, FutureSink())
+        futures[correlation_id] = loop.create_future()
+        entry.add(correlation_id, futures[correlation_id], NO_FIELDS, b"", b"1")
+        awaited.entries[correlation_id] = entry
+    return awaited, futures
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        None,
+        7,
+        {},
+        {"correlation_id": 7},
+        envelope("x", final=None),
+        envelope("x", status=None),
+        envelope("x", batch_size="1"),
+        envelope("x", body=None),
+        envelope("x", body=[1]),
+        envelope("x", content_type=None),
+        envelope("x", status="INTERNAL", detail=None),
+        envelope("x", final=False),
+    ],
+)
+async def test_a_malformed_result_concerns_only_itself(malformed: Any) -> None:
+    awaited, futures = awaiting("a", "b")
+    packed = msgpack.packb([envelope("a"), malformed, envelope("b")])
+    assert awaited.on_results([b"results", packed]) is False
+    assert (await futures["a"], await futures["b"]) == (7, 7)
+    assert awaited.malformed_results == 1
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xc1", msgpack.packb({"a": 1}), msgpack.packb([1])[:1]])
+async def test_a_field_that_is_no_array_concerns_only_itself(packed: bytes) -> None:
+    awaited, futures = awaiting("a")
+    good = msgpack.packb([envelope("a")])
+    awaited.on_results([b"results", packed, b"columns", packed, b"other", b"", b"results", good])
+    assert await futures["a"] == 7
+    assert awaited.malformed_results == 2
+
+
+async def test_malformed_columns_concern_only_themselves() -> None:
+    awaited, futures = awaiting("a", "b")
+    columns = encode_columns_map(ResultColumns(["a", "b"], JSON, Rows(b"", b"78", 1), 2, 1, 1))
+    packed = b"\x92" + msgpack.packb({"correlation_ids": "a b", "rows": b"123"}) + columns
+    awaited.on_results([b"columns", packed])
+    assert (await futures["a"], await futures["b"]) == (7, 8)
+    assert awaited.malformed_results == 1
+
+
+async def test_a_request_whose_result_is_malformed_fails_at_once() -> None:
+    awaited, futures = awaiting("a", "b")
+    awaited.on_results([b"results", msgpack.packb([envelope("a", compute_us=None), envelope("b")])])
+    with pytest.raises(InternalError, match="its result is malformed: compute_us: must be int") as caught:
+        await futures["a"]
+    assert caught.value.correlation_id == "a"
+    assert await futures["b"] == 7
+    assert list(awaited.entries) == []
