@@ -71,7 +71,9 @@ class ProcessHandle:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device]
         command = [sys.executable, "-m", "carpool_worker.model_process.main", *arguments]
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment()
+        )
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
         self.descriptor = ours.fileno()
@@ -182,6 +184,11 @@ class ProcessHandle:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """The variables of a model process: not how to sign in to Redis, which its code need not know."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
 
 
 def _exit_cause(code: int) -> str:

@@ -72,6 +72,8 @@ class Commanded:
             sys.setswitchinterval(60)
             while not Path(where).exists():
                 sum(range(300_000))
+        elif verb == "variables":
+            return [name for name in os.environ if name.startswith(where)]
         elif verb == "print":
             print("printed by the model")
             sys.stderr.write("written to stderr\\n")
@@ -225,6 +227,18 @@ def test_process_leaves_signals_of_its_group_to_the_worker(process_of: Start, nu
     assert process.pid is not None
     os.kill(process.pid, number)
     assert execute(process, "still", "running") == ["STILL", "RUNNING"]
+
+
+def test_a_model_does_not_get_the_workers_credentials(
+    process_of: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CARPOOL_REDIS_URL", "CARPOOL_REDIS_PASSWORD_FILE", "CARPOOL_OTHER"):
+        monkeypatch.setenv(name, "x")
+    process = process_of("Commanded")
+    process.start()
+    (names,) = execute(process, "variables CARPOOL_")
+    assert "CARPOOL_OTHER" in names
+    assert [name for name in names if name.startswith("CARPOOL_REDIS_")] == []
 
 
 def test_close_lets_the_model_unload(process_of: Start, log: Callable[[], list[str]]) -> None:
