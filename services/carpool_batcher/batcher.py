@@ -362,6 +362,7 @@ class ModelBatcher:
             scheduler.settings.result_ttl_ms,
             session.order.take_arrivals(),
             scheduler.step_settings,
+            scheduler.settings.max_execution_ms,
         )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []

@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             settings.lease_ms,
             metrics,
             finish_streams=settings.finish_streams,
+            load_s_max=settings.load_s_max,
         )
         serve_health(settings, metrics, worker)
         worker.start(stop)

@@ -18,7 +18,7 @@ When the worker drains, its sequences are finished: no other process can go on w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 from carpool.errors import ABORTED, OK
@@ -91,6 +91,12 @@ class BoundReplica(ReplicaLoop[Item]):
         if self.is_member and not self._is_over and not self._fetcher.waiting:
             return not self._fetch()
         return True
+
+    def _executing(self) -> tuple[Hashable, int | None]:
+        execution = self._first_unfinished()
+        if execution is None:
+            return None, None
+        return (execution.batch.id, len(execution.frames)), execution.batch.max_execution_ms
 
     def _timeout_s(self) -> float:
         return WAIT_S

@@ -51,6 +51,7 @@ class Execution:
     answered: frozenset[int] = frozenset()  # positions that had a result before this worker took the batch
     deaths: dict[int, int] = field(default_factory=dict)  # processes that died while executing this position
     undecoded: deque[int] = field(default_factory=deque)  # of a suspect: positions that have no frame yet
+    cause_of_death: str = ""  # of the last process
     frames: list[Frame] = field(default_factory=list)
     frames_sent: int = 0  # how many of these, from the first, were sent to the model process
     results: dict[int, Result] = field(default_factory=dict)  # single results, by position
@@ -112,8 +113,9 @@ class Execution:
         number = bisect_right(starts, position) - 1
         return self.batch.runs[number], position - starts[number]
 
-    def split(self, frame: Frame) -> None:
+    def split(self, frame: Frame, cause: str = "") -> None:
         """The model process died on this frame: each of its requests is to be decoded again, by itself."""
+        self.cause_of_death = cause
         for position in frame.positions:
             self.deaths[position] = self.deaths.get(position, 0) + 1
         self.frames = [other for other in self.frames if other is not frame]
@@ -149,6 +151,8 @@ class Execution:
         """Give up a request: keep it as a dead letter, and answer its producer ABORTED."""
         deaths = self.deaths.get(position, 0)
         reason = f"its model process or worker died {deaths} times while executing it"
+        if self.cause_of_death:
+            reason += f"; the last time: {self.cause_of_death}"
         self.dead_letters.append(DeadLetter(self.batch.requests[position], reason, deaths))
         self.fail(position, ABORTED, f"given up, and kept as a dead letter: {reason}")
 

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
+from carpool.readiness import wait_until_ready
 from carpool_worker.model_process.frames import (
     FrameHeader,
     LoadFailed,
@@ -45,9 +47,13 @@ class ProcessHandle:
     ended are lost, and `receive` reports it.
     """
 
-    def __init__(self, location: str, device: str) -> None:
+    def __init__(self, location: str, device: str, load_s_max: float | None = None) -> None:
+        """`load_s_max`: how long the model may take to load; None: without a limit."""
         self._location = location
         self.device = device
+        self._load_s_max = load_s_max
+        self._spawned_s = 0.0
+        self._killed_because = ""  # why `kill` ended it
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
@@ -58,7 +64,7 @@ class ProcessHandle:
         self._sent = self._received = 0
 
     def start(self) -> Ready:
-        """Start the process and load the model, without a time limit. Raises ModelLoadError."""
+        """Start the process and load the model. Raises ModelLoadError."""
         self.spawn()
         return self.wait_ready()
 
@@ -79,12 +85,16 @@ class ProcessHandle:
         self.descriptor = ours.fileno()
         self._sent = self._received = 0
         self._backlog.clear()
+        self._spawned_s, self._killed_because = time.monotonic(), ""
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
         try:
-            if self._reader is None:
+            if self._reader is None or self.descriptor is None:
                 raise ProcessGoneError("not started")
+            left_s = self._load_s_left()
+            if left_s is not None and not wait_until_ready([self.descriptor], [], left_s)[0]:
+                self._give_up_loading()
             result = receive_load_result(self._reader)
         except ProcessGoneError:
             reason = f"the model process ended ({self.exit_cause()}) while it loaded the model"
@@ -95,6 +105,28 @@ class ProcessHandle:
             raise ModelLoadError(result.reason, result.trace)
         self.ready = True
         return result
+
+    def _load_s_left(self) -> float | None:
+        """How long the model may still take to load; None: without a limit."""
+        if self._load_s_max is None:
+            return None
+        return max(0.0, self._spawned_s + self._load_s_max - time.monotonic())
+
+    def check_loading(self) -> None:
+        """End a process whose model takes too long to load. Raises ModelLoadError then."""
+        if not self.ready and self._load_s_left() == 0:
+            self._give_up_loading()
+
+    def _give_up_loading(self) -> NoReturn:
+        self.close(wait_s=0)
+        reason = f"the model was not loaded within {self._load_s_max:g} s (--load-s-max)"
+        raise ModelLoadError(reason, trace="")
+
+    def kill(self, reason: str) -> None:
+        """End a process that hangs. `receive` reports it."""
+        if self._process is not None:
+            self._killed_because = reason
+            self._process.kill()
 
     @property
     def pid(self) -> int | None:
@@ -166,7 +198,8 @@ class ProcessHandle:
         if self._process is None:
             return "not started"
         try:
-            return _exit_cause(self._process.wait(timeout=1.0))
+            cause = _exit_cause(self._process.wait(timeout=1.0))
+            return self._killed_because or cause
         except subprocess.TimeoutExpired:
             return "connection closed"
 

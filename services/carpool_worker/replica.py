@@ -15,7 +15,7 @@ that it is its turn. So if this worker dies of it, the next one knows, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from carpool.clock import RedisClock
@@ -76,6 +76,12 @@ class Replica(ReplicaLoop[Execution]):
             self._drained.set()
             return False
         return True
+
+    def _executing(self) -> tuple[Hashable, int | None]:
+        executed = self._executed()
+        if executed is None:
+            return None, None
+        return (executed.batch.id, len(executed.frames)), executed.batch.max_execution_ms
 
     def _timeout_s(self) -> float:
         if self._fetcher.waiting or self._draining:
@@ -218,7 +224,7 @@ class Replica(ReplicaLoop[Execution]):
             batch = executed.batch
             when = f"while executing a batch of {batch.size}"
             self._log.error("model process died", worker=self.consumer, how=cause, when=when, batch=batch.id)
-            executed.split(executed.frames[0])
+            executed.split(executed.frames[0], cause)
         self.process.spawn()
 
     # --- committing ----------------------------------------------------------------------------------------

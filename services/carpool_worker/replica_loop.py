@@ -6,13 +6,15 @@ One thread waits for the reply to a fetch, for the model process and for the tim
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
 from carpool.readiness import wait_until_ready
+from carpool_worker.execution_watch import ExecutionWatch
 from carpool_worker.process_handle import ProcessHandle
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
@@ -49,6 +51,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self._drained = threading.Event()
         self._closing = False
         self._closed = threading.Event()
+        self._watch = ExecutionWatch()
         self._log = structlog.get_logger()
 
     # --- the loop ------------------------------------------------------------------------------------------
@@ -62,8 +65,22 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             return
         if self.process.descriptor is None and not self._closing:
             self.process.spawn()  # the last one could not load the model
+        self.process.check_loading()
+        self._watch_execution()
         if self._do_due():
             self._wait()
+
+    def _watch_execution(self) -> None:
+        """End a model process that takes too long. One without a limit is reported."""
+        executed, limit_ms = self._executing() if self.process.ready else (None, None)
+        now_s = time.monotonic()
+        self._watch.follow(executed, limit_ms, now_s)
+        if self._watch.is_over(now_s):
+            self.process.kill(f"it took longer than max_execution_ms, {limit_ms} ms")
+            self._watch.follow(None, None, now_s)
+        elif self._watch.is_to_report(now_s):
+            passed_s = round(self._watch.passed_s(now_s))
+            self._log.warning("model process still executes", worker=self.consumer, seconds=passed_s)
 
     def _wait(self) -> None:
         """Wait for the model process, for the reply to a fetch, or until something is due; take what came."""
@@ -79,7 +96,8 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (fetcher.waiting and of_fetch is None)
         try:
-            readable, writable = wait_until_ready(readers, writers, 0.0 if is_due else self._timeout_s())
+            timeout_s = 0.0 if is_due else min(self._timeout_s(), self._watch.left_s(time.monotonic()))
+            readable, writable = wait_until_ready(readers, writers, timeout_s)
         except OSError:
             if self._closing:  # `close` closed the connection before the wait began
                 return
@@ -94,6 +112,11 @@ class ReplicaLoop(ABC, Generic[Fetched]):
     @abstractmethod
     def _do_due(self) -> bool:
         """Do everything that is due. Whether to wait then."""
+
+    @abstractmethod
+    def _executing(self) -> tuple[Hashable, int | None]:
+        """What the model process executes, which is another thing as soon as it has done this; None if it is
+        idle. And how long it may take (ms); None without a limit."""
 
     @abstractmethod
     def _timeout_s(self) -> float:

@@ -19,7 +19,7 @@ worker stops, it hands its requests over to others.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Final
 
@@ -88,6 +88,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._alone: StepExecution | None = None  # the one that does
         self._is_paused = False  # the process waits for a Resume
         self._running = 0  # requests that have a slot, as its last Step says
+        self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
         self._is_part = False  # it got as many: there may be more
         self._writer = StepWriter(consumer, store, self._held, metrics)
@@ -111,6 +112,13 @@ class StepReplica(ReplicaLoop[Execution]):
     def _take_fetched(self, executions: Sequence[Execution]) -> None:
         self._is_part = len(executions) == self._asked
         self._take(executions)
+
+    def _executing(self) -> tuple[Hashable, int | None]:
+        """A process that steps sends something now and then, unless it waits for this worker."""
+        is_waiting = (self._is_paused and self._alone is None) or not self._is_receiving()
+        if is_waiting or not any(request.is_sent and not request.has_ended for request in self._held()):
+            return None, None
+        return (self._steps, self._alone and self._alone.key), self._settings.max_execution_ms
 
     def _timeout_s(self) -> float:
         if not self._requests:
@@ -266,6 +274,7 @@ class StepReplica(ReplicaLoop[Execution]):
                 if request is self._alone and request.stepped_alone():
                     self._alone = None
         self._running = step.running
+        self._steps += 1
         self._metrics.stepped(step)
 
     def _replace_process(self) -> None:

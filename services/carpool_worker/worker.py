@@ -69,8 +69,10 @@ class Worker:
         metrics: WorkerMetrics,
         *,
         finish_streams: bool = False,
+        load_s_max: float | None = None,
     ) -> None:
-        """`finish_streams`: when it drains, requests of a stepping model are finished, not handed over."""
+        """`finish_streams`: when it drains, requests of a stepping model are finished, not handed over.
+        `load_s_max`: how long the model may take to load."""
         self._url = url
         self._finish_streams = finish_streams
         self._metrics = metrics
@@ -78,7 +80,7 @@ class Worker:
         self._lease_ms = lease_ms
         self._clock = RedisClock()
         self._name = new_process_name()
-        self._processes = [ProcessHandle(location, device) for device in devices]
+        self._processes = [ProcessHandle(location, device, load_s_max) for device in devices]
         self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
         self._registration: dict[str, str] = {}
         self._replica_loops: list[Loop] = []

@@ -293,7 +293,7 @@ class Batch:
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
     those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has the
     model's effective settings that concern their worker (`ModelSettings.for_steps`). `process`: of a bound
-    model, the one for which it was dispatched; empty for others.
+    model, the one for which it was dispatched; empty for others. `max_execution_ms`: that of the model.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
     """
@@ -310,6 +310,7 @@ class Batch:
     cost: int = 1
     settings: str = ""
     process: str = ""
+    max_execution_ms: int | None = None
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests

@@ -284,6 +284,11 @@ class ModelSettings:
     max_sequence_idle_ms: int = _setting(
         60_000, _integer(1), "after which time without requests a sequence is ended"
     )
+    max_execution_ms: int | None = _setting(
+        None,
+        _optional(_integer(1)),
+        "longest execution of a batch, or of a step; a model process that takes longer is replaced",
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -388,7 +393,10 @@ _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_candidate_sequences": (ModelKind.STATEFUL,),
     "max_sequence_idle_ms": (ModelKind.STATEFUL, ModelKind.BOUND),
 }
-_OF_STEPS: Final = ("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms")
+_OF_STEPS: Final = (
+    *("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
+    "max_execution_ms",
+)
 _IN_ORDER_ANYWAY: Final = (
     "results of a sequence come in its order anyway, and sequences do not wait for each other"
 )

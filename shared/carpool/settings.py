@@ -220,6 +220,9 @@ class WorkerSettings(CommonSettings):
     drain_s: float = Field(
         30.0, ge=0, description="seconds after SIGTERM in which to finish the batches that were fetched"
     )
+    load_s_max: float | None = Field(
+        None, gt=0, description="seconds in which the model must be loaded (default: no limit)"
+    )
     finish_streams: bool = Field(
         False,
         description="after SIGTERM finish the requests of a stepping model; else they are handed over "

@@ -105,6 +105,10 @@ class ExitsWhileLoading(Unloadable):
     def load(self, device):
         os._exit(3)
 
+class HangsWhileLoading(Unloadable):
+    def load(self, device):
+        threading.Event().wait()
+
 class KilledWhileLoading(Unloadable):
     def load(self, device):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -427,19 +431,24 @@ class Bench:
         return self.committer.started
 
     def execution_of(
-        self, *bodies: Any, content_type: str = JSON, epoch: int = 1, expected_us: int = 0
+        self,
+        *bodies: Any,
+        content_type: str = JSON,
+        epoch: int = 1,
+        expected_us: int = 0,
+        max_execution_ms: int | None = None,
     ) -> Execution:
         batch_id = f"{next(self.ids)}-0"
         encoded: list[Body] = [encode_body(content_type, body) for body in bodies]
         ids = [f"{batch_id}:{at}" for at in range(len(bodies))]
         run = BatchedRun("0-0", ids, encoded, content_type, None, 0, None, None)
-        return Execution(Batch(batch_id, epoch, [run], "full", 0, "", expected_us=expected_us))
+        batch = Batch(batch_id, epoch, [run], "full", 0, "", expected_us=expected_us)
+        batch.max_execution_ms = max_execution_ms
+        return Execution(batch)
 
-    def take(self, *bodies: Any, content_type: str = JSON, epoch: int = 1, expected_us: int = 0) -> Execution:
+    def take(self, *bodies: Any, **more: Any) -> Execution:
         """Give the replica an execution with these bodies, whether it asked for it or not."""
-        execution = self.execution_of(
-            *bodies, content_type=content_type, epoch=epoch, expected_us=expected_us
-        )
+        execution = self.execution_of(*bodies, **more)
         self.replica.take(execution)
         return execution
 
@@ -644,6 +653,52 @@ def test_request_that_kills_two_processes_is_dead_lettered_and_others_are_served
     assert not following.dead_letters and not following.deaths
     assert log() == ["a die b", "a", "die", "b", "c d", "e"]
     assert bench.replica.process.pid != pid
+
+
+def test_a_request_that_hangs_is_given_up_and_others_are_served(
+    bench: Bench, tmp_path: Path, log: Callable[[], list[str]]
+) -> None:
+    never = tmp_path / "never"
+    pid = bench.replica.process.pid
+    hanging = bench.take("a", f"hold {never}", "b", max_execution_ms=300)  # it holds the GIL, too
+    following = bench.take("c")
+    assert bench.finish(hanging) == ["A", "ABORTED", "B"]
+    (letter,) = hanging.dead_letters
+    assert letter.request is hanging.batch.requests[1]
+    assert letter.reason == (
+        "its model process or worker died 2 times while executing it; the last time: it took longer than "
+        "max_execution_ms, 300 ms"
+    )
+    assert bench.finish(following) == ["C"]
+    assert bench.replica.process.pid != pid
+
+
+def test_each_batch_has_all_of_its_time(bench: Bench, tmp_path: Path) -> None:
+    """One that waits behind another in the pipe is not executed yet."""
+    go = tmp_path / "go"
+    first = bench.take(f"wait {go}")
+    second = bench.take("b", max_execution_ms=1)
+    stopwatch = Stopwatch()
+    bench.step_until(lambda: stopwatch.passed_s > 0.3)
+    go.touch()
+    assert bench.finish(first) == ["WAIT"]
+    assert bench.finish(second) in (["B"], ["ABORTED"])  # a millisecond may be too short for it
+    assert first.deaths == {}
+
+
+def test_a_model_that_does_not_load_in_time_is_given_up(models: Path) -> None:
+    process = ProcessHandle(f"{models}:HangsWhileLoading", "cpu", load_s_max=0.5)
+    with pytest.raises(ModelLoadError, match=r"not loaded within 0\.5 s \(--load-s-max\)"):
+        process.start()
+    assert not process.alive
+    # And likewise when a process is replaced, while its replica does other things
+    process.spawn()
+    stopwatch = Stopwatch()
+    with pytest.raises(ModelLoadError, match=r"not loaded within 0\.5 s"):
+        while stopwatch.passed_s < 10:
+            process.check_loading()
+    assert stopwatch.passed_s >= 0.5
+    assert not process.alive
 
 
 def test_death_that_does_not_repeat_dead_letters_nothing(

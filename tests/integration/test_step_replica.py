@@ -111,6 +111,9 @@ class ProcessInside:
     def wait_ready(self) -> None:
         self.ready = True
 
+    def check_loading(self) -> None:
+        pass
+
     def advance(self) -> None:
         if self.ready and not self.is_dead and self._stepper.has_next:
             step = self._stepper.advance()

@@ -15,7 +15,7 @@ COUNTS: Final = (
     *("max_batch_size", "max_queue_size", "max_queue_bytes", "max_body_bytes"),
     *("max_expiration_ms", "result_ttl_ms", "stream_buffer", "reader_idle_ms"),
 )
-OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms", "max_prefill_cost")
+OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms")
 FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
 NUMBERS: Final = (*COUNTS, *OPTIONAL_COUNTS, *FRACTIONS)
 OPTIONAL: Final = {*OPTIONAL_COUNTS, "target_latency_ms"}
@@ -58,6 +58,7 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "reader_idle_ms",
         "max_candidate_sequences",
         "max_sequence_idle_ms",
+        "max_execution_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
     assert all(ModelSettings.meanings().values())

@@ -41,6 +41,9 @@ class Process:
         self._socket, self._other = socket.socketpair()
         self.descriptor = self._socket.fileno()
 
+    def check_loading(self) -> None:
+        """Its model is loaded."""
+
     @property
     def has_buffered(self) -> bool:
         return bool(self.steps)

@@ -113,7 +113,8 @@ class Advance(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Process to worker: what changed since the last one. Sent only if something did.
+    """Process to worker: what changed since the last one. Sent if something did, and now and then without,
+    while the process steps, to show that it does not hang.
 
     `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. `running`: how
     many requests hold a slot after it, `size` how many took part in it.

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import time
+from typing import Final
 
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.model import SteppingModel
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, read_worker_message
 from carpool_worker.model_process.stepper import Stepper
+
+SIGN_OF_LIFE_S: Final = 0.25  # a Step is sent that often even if nothing changed, to show that nothing hangs
 
 
 class StepLoop:
@@ -21,6 +25,7 @@ class StepLoop:
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._stepper = Stepper(model)
+        self._sent_s = 0.0  # when the last Step was sent
 
     def run(self) -> None:
         """Serve until the worker closes the connection; then end all requests."""
@@ -36,9 +41,10 @@ class StepLoop:
         while self._reader.has_buffered or self._readable.poll(0):
             self._receive()
         if self._stepper.has_next:
-            step = self._stepper.advance()
+            step = self._stepper.advance(must_report=time.monotonic() - self._sent_s > SIGN_OF_LIFE_S)
             if step is not None:
                 frames.send_message(self._sock, step)
+                self._sent_s = time.monotonic()
 
     def _receive(self) -> None:
         fields, payload = self._reader.receive()

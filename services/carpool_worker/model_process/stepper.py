@@ -71,8 +71,9 @@ class Stepper:
         """Other limits apply to the requests that get a slot from now on."""
         self._slots.set_limits(*limits)
 
-    def advance(self) -> Step | None:
-        """Begin the requests whose turn it is, and take a step. None if nothing changed."""
+    def advance(self, *, must_report: bool = False) -> Step | None:
+        """Begin the requests whose turn it is, and take a step. None if nothing changed, unless it must be
+        reported nevertheless."""
         if self._slots.lacks_space:
             self._make_space()
         planned = self._slots.next_round()
@@ -85,7 +86,10 @@ class Stepper:
             self._step(stepping)
         step_us = (self._now_ns() - begun_ns) // 1000 if stepping else 0
         begin_us = (begun_ns - started_ns) // 1000 if planned.begun else 0
-        return self._report(planned, step_us, begin_us, len(stepping))
+        report = self._report(planned, step_us, begin_us, len(stepping))
+        if report is None and must_report:
+            return Step(step_us, begin_us, len(stepping), self._running_reported, ())
+        return report
 
     def close(self) -> None:
         """End all requests that were begun."""

@@ -197,11 +197,13 @@ class BatcherStore:
         result_ttl_ms: int,
         arrivals: Sequence[TicketRange] = (),
         step_settings: str = "",
+        max_execution_ms: int | None = None,
     ) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
-        `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`).
+        `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`);
+        `max_execution_ms`: of another one, its setting.
         Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
@@ -214,10 +216,12 @@ class BatcherStore:
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
         if self.only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
-        batched = [
-            self._dispatch_args(dispatch, indexes, result_ttl_ms, step_settings, script_keys)
-            for dispatch in dispatches
-        ]
+        of_model: list[Argument] = ["result_ttl_ms", result_ttl_ms]
+        if step_settings:
+            of_model += ["settings", step_settings]
+        elif max_execution_ms is not None:
+            of_model += ["max_execution_ms", max_execution_ms]
+        batched = [self._dispatch_args(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
         args: list[Argument] = [_arrivals_arg(arrivals), self.only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
@@ -245,18 +249,17 @@ class BatcherStore:
         self,
         dispatch: Dispatch,
         indexes: Mapping[Entry, int],
-        result_ttl_ms: int,
-        step_settings: str,
+        of_model: Sequence[Argument],
         script_keys: ScriptKeys,
     ) -> list[Argument]:
         fields: list[Argument] = ["runs", encode_batch(dispatch)]
         fields += ["size", dispatch.size, "reason", dispatch.reason]
-        fields += ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        fields += ["dispatched_us", self.clock.now_us(), *of_model]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
-        if step_settings:
+        if "settings" in of_model:
             (run,) = dispatch.runs
-            fields += ["settings", step_settings, "cost", run.cost, "stream", int(run.stream)]
+            fields += ["cost", run.cost, "stream", int(run.stream)]
         if (tickets := encode_tickets(dispatch)) is not None:
             fields += ["tickets", tickets]
         if dispatch.lane:

@@ -101,6 +101,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         int(raw.get(b"cost", b"1")),
         raw.get(b"settings", b"").decode(),
         raw.get(b"process", b"").decode(),
+        int(raw[b"max_execution_ms"]) if b"max_execution_ms" in raw else None,
     )
 
 
