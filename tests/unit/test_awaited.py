@@ -26,7 +26,10 @@ def envelope(correlation_id: str, **other: Any) -> dict[str, Any]:
 
 
 def awaiting(*correlation_ids: str) -> tuple[AwaitedRequests, dict[str, asyncio.Future[Any]]]:
-    awaited, loop = AwaitedRequests(lambda *_: None), asyncio.get_running_loop()
+    def withdraw(correlation_id: str, target: object) -> None:
+        awaited.remove(correlation_id, target)
+
+    awaited, loop = AwaitedRequests(withdraw), asyncio.get_running_loop()
     channel = Channel(Keys("m"), b"replies", 100)
     futures = {}
     for correlation_id in correlation_ids:

@@ -22,10 +22,10 @@ class AwaitedRequests:
     puts it into both. An entry's timeout is stopped when none of its requests is awaited any more.
 
     `on_unusable` is called with the correlation ID and the target of a request that failed here because of
-    one of its chunks: it continues, and is to be withdrawn.
+    one of its chunks or results: it may continue, and is to be removed and withdrawn.
     """
 
-    def __init__(self, on_unusable: Callable[[str, StreamTarget], None]) -> None:
+    def __init__(self, on_unusable: Callable[[str, Any], None]) -> None:
         self.entries: dict[str, OutgoingEntry] = {}
         self.late_results = 0  # that nobody awaited any more, of successful requests
         self.malformed_results = 0  # somebody else wrote them, or they were damaged
@@ -73,10 +73,12 @@ class AwaitedRequests:
         """Fail the request that it names, if it does."""
         self.malformed_results += 1
         named = element.get("correlation_id") if type(element) is dict else None
-        entry = self.entries.pop(named, None) if type(named) is str else None
+        entry = self.entries.get(named) if type(named) is str else None
         if entry is not None and type(named) is str:
+            target = entry.awaited[named]
             error = InternalError(f"its result is malformed: {reason}", correlation_id=named)
-            entry.sink.fail(self._take_target(entry, named), error)
+            entry.sink.fail(target, error)
+            self._on_unusable(named, target)
 
     def _on_columns(self, columns: ResultColumns) -> None:
         try:
