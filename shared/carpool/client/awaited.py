@@ -8,7 +8,7 @@ from typing import Any
 from carpool.client.entries import OutgoingEntry
 from carpool.client.reading import ResultReader
 from carpool.client.sinks import Sink, rows_of
-from carpool.client.streams import StreamSink, StreamTarget
+from carpool.client.streams import StreamSink
 from carpool.client.timeouts import Timeouts
 from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages import ResultColumns
