@@ -42,7 +42,7 @@ its longest request has ended, and answers at the end.
 - way: of a token, from the model to its reader.
 - tokens/s: those read, from {warm:.0%} of a run to its end.
 
-Figures are medians of {rounds} rounds of {seconds:g} s each. Lengths are geometric with a mean of
+Rounds: {rounds}, of {seconds:g} s each; figures are medians. Lengths are geometric with a mean of
 {length}, cut at 128, but for the burst. {mark} marks figures during which the host withheld more than
 {stolen:.0%} of the CPU time.
 """
