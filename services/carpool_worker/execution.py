@@ -86,7 +86,7 @@ class Execution:
         return not (self.frames or self.undecoded)
 
     def is_given_up(self, position: int) -> bool:
-        """Whether so many processes died while executing this request that it is not tried again."""
+        """Whether this request is not tried again, because it ended DEATHS_MAX processes."""
         return self.deaths.get(position, 0) >= DEATHS_MAX
 
     def start_at(self, now_us: int) -> None:
