@@ -73,8 +73,7 @@ class AwaitedRequests:
         """Fail the request that it names, if it does."""
         self.malformed_results += 1
         named = element.get("correlation_id") if type(element) is dict else None
-        entry = self.entries.get(named) if type(named) is str else None
-        if entry is not None and type(named) is str:
+        if type(named) is str and (entry := self.entries.get(named)) is not None:
             target = entry.awaited[named]
             error = InternalError(f"its result is malformed: {reason}", correlation_id=named)
             entry.sink.fail(target, error)
