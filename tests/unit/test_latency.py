@@ -196,6 +196,23 @@ def test_shown_sizes_are_the_ends_and_powers_of_two_between_them() -> None:
     assert Curve([1.0, 2.0], [9.0, 10.0]).shown == [(1, 9), (2, 10)]
 
 
+def test_both_sides_of_each_step_are_shown() -> None:
+    """Whoever draws straight lines between what is shown gets the steps, too."""
+    curve = learned((size, steps(size)) for size in range(1, 33) for _ in range(8)).curve
+    assert curve is not None
+    shown = Curve(*zip(*curve.shown, strict=True))
+    for size in range(1, 33):
+        assert shown.at(size) == pytest.approx(curve.at(size), rel=0.05)
+    assert {size for size, _ in curve.shown} >= {8, 9, 16, 17, 32}
+
+
+def test_what_is_shown_of_a_noisy_curve_is_short() -> None:
+    sizes = range(1, 200)
+    curve = Curve(sizes, [1000.0 + 1000 * (size // 2) ** 2 for size in sizes])
+    assert len(curve.shown) <= 24
+    assert curve.shown[-1][0] == 199
+
+
 def test_curve_is_not_shown_beyond_the_largest_size_seen() -> None:
     curve = learned(seen(line, (1, 100), 20)).curve
     assert curve is not None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+SHOWN_WITHIN: Final = 0.05  # of the curve, relative to it
+SHOWN_MAX: Final = 24  # points
 EXTRAPOLATION_RATIO: Final = 0.25  # growth beyond the only size known, relative to proportional growth
 STEP_RISE_RATIO_MIN: Final = 1.1  # of the time after a step to the time before it
 STEP_SLOPE_RATIO_MIN: Final = 3.0  # of the slope of a step to the slopes beside it
@@ -24,7 +26,7 @@ class Curve:
     """l(n) at one moment. `sizes` and `times_us` are its knots, ascending; nine of ten of their batches take
     at most `at_most_us`."""
 
-    __slots__ = ("_beyond_us", "at_most_us", "sizes", "times_us")
+    __slots__ = ("_beyond_us", "_shown", "at_most_us", "sizes", "times_us")
 
     def __init__(
         self, sizes: Sequence[float], times_us: Sequence[float], at_most_us: Sequence[float] = ()
@@ -33,6 +35,7 @@ class Curve:
         self.times_us = times_us
         self.at_most_us = at_most_us or times_us
         self._beyond_us = beyond_us(sizes, times_us)
+        self._shown: list[tuple[int, int]] | None = None
 
     def at(self, size: float) -> float:
         """The expected execution time of a batch of `size`, in microseconds."""
@@ -44,10 +47,31 @@ class Curve:
 
     @property
     def shown(self) -> list[tuple[int, int]]:
-        """Sizes and times (us) that show a person the curve: its ends, and powers of two between them."""
+        """Sizes and times (us) that show the curve: straight lines between them are near to it everywhere.
+
+        Its ends, the powers of two between them, and as many others as that takes, such as both sides of a
+        step; not more than SHOWN_MAX, as a curve that is all noise would have.
+        """
+        if self._shown is None:
+            self._shown = self._points_shown()
+        return self._shown
+
+    def _points_shown(self) -> list[tuple[int, int]]:
         first, last = int(self.sizes[0]), int(self.sizes[-1])
         powers = {1 << power for power in range(first.bit_length(), last.bit_length())}
-        return [(size, round(self.at(size))) for size in sorted({first, *powers, last}) if size <= last]
+        chosen = sorted({first, last, *(size for size in powers if size < last)})
+        while True:
+            times_us = [self.at(size) for size in chosen]
+            distances = [(self._distance(chosen, times_us, size), int(size)) for size in self.sizes]
+            distance, farthest = max(distances)
+            if distance <= SHOWN_WITHIN or farthest in chosen or len(chosen) >= SHOWN_MAX:
+                return [(size, round(time_us)) for size, time_us in zip(chosen, times_us, strict=True)]
+            insort(chosen, farthest)
+
+    def _distance(self, sizes: Sequence[float], times_us: Sequence[float], size: float) -> float:
+        """How far straight lines through these points are from the curve at `size`, relative to it."""
+        time_us = self.at(size)
+        return abs(interpolated_us(sizes, times_us, min(size, sizes[-1])) - time_us) / max(1.0, time_us)
 
     def throughput(self, size: int) -> float:
         """Requests per microsecond in batches of `size`."""
