@@ -296,5 +296,5 @@ class Worker:
 
     def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:
-            with contextlib.suppress(UnavailableError):  # then its lease runs out
+            with contextlib.suppress(UnavailableError, CommandError):  # then its lease runs out
                 self._store.leave(replica.consumer)

@@ -55,6 +55,29 @@ def test_replica_of_a_draining_worker_is_deregistered_when_it_has_no_batch(
     assert stack.live_workers("Echo") == []
 
 
+def test_drain_goes_on_while_redis_refuses_writes(stack: Stack, tmp_path: Path) -> None:
+    """Given a draining worker, when Redis accepts no writes for a while, expect that it still finishes."""
+    gate = tmp_path / "gate"
+    stack.batcher()
+    draining = stack.worker("plain.py:Echo", *LEASE, "--replicas", "2")
+    stack.wait_for_model("Echo", workers=2)
+    held = hold(stack, gate)
+    stack.redis.config_set("min-replicas-to-write", 1)
+    draining.signal(signal.SIGTERM)
+    wait_until(lambda: not is_fetching(stack, draining), description="the last fetches have ended")
+    failures = len(draining.events("loop failed, retrying"))
+    gate.touch()
+    wait_until(
+        lambda: len(draining.events("loop failed, retrying")) > failures + 3 or not draining.alive,
+        description="writes are refused",
+    )
+
+    stack.redis.config_set("min-replicas-to-write", 0)
+
+    assert stack.result("Echo", held)["status"] == "OK"
+    assert draining.process.wait(15) == 0
+
+
 def hold(stack: Stack, gate: Path) -> str:
     """Send a request whose batch is in hand until the gate opens. Returns its correlation ID."""
     stack.wait_for_model("Echo")
