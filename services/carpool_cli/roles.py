@@ -69,6 +69,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "producer": (
         _CONNECT,
         Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
+        Grant("learn whether this is the server that accepted its requests", "info|server"),
         Grant("list the models", "smembers sismember", "models"),
         Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
         Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),

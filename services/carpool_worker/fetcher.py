@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from carpool.errors import INVALID_ARGUMENT
-from carpool.store.connection import CommandError
+from carpool.store.connection import CommandError, LinkError
 from carpool.store.worker import WorkerStore
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
@@ -113,6 +113,14 @@ class Fetcher:
             Execution(batch, waited_us=max(0, self._asked_us - batch.dispatched_us)) for batch in batches
         ]
         return self._load()
+
+    def check_overdue(self) -> None:
+        """Whether what was asked for may still come. Raises LinkError if Redis should have answered."""
+        try:
+            self._store.check_overdue()
+        except LinkError:
+            self.waiting = False
+            raise
 
     def unloaded(self) -> list[tuple[str, int]]:
         """ID and epoch of the batches that were fetched, and that the next `start` returns."""

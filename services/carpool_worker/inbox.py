@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from carpool.store.bound import INBOX_START, BoundStore
-from carpool.store.connection import CommandError
+from carpool.store.connection import CommandError, LinkError
 from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import BatchSent, SequenceEnded
 from carpool_worker.execution import Execution
@@ -84,6 +84,14 @@ class Inbox:
             return []
         self._last_id, _ = messages[-1]
         return items
+
+    def check_overdue(self) -> None:
+        """Whether what was asked for may still come. Raises LinkError if Redis should have answered."""
+        try:
+            self._store.check_overdue()
+        except LinkError:
+            self.waiting = False
+            raise
 
     def pending(self) -> list[Execution]:
         """What the process has in Redis, whether it was taken from the inbox or not."""

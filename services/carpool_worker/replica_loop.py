@@ -32,6 +32,9 @@ class Fetches(Protocol[Fetched_co]):
     def finish(self) -> Sequence[Fetched_co]:
         """What was asked for; nothing if there was none in time."""
 
+    def check_overdue(self) -> None:
+        """Raises LinkError if there should have been an answer by now, and waits for it no more."""
+
 
 class ReplicaLoop(ABC, Generic[Fetched]):
     """`consumer` is the replica's name in the consumer group of workers, and `is_member` whether the worker
@@ -108,6 +111,8 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             self._take_fetched(fetcher.finish())
+        elif fetcher.waiting:
+            fetcher.check_overdue()
 
     @abstractmethod
     def _do_due(self) -> bool:

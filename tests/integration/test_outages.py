@@ -204,3 +204,33 @@ async def test_what_timed_out_while_redis_was_away_is_kept_nowhere(stack: Stack)
         outbox = client._transport._outbox
         assert len(outbox) <= 300, "entries that nobody awaits pile up"
         assert [entry for entry in outbox if isinstance(entry, OutgoingEntry) and entry.runs] == []
+
+
+@pytest.mark.parametrize("may_ask", [True, False])
+async def test_client_sends_again_what_a_new_server_may_have_lost(
+    server: Path, tmp_path: Path, gate: Path, may_ask: bool
+) -> None:
+    """Given requests in flight and waiting, when Redis loses all of them, expect their results.
+
+    A client that may not ask which server it is cannot know: its requests time out.
+    """
+    with Stack(tmp_path, binary=server, append_only=False) as stack:
+        stack.batcher()
+        stack.worker("plain.py:Single", *LEASE)
+        stack.wait_for_model("Single")
+        if not may_ask:
+            stack.redis.acl_setuser("default", enabled=True, commands=["-info"])
+        async with AsyncClient(stack.url, timeout=30 if may_ask else 3) as client:
+            held = client.submit("Single", {"gate": str(gate)})
+            waiting = [client.submit("Single", number) for number in range(40)]
+            large = client.submit("Single", "x" * 100_000)
+            await asyncio.to_thread(
+                wait_until, lambda: stack.pending("Single") > 0, description="a batch is in flight"
+            )
+            await asyncio.to_thread(stack.server.restart)
+            gate.touch()
+            answers = await asyncio.gather(held, *waiting, large, return_exceptions=True)
+    if may_ask:
+        assert answers[1:] == [*range(40), "x" * 100_000]
+    else:
+        assert all(isinstance(answer, DeadlineExceededError) for answer in answers)

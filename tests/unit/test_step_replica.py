@@ -95,6 +95,9 @@ class Fetcher:
         self._fetched += size
         return [execution_of(str(number)) for number in range(self._fetched - size, self._fetched)]
 
+    def check_overdue(self) -> None:
+        """It may still come."""
+
     def close(self) -> None:
         self._nothing.close()
         self._other.close()

@@ -98,7 +98,12 @@ class AsyncClient:
         self._closed = False
         url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
         self._transport = Transport(
-            url, self._name, self._awaited.on_results, self._awaited.fail, self._on_unconfirmed
+            url,
+            self._name,
+            self._awaited.on_results,
+            self._awaited.fail,
+            self._on_unconfirmed,
+            self._awaited.of_entries,
         )
 
     @property
@@ -308,11 +313,11 @@ class AsyncClient:
         return channel
 
     async def _call(self, *command: str) -> Any:
-        """Redis's reply to a command. Raises UnavailableError."""
+        """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""
         await self.connect()
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._transport.call(*command)
+                reply = await self._transport.call_again(*command)
         except TimeoutError:
             error = self._transport.connection_error
             raise error or UnavailableError(

@@ -35,6 +35,10 @@ class AwaitedRequests:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def of_entries(self) -> list[OutgoingEntry]:
+        """The entry of each request, once, in the order in which they were sent."""
+        return list(dict.fromkeys(self.entries.values()))
+
     def on_results(self, flat: Sequence[bytes]) -> bool:
         """Results and chunks from an entry of a reply stream. Returns whether there were chunks.
 

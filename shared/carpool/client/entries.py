@@ -106,7 +106,7 @@ class OutgoingEntry:
     """Requests of one entry. They share the channel, the content type, the timeout, and the sink.
 
     `awaited` has the target of each request without a result, by its correlation ID; the sink knows what a
-    target is. The runs are kept until Redis has accepted the entry, because it may have to be sent again.
+    target is. The runs are kept until each request has its result, because it may have to be sent again.
     """
 
     __slots__ = (

@@ -6,6 +6,9 @@
 All results of a batch arrive in one entry. When one connection is lost, both are opened anew. Entries for
 which Redis has not replied are sent again with the same correlation IDs; a second result for one of them is
 ignored. Reading resumes after the last entry read, so results written in the meantime are found.
+
+A server that has started again, or another one after a failover, may lack writes that its predecessor had
+accepted. Then all entries without a result are sent again.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at mos
 READ_BLOCK_MS: Final = 2000
 READ_ENTRIES: Final = 64
 SILENCE_MAX_S: Final = 10.0  # several times READ_BLOCK_MS, after which Redis replies even without results
+SILENCE_CHECK_S: Final = 1.0
 TRIM_ENTRIES: Final = 32
 OUTBOX_CHECKED_MIN: Final = 256  # entries
 CONGESTION_PAUSE_S: Final = 0.001
@@ -60,7 +64,8 @@ class Transport:
     `on_results` is called with the fields of each entry of a reply stream: field, value, field, value. It
     returns whether there were chunks in it.
     `on_rejected` is called with each entry that Redis did not accept, and `on_unconfirmed` with each that it
-    may have accepted before a connection was lost, and that is sent again.
+    may have accepted before a connection was lost, and that is sent again. `unanswered` returns all entries
+    of which a request has no result.
     """
 
     def __init__(
@@ -70,12 +75,15 @@ class Transport:
         on_results: Callable[[Sequence[bytes]], bool],
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
         on_unconfirmed: Callable[[OutgoingEntry], None],
+        unanswered: Callable[[], Iterable[OutgoingEntry]],
     ) -> None:
         self._url = url
         self._name = name
         self._on_results = on_results
         self._on_rejected = on_rejected
         self._on_unconfirmed = on_unconfirmed
+        self._unanswered = unanswered
+        self._server_run: str | None = None  # of the last connection
         self._channels: list[Channel] = []
         self._outbox: list[OutgoingEntry | SequencesEnded] = []  # to be written with the next flush
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
@@ -83,7 +91,8 @@ class Transport:
         self._channels_by_stream: dict[bytes, Channel] = {}  # those of the XREAD under way
         self._reconnecting: asyncio.Future[None] | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
-        self._last_read_s = 0.0
+        self._unanswered_since_s: float | None = None  # since when the writer has had unanswered commands
+        self._unsent_bytes = 0  # of the writer, when that was checked last
         self._outbox_checked_at = OUTBOX_CHECKED_MIN  # entries
         self._flush_scheduled = False
         self._connected = False
@@ -152,6 +161,15 @@ class Transport:
         self._enqueue_command(command, future)
         return future
 
+    async def call_again(self, *command: str) -> Any:
+        """As `call`, for a command that may be repeated: again and again, if a connection is lost meanwhile.
+        Raises UnavailableError if the client is closed."""
+        while True:
+            try:
+                return await self.call(*command)
+            except LinkError:
+                continue  # it is sent once there is a connection again
+
     # --- connections ---------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
@@ -167,10 +185,25 @@ class Transport:
         self._writer, self._reader = writer, reader
         self._connected = True
         self.connection_error = None
-        self._last_read_s = self._loop.time()
+        self._unanswered_since_s = None
         self._channels_by_stream = {}
+        self._follow_server(writer.server_run)
         self._read_results()
         self._schedule_flush()
+
+    def _follow_server(self, server_run: str | None) -> None:
+        """If this is another server than before, or another run of it: send again what has no result."""
+        before, self._server_run = self._server_run, server_run
+        if before is None or server_run is None or before == server_run:
+            return
+        unsent = set(self._outbox)
+        self._send_again([entry for entry in self._unanswered() if entry.sent and entry not in unsent])
+
+    def _send_again(self, entries: Sequence[OutgoingEntry]) -> None:
+        """Send these before all others, whether Redis has accepted them or not."""
+        for entry in entries:
+            self._on_unconfirmed(entry)
+        self._outbox[:0] = entries
 
     def _on_connection_lost(self, error: LinkError) -> None:
         """Close the other connection too, send again what may not have arrived, and reconnect."""
@@ -182,14 +215,13 @@ class Transport:
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
-        unconfirmed = [
-            waiter.entry if isinstance(waiter, _Transaction) else waiter
-            for waiter in waiters
-            if isinstance(waiter, OutgoingEntry | _Transaction)
-        ]
-        for entry in unconfirmed:
-            self._on_unconfirmed(entry)
-        self._outbox[:0] = unconfirmed
+        self._send_again(
+            [
+                waiter.entry if isinstance(waiter, _Transaction) else waiter
+                for waiter in waiters
+                if isinstance(waiter, OutgoingEntry | _Transaction)
+            ]
+        )
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future) and not waiter.done():
                 waiter.set_exception(error)
@@ -207,16 +239,29 @@ class Transport:
                 return
 
     def _check_silence(self) -> None:
-        """Once a second: give up a reader that has been silent for too long; trim what was read."""
-        self._silence_timer = self._loop.call_later(1.0, self._check_silence)
+        """Once a second: give up the connections if one has been silent for too long; trim what was read."""
+        self._silence_timer = self._loop.call_later(SILENCE_CHECK_S, self._check_silence)
         if not self._connected:
             return
-        if self._channels_by_stream and self._loop.time() - self._last_read_s > SILENCE_MAX_S:
+        if self._is_silent(self._loop.time()):
             self._on_connection_lost(
                 LinkError(f"Redis sent nothing for {SILENCE_MAX_S:g} s, so the connection was closed")
             )
         elif any(channel.untrimmed_entries for channel in self._channels):
             self._writer.write(self._take_commands(trim=True))
+
+    def _is_silent(self, now_s: float) -> bool:
+        """Whether a reply has been due for too long. A connection may be dead without being closed."""
+        unsent_bytes = self._writer.unsent_bytes
+        if not self._waiters:
+            self._unanswered_since_s = None
+        elif self._unanswered_since_s is None or unsent_bytes < self._unsent_bytes:  # a slow one may go on
+            self._unanswered_since_s = now_s
+        self._unsent_bytes = unsent_bytes
+        if self._channels_by_stream and now_s - self._reader.heard_s > SILENCE_MAX_S:
+            return True
+        since_s = self._unanswered_since_s
+        return since_s is not None and now_s - max(since_s, self._writer.heard_s) > SILENCE_MAX_S
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -280,7 +325,6 @@ class Transport:
 
     def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
         """Redis accepted or rejected an entry."""
-        entry.runs.clear()  # it need not be sent again
         if isinstance(reply, CommandError):
             self._on_rejected(entry, _rejection(reply))
 
@@ -297,7 +341,6 @@ class Transport:
 
     def _on_read(self, reply: Any) -> None:
         """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
-        self._last_read_s = self._loop.time()
         if isinstance(reply, CommandError):
             self._on_connection_lost(LinkError(f"cannot read the reply stream: {reply}"))
             return

@@ -28,6 +28,7 @@ class BoundStore(WorkerStore):
         self._link.send(
             "XREAD", "COUNT", _MESSAGES_MAX, "BLOCK", block_ms, "STREAMS", self.keys.inbox(process), last_id
         )
+        self._link.expect_reply(block_ms / 1000)
 
     def finish_reading(self) -> list[tuple[str, InboxMessage]]:
         """The messages with their IDs; none if there was none. Waits until `descriptor` is readable."""

@@ -28,6 +28,7 @@ import re
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
@@ -67,8 +68,12 @@ class CommandError(Exception):
         self.code = code
 
 
-# Errors of the connection and not of the command: Redis loads its data, or the user's password was changed.
-_LINK_ERROR_CODES: Final = frozenset(("LOADING", "NOAUTH", "WRONGPASS"))
+# Errors of the connection and not of the command: Redis loads its data, is (now) a replica, has lost its
+# cluster or is about to give a slot away, or the user's password was changed. To connect again, perhaps to
+# another server under this name, and to repeat the command is right for all of them.
+_LINK_ERROR_CODES: Final = frozenset(
+    ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOAUTH", "WRONGPASS")
+)
 
 
 # How Redis 6 reports an error of a command in a script; later ones begin with the command's own code.
@@ -118,9 +123,18 @@ def _link_error(url: str, error: Exception, *, connecting: bool = False) -> Link
     return LinkError(f"Redis at {without_password(url)}: {reason}")
 
 
+# How the kernel finds out that the other host is gone: after 5 s without a word it asks every 2 s, and gives
+# up after 3 questions, or once something that was sent is not acknowledged for 10 s.
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+
+
 def _keepalive(url: str) -> dict[str, Any]:
     """Options that detect a host which is down; Unix sockets have none."""
-    return {} if url.startswith("unix:") else {"socket_keepalive": True}
+    if url.startswith("unix:"):
+        return {}
+    known = {name: value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}  # not on each system
+    options = {getattr(socket, name): value for name, value in known.items()}
+    return {"socket_keepalive": True, "socket_keepalive_options": options}
 
 
 class Script:
@@ -168,6 +182,7 @@ class Link:
             )
             self._connection: Any = pool.make_connection()
         self._socket: RedisSocket | None = None
+        self._overdue_at_s = 0.0
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply. Raises LinkError or CommandError."""
@@ -262,6 +277,19 @@ class Link:
         """
         return None if self._socket is None else self._socket.descriptor
 
+    def expect_reply(self, block_s: float) -> None:
+        """What was just sent is answered after `block_s` at the latest, and is waited for with others."""
+        self._overdue_at_s = time.monotonic() + block_s + self._timeout_s
+
+    def check_overdue(self) -> None:
+        """Close the connection if the reply that is expected did not arrive in time. Raises LinkError then.
+
+        The kernel does not notice it where the other side is still connected, but says nothing.
+        """
+        if time.monotonic() > self._overdue_at_s:
+            self.close()
+            raise _link_error(self._url, TimeoutError())
+
     def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
@@ -339,20 +367,21 @@ class AsyncLink(asyncio.Protocol):
         self._unsent: deque[Buffer] = deque()  # what is to be sent when the transport's buffer is empty
         self._is_paused = False
         self.identity: int | None = None
+        self.server_run: str | None = None  # another one after each start of the server; None if unknown
+        self.heard_s = 0.0  # when something was received last, by the event loop's clock
 
     async def connect(self) -> None:
         """Connect and authenticate. Raises LinkError."""
         connection = self._connection
         try:
             await connection.connect()
-            await connection.send_command("CLIENT", "ID")
-            try:
-                self.identity = await connection.read_response()
-            except redis.ResponseError:  # the role may not ask: do without
-                self.identity = None
+            self.identity = await _ask(connection, "CLIENT", "ID")
+            self.server_run = _run_id(await _ask(connection, "INFO", "server"))
         except (redis.RedisError, OSError) as error:
             await connection.disconnect(nowait=True)
             raise _link_error(self._url, error, connecting=True) from error
+        self._loop = asyncio.get_running_loop()
+        self.heard_s = self._loop.time()
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
         if self._transport.get_extra_info("sslcontext") is None:
@@ -394,6 +423,12 @@ class AsyncLink(asyncio.Protocol):
         """Whether something is unsent, because Redis does not keep up."""
         return self._is_paused or bool(self._unsent)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was written and is not in the kernel yet."""
+        buffered: int = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return buffered + sum(map(len, self._unsent))
+
     def close(self) -> None:
         """Close the connection at once; `on_lost` is not called any more."""
         transport, self._transport = self._transport, None
@@ -405,9 +440,17 @@ class AsyncLink(asyncio.Protocol):
     # --- called by asyncio ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data, and pass on every complete reply; errors as CommandError."""
+        """Parse the data, and pass on every complete reply; errors as CommandError.
+
+        After an error of the connection itself, it is closed, and `on_lost` reports it.
+        """
+        self.heard_s = self._loop.time()
         self._reader.feed(data)
         while (reply := self._reader.gets()) is not _INCOMPLETE:
+            if type(reply) is CommandError and reply.code in _LINK_ERROR_CODES:
+                self.close()
+                self._on_lost(_link_error(self._url, reply))
+                return
             self._on_reply(reply)
 
     def pause_writing(self) -> None:
@@ -431,3 +474,18 @@ class AsyncLink(asyncio.Protocol):
     def _detach(self) -> None:
         """Keep redis-py from warning that its connection was not closed: it did not see that."""
         self._connection._reader = self._connection._writer = None
+
+
+async def _ask(connection: Any, *command: str) -> Any:
+    """Redis's reply to a command; None if the role may not use it: then do without."""
+    await connection.send_command(*command)
+    try:
+        return await connection.read_response()
+    except redis.ResponseError:
+        return None
+
+
+def _run_id(info: bytes | None) -> str | None:
+    """The field `run_id` in Redis's reply to INFO."""
+    found = re.search(rb"^run_id:(\w+)", info or b"", re.MULTILINE)
+    return None if found is None else found[1].decode()

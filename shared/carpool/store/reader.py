@@ -121,7 +121,10 @@ class StreamReader:
             home.adopt(subscription)
 
     def read(self, timeout_s: float) -> ReadResult:
-        """Wait for new entries of any model up to `timeout_s`. A model that failed is not read any more."""
+        """Wait for new entries of any model up to `timeout_s`. A model that failed is not read any more.
+
+        Raises LinkError, also if Redis does not answer although the time of an XREAD is over.
+        """
         self._busy.start()
         self._idle.start()
         result = ReadResult({}, {})
@@ -130,6 +133,8 @@ class StreamReader:
         for watch in watches:
             if watch.link in ready:
                 watch.finish(result)
+            else:
+                watch.link.check_overdue()
         for subscription in result.failed:
             self.end(subscription)
         return result
@@ -227,6 +232,7 @@ class _Watch:
             commands = [first.command("COUNT", count, "BLOCK", self._block_ms)]
             commands += [other.command("COUNT", count) for other in others]
             self.link.send_many(commands)
+            self.link.expect_reply(self._block_ms / 1000)
             self.is_waiting = True
 
     def _cover(self, covered: list[tuple[Subscription, bool]]) -> None:

@@ -127,6 +127,7 @@ class WorkerStore:
             "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", count, *block,
             "STREAMS", self._batches, ">",
         )  # fmt: skip
+        self._link.expect_reply((block_ms or 0) / 1000)
 
     def finish_fetch(self) -> list[Batch]:
         """The batches that were asked for, empty if there was none; waits until `descriptor` is readable.
@@ -141,6 +142,10 @@ class WorkerStore:
     def descriptor(self) -> int | None:
         """The socket to wait on for what was asked for; None if there is nothing to wait for."""
         return self._link.descriptor
+
+    def check_overdue(self) -> None:
+        """Close the connection if what was asked for is not answered in time. Raises LinkError then."""
+        self._link.check_overdue()
 
     def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
         """Take over a batch whose owner's lease ran out, if there is one."""
