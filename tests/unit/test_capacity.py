@@ -234,6 +234,18 @@ def test_batch_of_a_removed_process_still_has_to_be_executed() -> None:
     assert harness.free_at() == 0
 
 
+def test_batch_is_dispatched_earlier_where_round_trips_vary_and_what_it_waits_is_expected() -> None:
+    harness = CapacityHarness(learned=False)
+    for number in range(20):  # of ten round trips eight take 1 ms, and two take 3 ms
+        at = 100 * number
+        harness.settle(harness.dispatch(at=at), at=at + 10 + (3 if number % 5 == 0 else 1))
+    assert harness.capacity.starts_us(2000 * MS) == 2000 * MS  # it is idle
+    harness.dispatch(at=2000)
+    assert harness.free_at(2000) == 2000 + 11 - 3
+    assert harness.capacity.starts_us((2000 + 8) * MS) == (2000 + 11 - 1) * MS
+    assert harness.capacity.starts_us((2000 + 15) * MS) == (2000 + 15) * MS
+
+
 def test_free_times_of_all_processes() -> None:
     harness = CapacityHarness(processes=3)
     harness.dispatch(at=0)

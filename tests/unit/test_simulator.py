@@ -279,6 +279,17 @@ def test_deferred_recovers_from_a_cold_start() -> None:
     assert len(late_half) > 0.97 * sum(arrival.at_us > last_us / 2 for arrival in arrivals)
 
 
+def test_deferred_keeps_a_process_busy_though_round_trips_vary() -> None:
+    """Given short batches and more requests than can be served, expect nearly the most that can be.
+
+    A batch that comes late leaves the process idle, and one that comes early must not be late itself.
+    """
+    world = World(intercept_us=2000, slope_us=25, out_us=450, back_us=450, round_trip_spread=lognormal(1.7))
+    most_per_s = 8 / world.execution_us(8) * 1e6
+    result = run(poisson(1.5 * most_per_s, 20_000, 1, 50_000), world, policy="deferred", max_batch_size=8)
+    assert result.served_per_s > 0.955 * most_per_s
+
+
 def test_progress_is_reported_regularly() -> None:
     reported: list[int] = []
     Simulation(Scheduler(ModelSettings(), 1), WORLD, on_progress=reported.append).run(

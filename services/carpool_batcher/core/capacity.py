@@ -12,7 +12,8 @@ Here l(n) is that of the batch's lane, and the round trip is the way to the work
 reach a process at the moment at which it becomes free: so it is dispatched one round trip before the settling
 of the batch that is being executed there. Round trips vary, and a process without a batch is the greater
 loss: a batch that comes early waits there, and lacks only the requests that arrive meanwhile. So this lead is
-what three of four round trips do not exceed.
+what nine of ten round trips do not exceed. What such a batch then waits is part of its time: it settles as if
+it had been dispatched one usual round trip before its process becomes free.
 
 A deadline is met when the producer has the result. What that takes after the settling is not known, but the
 batcher learns of batches that settle over the same way: the delivery is how long that takes. For deadlines,
@@ -72,11 +73,6 @@ class RecentTimes:
     def median_us(self) -> int:
         """Half of the times do not exceed it."""
         return self._quantile_us(0.5)
-
-    @property
-    def mostly_us(self) -> int:
-        """Three of four times do not exceed it."""
-        return self._quantile_us(0.75)
 
     @property
     def at_most_us(self) -> int:
@@ -272,12 +268,21 @@ class Capacity:
             return None  # it takes longer than expected, and it is unknown how much longer
         return settles_us - self.lead_us
 
+    def starts_us(self, now_us: int) -> int:
+        """A batch that is dispatched now settles as if it were dispatched at this time: later than now, if it
+        has to wait for a process that is still busy."""
+        next_free = self._taken() - self.processes
+        if not 0 <= next_free < len(self._executing):
+            return now_us
+        settles_us, _ = self._executing[next_free]
+        return max(now_us, settles_us - self.round_trip_us)
+
     def free_times_us(self, now_us: int) -> list[int]:
-        """For each process, from when on a batch may be dispatched to it, after those dispatched ahead."""
+        """For each process, when to dispatch a batch so that it need not wait, after those dispatched ahead."""
         settle_us = [settles_us for settles_us, _ in self._executing[: self.processes]]
         for batch_id in self._ahead if settle_us else ():  # sorted, and so a heap
             heapreplace(settle_us, settle_us[0] + self._execution_us(batch_id))
-        busy = [max(now_us, settles_us - self.lead_us) for settles_us in settle_us]
+        busy = [max(now_us, settles_us - self.round_trip_us) for settles_us in settle_us]
         return busy + [now_us] * (self.processes - len(busy))
 
     def spacing_ends_us(self) -> int:
@@ -301,7 +306,7 @@ class Capacity:
     @property
     def lead_us(self) -> int:
         """How long before a batch settles the next one is dispatched to its process."""
-        return self._round_trips.mostly_us
+        return self._round_trips.at_most_us
 
     @property
     def ways_at_most_us(self) -> int:

@@ -89,21 +89,21 @@ def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
     return deadline_us - forecast.ways_us - forecast.latency.at_most(one_more)
 
 
-def plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
-    """Plan what to dispatch now and what to refuse.
+def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
+    """Plan what to dispatch, in a batch that settles as if dispatched at `start_us`, and what to refuse.
 
     If no request is in time even if the ways take long, those are served that are in time if they do not: a
     process that is free has nothing better to do. `deadlines_us` has those of the waiting requests in the
     order of dispatch, NEVER_US for no deadline. O(n) if all can be in time, otherwise O(n log max_size).
     """
-    planned = _plan(forecast, deadlines_us, now_us)
+    planned = _plan(forecast, deadlines_us, start_us)
     if planned.size:
         return planned
-    return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, now_us)
+    return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us)
 
 
-def _plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
-    soonest_us = forecast.arrives_us(now_us, 1)
+def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
+    soonest_us = forecast.arrives_us(start_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
     if hopeless:
         deadlines_us = [deadline_us for deadline_us in deadlines_us if deadline_us >= soonest_us]
@@ -111,10 +111,10 @@ def _plan(forecast: Forecast, deadlines_us: Sequence[int], now_us: int) -> Plan:
         return Plan(hopeless, 0)
     limits_us = _earliest_in_batch(deadlines_us, forecast.max_size)
     size_max = min(len(limits_us), forecast.max_size)
-    size = forecast.largest_in_time(now_us, limits_us[0], size_max)
-    if size == size_max or _are_all_in_time(forecast, limits_us, now_us):
+    size = forecast.largest_in_time(start_us, limits_us[0], size_max)
+    if size == size_max or _are_all_in_time(forecast, limits_us, start_us):
         return Plan(hopeless, size)
-    begin, size = _most_valuable(forecast, limits_us, now_us)
+    begin, size = _most_valuable(forecast, limits_us, start_us)
     excluded = set(hopeless)
     positions = (at for at in range(len(deadlines_us) + len(excluded)) if at not in excluded)
     before = zip(islice(positions, begin), deadlines_us, strict=False)
@@ -136,31 +136,31 @@ def _earliest_in_batch(deadlines_us: Sequence[int], max_size: int) -> list[int]:
     return earliest_us
 
 
-def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], now_us: int) -> bool:
+def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], start_us: int) -> bool:
     """Whether all are in time if each batch goes to the process that becomes free first."""
-    free_us = [max(now_us, free_us) for free_us in forecast.free_times_us] or [now_us]
+    free_us = [max(start_us, free_us) for free_us in forecast.free_times_us] or [start_us]
     heapq.heapify(free_us)
     begin = 0
     while begin < len(limits_us):
-        start_us = free_us[0]
+        next_us = free_us[0]
         size_max = min(len(limits_us) - begin, forecast.max_size)
-        size = forecast.largest_in_time(start_us, limits_us[begin], size_max)
+        size = forecast.largest_in_time(next_us, limits_us[begin], size_max)
         if not size:
             return False
-        heapq.heapreplace(free_us, start_us + forecast.latency.of(size))
+        heapq.heapreplace(free_us, next_us + forecast.latency.of(size))
         begin += size
     return True
 
 
-def _most_valuable(forecast: Forecast, limits_us: Sequence[int], now_us: int) -> tuple[int, int]:
+def _most_valuable(forecast: Forecast, limits_us: Sequence[int], start_us: int) -> tuple[int, int]:
     """The first position and the size of the batch that wastes the least of what its time could serve."""
     latency = forecast.latency
-    largest = max(1, forecast.largest_in_time(now_us, max(limits_us), forecast.max_size))
+    largest = max(1, forecast.largest_in_time(start_us, max(limits_us), forecast.max_size))
     best_throughput = largest / max(1, latency.of(largest))
     best, best_value = (0, 0), float("-inf")
     for at, limit_us in enumerate(limits_us):
         size_max = min(len(limits_us) - at, forecast.max_size)
-        size = forecast.largest_in_time(now_us, limit_us, size_max)
+        size = forecast.largest_in_time(start_us, limit_us, size_max)
         value = size - latency.of(size) * best_throughput
         if size and value > best_value:
             best, best_value = (at, size), value

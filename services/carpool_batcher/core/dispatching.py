@@ -195,16 +195,16 @@ class Dispatcher:
         size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
         if not self._is_deferred(lane, settings):
             return [self._dispatch_from(lane, reason, size, settings)]
-        forecast = self._forecast(lane, settings)
+        forecast, starts_us = self._forecast(lane, settings), self._capacity.starts_us(now_us)
         size_max = min(lane.count, settings.max_batch_size)
-        if forecast.arrives_us(now_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
+        if forecast.arrives_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
         slices = list(_front(lane.in_order(settings.tenant_weights), PLANNED_BATCHES_MAX * size))
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
         for run, _, count in slices:
             deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
-        planned = plan(forecast, deadlines_us, now_us)
+        planned = plan(forecast, deadlines_us, starts_us)
         if not planned.size and self._capacity.begin_trial(lane.label, now_us):
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
