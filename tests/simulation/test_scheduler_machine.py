@@ -600,7 +600,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _settles_us(self, lane: str, size: int) -> int:
         capacity = self.scheduler.capacity
-        return self.now_us + capacity.ways_at_most_us + capacity.latency_of(lane).at_most(size)
+        return self.now_us + capacity.ways_at_most_us + capacity.times_of(lane).at_most(size)
 
     def _latest_start_us(self, lane: str) -> int:
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)

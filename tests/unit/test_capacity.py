@@ -276,20 +276,20 @@ def test_lanes_that_settled_last_are_kept() -> None:
         settle(f"lane {number}", 100)
         settle("kept", 3)
     assert len(capacity._latencies._lanes) == LANES_MAX
-    assert capacity.latency_of("kept").of(8) == 3 * MS
-    assert capacity.latency_of("forgotten") is capacity.latency
+    assert capacity.times_of("kept").of(8) == 3 * MS
+    assert capacity.times_of("forgotten") is capacity.latency
 
 
 def test_lane_uses_its_own_latency_once_enough_batches_were_executed() -> None:
     harness = CapacityHarness()
     for number in range(LANE_BATCHES_MIN):
-        assert harness.capacity.latency_of("slow").of(8) == harness.capacity.latency.of(8)
+        assert harness.capacity.times_of("slow").of(8) == harness.capacity.latency.of(8)
         harness.capacity.adopt("s", InFlightBatch(1000 * number * MS, 8, "slow", {}))
         harness.capacity.settle("s", 90 * MS, (1000 * number + 91) * MS)
-    assert harness.capacity.latency_of("slow").of(8) == 90 * MS
+    assert harness.capacity.times_of("slow").of(8) == 90 * MS
     assert harness.capacity.turnaround_us("slow") == 91 * MS
-    assert harness.capacity.latency_of("") is harness.capacity.latency
-    assert harness.capacity.latency_of("slow") is not harness.capacity.latency
+    assert harness.capacity.times_of("") is harness.capacity.latency
+    assert harness.capacity.times_of("slow") is not harness.capacity.latency
 
 
 # --- even spacing ------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def all_in_time(forecast: Forecast, waiting: list[int], now: int) -> bool:
                 start = min(free_times)
                 if len(batch) > forecast.max_size or forecast.arrives_us(start, len(batch)) > min(batch):
                     break
-                free_times[free_times.index(start)] = start + forecast.latency.of(len(batch))
+                free_times[free_times.index(start)] = start + forecast.times.of(len(batch))
             else:
                 return True
     return False
@@ -151,7 +151,7 @@ def eager_is_in_time(forecast: Forecast, waiting: list[int]) -> bool:
         ]
         if not sizes:
             return False
-        free_times[free_times.index(start)] = start + forecast.latency.of(max(sizes))
+        free_times[free_times.index(start)] = start + forecast.times.of(max(sizes))
         waiting = waiting[max(sizes) :]
     return True
 

@@ -41,6 +41,7 @@ from heapq import heapreplace
 from typing import Final, NamedTuple
 
 from carpool.messages import Run
+from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.lane_latency import LaneLatencies
 from carpool_batcher.core.latency import LatencyModel
 
@@ -186,6 +187,7 @@ class Capacity:
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
         if is_normal:
+            self._latencies.observe_share(batch.lane, batch.size, size)
             self._round_trips.observe(turnaround_us - execution_us - waited_us)
         self.forget(batch_id, settled_us)
 
@@ -209,14 +211,14 @@ class Capacity:
         their results. At once where the mean size is about one.
         """
         self._mean_size += MEAN_SIZE_WEIGHT * (batch.size - self._mean_size)
-        latency = self.latency_of(batch.lane)
-        execution_us = latency.of(round(self._mean_size))
+        times = self.times_of(batch.lane)
+        execution_us = times.of(round(self._mean_size))
         if self.processes < 2 or not execution_us:
             self._spacing_ends_us = 0
             return
         excess_size = self._mean_size - UNSPACED_MEAN_SIZE_MAX
         spaced_ratio = min(max(excess_size / (SPACED_MEAN_SIZE_MIN - UNSPACED_MEAN_SIZE_MAX), 0.0), 1.0)
-        slope_ratio = _slope_ratio(latency, round(self._mean_size))
+        slope_ratio = _slope_ratio(times, round(self._mean_size))
         interval_us = spaced_ratio * (1 - slope_ratio**2) * execution_us / self.processes
         self._spacing_ends_us = batch.dispatched_us + int(interval_us)
 
@@ -278,7 +280,7 @@ class Capacity:
         return max(now_us, settles_us - self.round_trip_us)
 
     def free_times_us(self, now_us: int) -> list[int]:
-        """For each process, when to dispatch a batch so that it need not wait, after those dispatched ahead."""
+        """For each process, when to dispatch a batch that need not wait, after those dispatched ahead."""
         settle_us = [settles_us for settles_us, _ in self._executing[: self.processes]]
         for batch_id in self._ahead if settle_us else ():  # sorted, and so a heap
             heapreplace(settle_us, settle_us[0] + self._execution_us(batch_id))
@@ -328,9 +330,9 @@ class Capacity:
         """l(n) over all lanes."""
         return self._latencies.all_lanes.latency
 
-    def latency_of(self, lane: str) -> LatencyModel:
-        """l(n) of a lane; that of all lanes while too little is known of it."""
-        return self._latencies.of(lane).latency
+    def times_of(self, lane: str) -> ExecutionTimes:
+        """How long batches of a lane are expected to take; those of all lanes while too little is known."""
+        return self._latencies.of(lane).times
 
     def turnaround_us(self, lane: str) -> float:
         """How long a batch of a lane recently took from dispatch to settled."""
@@ -344,11 +346,11 @@ class Capacity:
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""
         batch = self.in_flight[batch_id]
-        return self.latency_of(batch.lane).of(batch.size)
+        return self.times_of(batch.lane).of(batch.size)
 
     def _tolerance_us(self, batch_id: str) -> int:
         """How late a batch may be while it is still expected to settle at any moment."""
-        return self.round_trip_us + self.latency_of(self.in_flight[batch_id].lane).at_most(1)
+        return self.round_trip_us + self.times_of(self.in_flight[batch_id].lane).at_most(1)
 
     def _taken(self) -> int:
         return len(self.in_flight) + len(self._reserved)
@@ -367,8 +369,8 @@ class BoundCapacity(Capacity):
         return 0
 
 
-def _slope_ratio(latency: LatencyModel, size: int) -> float:
+def _slope_ratio(times: ExecutionTimes, size: int) -> float:
     """By how much l(n) grows with n around `size`: 0 if it is constant, 1 if it is proportional to n."""
-    half, execution_us = size // 2, latency.of(size)
-    growth_us = (execution_us - latency.of(half)) / max(1, size - half)
+    half, execution_us = size // 2, times.of(size)
+    growth_us = (execution_us - times.of(half)) / max(1, size - half)
     return min(1.0, growth_us * size / max(1, execution_us))

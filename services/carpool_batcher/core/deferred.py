@@ -29,7 +29,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.latency import LatencyModel
+from carpool_batcher.core.executed_share import ExecutionTimes
 
 
 class Plan(NamedTuple):
@@ -44,7 +44,7 @@ class Forecast(NamedTuple):
     nine of ten batches take; `usual_ways_us`: as half of them take; `free_times_us`: from when on each
     process can be sent a batch."""
 
-    latency: LatencyModel
+    times: ExecutionTimes
     max_size: int
     ways_us: int
     usual_ways_us: int
@@ -52,7 +52,7 @@ class Forecast(NamedTuple):
 
     def arrives_us(self, start_us: int, size: int) -> int:
         """By when the results of a batch of `size`, dispatched at `start_us`, are expected to arrive."""
-        return start_us + self.ways_us + self.latency.at_most(size)
+        return start_us + self.ways_us + self.times.at_most(size)
 
     def largest_in_time(self, start_us: int, deadline_us: int, limit: int) -> int:
         """The largest batch, up to `limit`, that is in time if dispatched at `start_us`; 0 if none is."""
@@ -68,16 +68,16 @@ class Forecast(NamedTuple):
         return low
 
 
-def is_efficient(latency: LatencyModel, size: int, max_size: int, gap_us: float) -> bool:
+def is_efficient(times: ExecutionTimes, size: int, max_size: int, gap_us: float) -> bool:
     """Whether to wait for more than `size` requests would not raise throughput (see the module).
 
     `gap_us` is how long idle processes wait, all together, until one more arrives. O(log max_size): only
     powers of two are tried as the number of further requests.
     """
-    alone_us = latency.of(size)
+    alone_us = times.of(size)
     more = 1
     while size + more <= max_size:
-        if (size + more) * alone_us > size * (more * gap_us + latency.of(size + more)):
+        if (size + more) * alone_us > size * (more * gap_us + times.of(size + more)):
             return False
         more *= 2
     return True
@@ -86,7 +86,7 @@ def is_efficient(latency: LatencyModel, size: int, max_size: int, gap_us: float)
 def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
     """When to dispatch `waiting` requests, the earliest of whose deadlines is `deadline_us`."""
     one_more = min(waiting + 1, forecast.max_size)
-    return deadline_us - forecast.ways_us - forecast.latency.at_most(one_more)
+    return deadline_us - forecast.ways_us - forecast.times.at_most(one_more)
 
 
 def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
@@ -147,21 +147,21 @@ def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], start_us: int
         size = forecast.largest_in_time(next_us, limits_us[begin], size_max)
         if not size:
             return False
-        heapq.heapreplace(free_us, next_us + forecast.latency.of(size))
+        heapq.heapreplace(free_us, next_us + forecast.times.of(size))
         begin += size
     return True
 
 
 def _most_valuable(forecast: Forecast, limits_us: Sequence[int], start_us: int) -> tuple[int, int]:
     """The first position and the size of the batch that wastes the least of what its time could serve."""
-    latency = forecast.latency
+    times = forecast.times
     largest = max(1, forecast.largest_in_time(start_us, max(limits_us), forecast.max_size))
-    best_throughput = largest / max(1, latency.of(largest))
+    best_throughput = largest / max(1, times.of(largest))
     best, best_value = (0, 0), float("-inf")
     for at, limit_us in enumerate(limits_us):
         size_max = min(len(limits_us) - at, forecast.max_size)
         size = forecast.largest_in_time(start_us, limit_us, size_max)
-        value = size - latency.of(size) * best_throughput
+        value = size - times.of(size) * best_throughput
         if size and value > best_value:
             best, best_value = (at, size), value
         if size == forecast.max_size or at + size >= len(limits_us):

@@ -150,7 +150,7 @@ class Dispatcher:
         if not self._is_deferred(lane, settings):
             return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
         forecast = self._forecast(lane, settings)
-        if is_efficient(forecast.latency, lane.count, settings.max_batch_size, self._gap_us(lane, now_us)):
+        if is_efficient(forecast.times, lane.count, settings.max_batch_size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
         start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), lane.count)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
@@ -171,9 +171,9 @@ class Dispatcher:
     def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
         capacity = self._capacity
-        latency = capacity.latency_of(lane.label)
+        times = capacity.times_of(lane.label)
         ways_us, usual_ways_us = capacity.ways_at_most_us, capacity.usual_ways_us
-        return Forecast(latency, settings.max_batch_size, ways_us, usual_ways_us, ())
+        return Forecast(times, settings.max_batch_size, ways_us, usual_ways_us, ())
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Dispatcher:
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
         self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
-        expected_us = self._capacity.latency_of(lane.label).of(sum(map(len, runs)))
+        expected_us = self._capacity.times_of(lane.label).of(sum(map(len, runs)))
         if lane.process:
             self._processes.begin_batch(lane.process)
             self._queue.look_again(lane.process)

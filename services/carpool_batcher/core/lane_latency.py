@@ -14,6 +14,7 @@ import copy
 from collections import OrderedDict
 from typing import Final
 
+from carpool_batcher.core.executed_share import ExecutedShares, ExecutionTimes, ExpectedTimes
 from carpool_batcher.core.latency import LatencyModel
 
 LANES_MAX: Final = 64  # producers choose the names: the lanes that settled last are kept
@@ -27,9 +28,19 @@ class LaneLatency:
 
     def __init__(self) -> None:
         self.latency = LatencyModel()
+        self._shares = ExecutedShares()
         self.turnaround_us = 0.0  # rises at once, falls slowly
         self.executed_batches = 0
         self.last_executed_us = 0
+
+    @property
+    def times(self) -> ExecutionTimes:
+        """How long a batch of a size is expected to take, if as much of it is refused as of the latest."""
+        return ExpectedTimes(self.latency, self._shares) if self._shares else self.latency
+
+    def observe_share(self, size: int, executed: int) -> None:
+        """Of a batch of `size` the model executed so many requests, at least one."""
+        self._shares.observe(size, executed)
 
     def observe(self, size: int, turnaround_us: int, execution_us: int | None, now_us: int) -> None:
         """A batch settled, of which `size` requests were executed; `execution_us` is None if nothing can be
@@ -78,6 +89,12 @@ class LaneLatencies:
             # A batch that failed took time too, or a flood of them would be a trial each.
             took_us = turnaround_us if execution_us is None else execution_us
             self._trial_us, self._trial_pause_us = now_us, int(TRIAL_PAUSE_RATIO * took_us)
+
+    def observe_share(self, lane: str, size: int, executed: int) -> None:
+        """After `observe`: of a batch of `size` the model executed so many requests, at least one."""
+        self.all_lanes.observe_share(size, executed)
+        if lane != self._only_lane:
+            self._lanes[lane].observe_share(size, executed)
 
     def _observe_own(
         self, lane: str, size: int, turnaround_us: int, execution_us: int | None, now_us: int
