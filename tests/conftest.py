@@ -15,6 +15,8 @@ SERVERS: Final = find_servers()
 
 
 def name_of(server: Path) -> str:
+    if server.name == "valkey-server":
+        return "valkey"
     return "wheel" if "site-packages" in server.parts else "path"
 
 

@@ -156,7 +156,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("send a dead letter's request again, and withdraw one", "xadd xdel", "requests"),
         Grant("read its result", "blpop blmove", "result"),
         Grant("find unused keys of any name", "scan"),
-        Grant("repair a stream whose last ID is the largest possible", "xsetid", "requests"),
         Grant("remove a model that is no longer served", "srem", "models"),
         Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
         Grant("remove its remaining results", "del", "order held result replies body"),
