@@ -14,8 +14,9 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from carpool import AsyncClient
+from carpool.client import transport
 from carpool.client.entries import OutgoingEntry
-from carpool.errors import DeadlineExceededError, ResourceExhaustedError
+from carpool.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from support.checker import Checker
 from support.load import Load, final_report
 from support.stack import Stack, fixed_keys
@@ -204,6 +205,31 @@ async def test_what_timed_out_while_redis_was_away_is_kept_nowhere(stack: Stack)
         outbox = client._transport._outbox
         assert len(outbox) <= 300, "entries that nobody awaits pile up"
         assert [entry for entry in outbox if isinstance(entry, OutgoingEntry) and entry.runs] == []
+
+
+async def test_requests_without_a_timeout_wait_for_redis_up_to_a_bound(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an outage, when more is sent than may wait, expect a clear error, and results for the others."""
+    monkeypatch.setattr(transport, "OUTBOX_BYTES_MAX", 1_000_000)
+    stack.worker("plain.py:Echo", *LEASE)
+    stack.wait_for_model(ECHO)
+    async with AsyncClient(stack.url, timeout=None) as client:
+        await client.infer(ECHO, "the model is known")
+        os.kill(stack.server.pid, signal.SIGTERM)
+        await asyncio.to_thread(wait_until, lambda: not stack.server.alive, description="Redis has ended")
+        waiting: list[asyncio.Future[str]] = []
+        with pytest.raises(UnavailableError, match=r"no connection to Redis .*requests of .*wait to be sent"):
+            while True:
+                waiting.append(client.submit(ECHO, f"{len(waiting):<10000}"))
+                await asyncio.sleep(0)
+        assert 90 < len(waiting) < 110
+        for cancelled in waiting[50:]:
+            cancelled.cancel()
+        await asyncio.sleep(0)
+        waiting[50:] = [client.submit(ECHO, f"{number:<10000}") for number in range(50, 60)]
+        await asyncio.to_thread(stack.server.restart)
+        assert [int(answer) for answer in await asyncio.gather(*waiting)] == [*range(len(waiting))]
 
 
 @pytest.mark.parametrize("may_ask", [True, False])

@@ -333,6 +333,8 @@ class AsyncClient:
         """Add a request to an entry; return its correlation ID. Its result goes to the target in the sink."""
         if self._closed:
             raise UnavailableError("this client is closed")
+        if self._transport.is_full:
+            raise self._transport.full_error()
         timeout_s, fields, correlation_id, content_type = self._timeout_s, NO_FIELDS, None, None
         if options:
             timeout_s, fields = self._read_options(options)
@@ -413,6 +415,8 @@ class AsyncClient:
             await gathering.wait(in_flight - step)
             if self._closed:
                 raise UnavailableError("this client is closed")
+            if self._transport.is_full:
+                raise self._transport.full_error()
             rows = array[start : start + step]
             ids = [f"{self._name}-{number}" for number in islice(self._numbers, len(rows))]
             entry = OutgoingEntry(channel, MSGPACK, timeout_s, gathering)

@@ -184,6 +184,16 @@ class OutgoingEntry:
         """Whether a request of it is awaited."""
         return bool(self.awaited)
 
+    @property
+    def size(self) -> int:
+        """The number of its requests that are awaited."""
+        return len(self.awaited)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the bodies that it keeps, without their common heads."""
+        return sum([len(rest) for run in self.runs for rest in run.rests])
+
     def commands(self, reply_to: str) -> list[Command]:
         """What sends all requests that are still awaited: an XADD, or a transaction if bodies are stored.
 
@@ -237,6 +247,7 @@ class SequencesEnded:
     """An entry that ends sequences of a model by force. Nobody awaits a result of it."""
 
     __slots__ = ("channel", "is_wanted", "sent", "sequence_ids")
+    size = size_bytes = 0
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel

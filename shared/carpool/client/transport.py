@@ -31,6 +31,8 @@ SILENCE_MAX_S: Final = 10.0  # several times READ_BLOCK_MS, after which Redis re
 SILENCE_CHECK_S: Final = 1.0
 TRIM_ENTRIES: Final = 32
 OUTBOX_CHECKED_MIN: Final = 256  # entries
+OUTBOX_BYTES_MAX: Final = 256 * 1024 * 1024  # of bodies that wait until there is a connection
+OUTBOX_REQUESTS_MAX: Final = 1_000_000
 CONGESTION_PAUSE_S: Final = 0.001
 _RECONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -94,6 +96,8 @@ class Transport:
         self._unanswered_since_s: float | None = None  # since when the writer has had unanswered commands
         self._unsent_bytes = 0  # of the writer, when that was checked last
         self._outbox_checked_at = OUTBOX_CHECKED_MIN  # entries
+        self._outbox_requests = self._outbox_bytes = 0  # while there is no connection
+        self.is_full = False  # there is no connection, and no more requests are taken
         self._flush_scheduled = False
         self._connected = False
         self._closed = False
@@ -138,16 +142,34 @@ class Transport:
 
     def send(self, entries: Iterable[OutgoingEntry | SequencesEnded]) -> None:
         """Send entries: at once, if there is a connection that keeps up."""
+        before = len(self._outbox)
         self._outbox += entries
-        if not self._flush_scheduled:
+        if not self._connected:
+            self._count(self._outbox[before:])
+        elif not self._flush_scheduled:
             self._flush()
+
+    def _count(self, entries: Iterable[OutgoingEntry | SequencesEnded]) -> None:
+        """Count entries that are to wait for a connection."""
+        self._outbox_requests += sum([entry.size for entry in entries])
+        self._outbox_bytes += sum([entry.size_bytes for entry in entries])
+        self.is_full = self._outbox_bytes > OUTBOX_BYTES_MAX or self._outbox_requests > OUTBOX_REQUESTS_MAX
+
+    def full_error(self) -> UnavailableError:
+        """Why no more requests are taken."""
+        return UnavailableError(
+            f"no connection to Redis ({self.connection_error}), and {self._outbox_requests} requests of "
+            f"{self._outbox_bytes} bytes already wait to be sent: try again later"
+        )
 
     def drop_unawaited(self) -> None:
         """Requests timed out or were cancelled: while there is no connection, entries that nobody awaits do
         not pile up. O(1) for each entry on average."""
-        if len(self._outbox) >= self._outbox_checked_at:
+        if self.is_full or len(self._outbox) >= self._outbox_checked_at:
             self._outbox = [entry for entry in self._outbox if entry.is_wanted]
             self._outbox_checked_at = 2 * len(self._outbox) + OUTBOX_CHECKED_MIN
+            self._outbox_requests = self._outbox_bytes = 0
+            self._count(() if self._connected else self._outbox)
 
     def withdraw(self, channel: Channel, correlation_ids: Iterable[str]) -> None:
         """Withdraw requests that were sent: their results are no longer wanted."""
@@ -185,6 +207,8 @@ class Transport:
         self._writer, self._reader = writer, reader
         self._connected = True
         self.connection_error = None
+        self._outbox_requests = self._outbox_bytes = 0
+        self.is_full = False
         self._unanswered_since_s = None
         self._channels_by_stream = {}
         self._follow_server(writer.server_run)
