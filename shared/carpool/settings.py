@@ -26,11 +26,16 @@ from pydantic_settings import (
 
 from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
+from carpool.sentinel import Sentinels
 
 
 def _redis_url(url: str) -> str:
+    if Sentinels.of(url):
+        return url
     if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("must begin with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
+        raise ValueError(
+            "must begin with redis://, rediss://, unix:// or redis+sentinel://, as in redis://127.0.0.1:6379/0"
+        )
     try:
         _ = urlsplit(url).port
     except ValueError:  # not shown: it may quote part of a password that contains a slash
@@ -140,7 +145,7 @@ def _with_tls_files(url: str, settings: RedisSettings) -> str:
     if not files:
         return url
     parts = urlsplit(url)
-    if parts.scheme != "rediss":
+    if parts.scheme not in ("rediss", "rediss+sentinel"):
         raise ValueError(f"{_flag(min(files))} needs TLS: the URL must begin with rediss://")
     query = urlencode({_TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
     return parts._replace(query="&".join(filter(None, (parts.query, query)))).geturl()

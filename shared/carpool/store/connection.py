@@ -46,12 +46,14 @@ from carpool.address import without_password
 from carpool.errors import UnavailableError
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
+from carpool.sentinel import Sentinels
 from carpool.store.redis_socket import LARGE_BYTES, RedisSocket, pack
 from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
 
 Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
+SENTINEL_TIMEOUT_S: Final = 1.0  # then the next one is asked
 _TIMEVAL: Final = struct.Struct("@ll")
 _INCOMPLETE: Final = object()
 
@@ -168,21 +170,27 @@ class Link:
 
     def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
         self._url = url
+        self._name = name
         self._timeout_s = timeout_s
+        self._sentinels = _sentinels(url)
+        self._connection: Any = None if self._sentinels else self._connection_to(url)
+        self._socket: RedisSocket | None = None
+        self._overdue_at_s = 0.0
+
+    def _connection_to(self, url: str) -> Any:
+        """A connection of redis-py to a server, not opened yet."""
         with _url_errors(url):
             pool = redis.ConnectionPool.from_url(
                 url,
                 protocol=2,
-                client_name=name,
+                client_name=self._name,
                 driver_info=None,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
+                socket_timeout=self._timeout_s,
+                socket_connect_timeout=self._timeout_s,
                 retry=Retry(NoBackoff(), 0),
                 **_keepalive(url),
             )
-            self._connection: Any = pool.make_connection()
-        self._socket: RedisSocket | None = None
-        self._overdue_at_s = 0.0
+            return pool.make_connection()
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply. Raises LinkError or CommandError."""
@@ -207,6 +215,8 @@ class Link:
 
     def _connect(self) -> RedisSocket:
         """Connect, and set timeouts in the kernel: Python's cost a system call for each read and write."""
+        if self._sentinels is not None:
+            self._connection = self._connection_to(_server_url(self._sentinels, self._url))
         try:
             self._connection.connect()
         except (redis.RedisError, OSError) as error:
@@ -313,7 +323,8 @@ class Link:
     def close(self) -> None:
         """Close the connection. The next call connects again."""
         self._socket = None
-        self._connection.disconnect()
+        if self._connection is not None:
+            self._connection.disconnect()
 
 
 def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
@@ -328,6 +339,33 @@ def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
         by_descriptor[descriptor] = link
     readable, _ = wait_until_ready([*by_descriptor], (), timeout_s)
     return [by_descriptor[descriptor] for descriptor in readable]
+
+
+def _sentinels(url: str) -> Sentinels | None:
+    try:
+        return Sentinels.of(url)
+    except ValueError as error:
+        raise LinkError(f"Redis at {without_password(url)}: {error}") from None
+
+
+def _server_url(sentinels: Sentinels, url: str) -> str:
+    """The URL of the primary, as the sentinels of `url` know it. Raises LinkError."""
+    try:
+        return sentinels.server_url(_ask_sentinel)
+    except LookupError as error:
+        raise LinkError(f"Redis at {without_password(url)}: no sentinel names a primary: {error}") from None
+
+
+def _ask_sentinel(url: str, command: tuple[str, ...]) -> Any:
+    link = Link(url, name="carpool-sentinel", timeout_s=SENTINEL_TIMEOUT_S)
+    try:
+        return link.call(*command)
+    except LinkError as error:
+        raise LookupError(error.detail) from None
+    except CommandError as error:
+        raise LookupError(f"{without_password(url)}: {error}") from None
+    finally:
+        link.close()
 
 
 class AsyncLink(asyncio.Protocol):
@@ -349,18 +387,9 @@ class AsyncLink(asyncio.Protocol):
         self._url = url
         self._on_reply = on_reply
         self._on_lost = on_lost
-        with _url_errors(url):
-            pool = redis.asyncio.ConnectionPool.from_url(
-                url,
-                protocol=2,
-                client_name=name,
-                driver_info=None,
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                retry=AsyncRetry(NoBackoff(), 0),
-                **_keepalive(url),
-            )
-            self._connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
+        self._name = name
+        self._sentinels = _sentinels(url)
+        self._connection: Any = None if self._sentinels else self._connection_to(url)
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=_command_error)
         self._transport: Any = None
         self._descriptor: int | None = None  # of the socket; None: only the transport can send (TLS)
@@ -370,8 +399,26 @@ class AsyncLink(asyncio.Protocol):
         self.server_run: str | None = None  # another one after each start of the server; None if unknown
         self.heard_s = 0.0  # when something was received last, by the event loop's clock
 
+    def _connection_to(self, url: str) -> Any:
+        """A connection of redis-py to a server, not opened yet."""
+        with _url_errors(url):
+            pool = redis.asyncio.ConnectionPool.from_url(
+                url,
+                protocol=2,
+                client_name=self._name,
+                driver_info=None,
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                retry=AsyncRetry(NoBackoff(), 0),
+                **_keepalive(url),
+            )
+            return pool.make_connection()  # type: ignore[no-untyped-call]
+
     async def connect(self) -> None:
         """Connect and authenticate. Raises LinkError."""
+        if self._sentinels is not None:
+            server_url = await asyncio.to_thread(_server_url, self._sentinels, self._url)
+            self._connection = self._connection_to(server_url)
         connection = self._connection
         try:
             await connection.connect()

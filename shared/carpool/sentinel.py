@@ -1,0 +1,82 @@
+"""Redis Sentinel: URLs that name sentinels instead of a server, and which server is the primary.
+
+    redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DATABASE][?OPTIONS]
+
+With `rediss+sentinel` the sentinels and the server are connected to with TLS. USER, PASSWORD and OPTIONS are
+for the server, but for the options `sentinel_username` and `sentinel_password`. The sentinels are asked in
+this order before each connection, so a connection that is opened after a failover leads to the new primary.
+No I/O: the caller asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Self
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+SCHEMES: Final = ("redis+sentinel", "rediss+sentinel")
+DEFAULT_PORT: Final = 26379
+_OWN_OPTIONS: Final = ("sentinel_username", "sentinel_password")
+
+# A sentinel's reply to a command; LookupError, which says why, if there is none.
+Ask = Callable[[str, tuple[str, ...]], Any]
+
+
+class Sentinels(NamedTuple):
+    """What such a URL says. `urls` are those of the sentinels; `scheme`, `credentials`, `path` and `query` are
+    the parts of the server's URL."""
+
+    urls: list[str]
+    service: str
+    scheme: str
+    credentials: str
+    path: str
+    query: str
+
+    @classmethod
+    def of(cls, url: str) -> Self | None:
+        """Those that a URL names; None if it names a server. Raises ValueError, without the URL."""
+        if not url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+            return None
+        parts = urlsplit(url)
+        scheme = parts.scheme.removesuffix("+sentinel")
+        credentials, at, addresses = parts.netloc.rpartition("@")
+        service, _, database = parts.path.strip("/").partition("/")
+        if not service:
+            raise ValueError("names no service: redis+sentinel://HOST:26379/SERVICE")
+        options = parse_qsl(parts.query, keep_blank_values=True)
+        own = {name: quote(value, safe="") for name, value in options if name in _OWN_OPTIONS}
+        others = urlencode([option for option in options if option[0] not in _OWN_OPTIONS])
+        user, password = (own.get(name, "") for name in _OWN_OPTIONS)
+        login = f"{user}:{password}@" if own else ""
+        urls = [f"{scheme}://{login}{_with_port(address)}?{others}" for address in addresses.split(",")]
+        return cls(urls, service, scheme, credentials + at, f"/{database or 0}", others)
+
+    def server_url(self, ask: Ask) -> str:
+        """The URL of the primary. Raises LookupError, which says what each sentinel answered."""
+        reasons: list[str] = []
+        for url in self.urls:
+            try:
+                address = ask(url, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service))
+            except LookupError as error:
+                reasons.append(str(error))
+                continue
+            if address:
+                host, port = (part.decode() for part in address)
+                return f"{self.scheme}://{self.credentials}{_bracketed(host)}:{port}{self.path}?{self.query}"
+            reasons.append(f"a sentinel does not know the service {self.service!r}")
+        raise LookupError("; ".join(reasons))
+
+
+def _with_port(address: str) -> str:
+    """HOST:PORT of HOST or HOST:PORT; an IPv6 address is in brackets. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or port.endswith("]"):
+        host, port = address, str(DEFAULT_PORT)
+    if not host or not port.isdigit():
+        raise ValueError("each sentinel must be HOST or HOST:PORT: redis+sentinel://HOST:26379/SERVICE")
+    return f"{host}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

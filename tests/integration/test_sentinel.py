@@ -1,0 +1,116 @@
+"""Redis Sentinel: everybody finds the primary, and the next one after its death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from redis import Redis
+
+from carpool import AsyncClient, Client
+from carpool.errors import UnavailableError
+from carpool.lifecycle import command_that_dies_with_parent
+from carpool_cli.local.embedded import EmbeddedRedis, _free_port
+from support.stack import Stack
+from support.waiting import wait_until
+
+MODEL: Final = "Hashing"
+HOST: Final = "127.0.0.1"
+
+
+class Sentinel:
+    """A sentinel that watches a primary under the name `main`, and takes it for dead after half a second."""
+
+    def __init__(self, binary: Path, home: Path, primary_port: int) -> None:
+        self.port = _free_port()
+        configuration = home / "sentinel.conf"
+        configuration.write_text(
+            f"port {self.port}\nbind {HOST}\ndir {home}\n"
+            f"sentinel monitor main {HOST} {primary_port} 1\n"
+            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
+        )
+        self._process = subprocess.Popen(
+            command_that_dies_with_parent([str(binary), str(configuration), "--sentinel"]),
+            stdout=subprocess.DEVNULL,
+        )
+        self.redis: Any = Redis(HOST, self.port)
+
+    def knows_replicas(self) -> bool:
+        try:
+            return bool(self.redis.execute_command("SENTINEL", "REPLICAS", "main"))
+        except ConnectionError:
+            return False
+
+    def primary_port(self) -> int:
+        _, port = self.redis.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")
+        return int(port)
+
+    def stop(self) -> None:
+        self.redis.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def replica(server: Path) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(binary=server) as started:
+        redis: Any = Redis.from_url(started.url)
+        yield started
+        redis.close()
+
+
+async def test_load_goes_on_after_the_primary_was_killed(
+    server: Path, replica: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """Given load, when the primary is killed and a replica takes over, expect the result of each request."""
+    primary = EmbeddedRedis(binary=server)
+    follower: Any = Redis.from_url(replica.url)
+    follower.replicaof(HOST, primary.port)
+    sentinel = Sentinel(server, tmp_path, primary.port)
+    nobody = _free_port()
+    url = f"redis+sentinel://{HOST}:{nobody},{HOST}:{sentinel.port}/main"
+    environment = {role: {"CARPOOL_REDIS_URL": url} for role in ("batcher", "worker")}
+    try:
+        with Stack(tmp_path / "stack", server=primary, environment=environment) as stack:
+            stack.batcher()
+            stack.worker("hashing.py:Hashing", "--lease-ms", "600")
+            stack.wait_for_model(MODEL)
+            wait_until(sentinel.knows_replicas, description="the sentinel knows the replica")
+            wait_until(
+                lambda: follower.info("replication")["master_link_status"] == "up",
+                description="the replica follows",
+            )
+            results: list[str] = []
+
+            async def infer_all() -> None:
+                bodies = [f"body {number}" for number in range(2000)]
+                async with AsyncClient(url, timeout=40) as client:
+                    async for result in client.map(MODEL, bodies, in_flight=32):
+                        results.append(result)
+
+            sending = asyncio.ensure_future(infer_all())
+            await asyncio.to_thread(wait_until, lambda: len(results) > 100, description="results")
+            os.kill(primary.pid, signal.SIGKILL)
+            await sending
+            assert len(results) == 2000
+            assert sentinel.primary_port() == replica.port
+            wait_until(
+                lambda: follower.xlen("carpool:{Hashing}:batches") == 0, description="nothing is in flight"
+            )
+    finally:
+        follower.close()
+        sentinel.stop()
+
+
+def test_error_says_that_no_sentinel_names_a_primary() -> None:
+    with (
+        pytest.raises(UnavailableError, match=r"no sentinel names a primary: Redis at redis://127.*refused"),
+        Client(f"redis+sentinel://{HOST}:{_free_port()}/main") as client,
+    ):
+        client.infer("any", 1)
