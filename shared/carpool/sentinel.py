@@ -23,8 +23,8 @@ Ask = Callable[[str, tuple[str, ...]], Any]
 
 
 class Sentinels(NamedTuple):
-    """What such a URL says. `urls` are those of the sentinels; `scheme`, `credentials`, `path` and `query` are
-    the parts of the server's URL."""
+    """What such a URL says. `urls` are those of the sentinels; `scheme`, `credentials`, `path` and `query`
+    are the parts of the server's URL."""
 
     urls: list[str]
     service: str
