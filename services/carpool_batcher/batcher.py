@@ -60,6 +60,7 @@ from carpool_batcher.entries import (
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.policies import Policies
+from carpool_batcher.refusal_parts import divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -337,12 +338,16 @@ class ModelBatcher:
         scheduler = session.scheduler
         session.order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
-        changes = self._store.refuse(refusals, emptied, ttl_ms, changes_of_sequences, freed)
-        self._follow(session, changes)
-        missing = set(changes.missing)
-        answered = [
-            refusal for refusal in refusals if refusal.entry not in missing and refusal.status != UNANSWERED
-        ]
+        answered: list[Refusal] = []
+        for part in divide(refusals, emptied, changes_of_sequences, freed):
+            changes = self._store.refuse(part.refusals, part.emptied, ttl_ms, part.changes, part.freed)
+            self._follow(session, changes)
+            missing = set(changes.missing)
+            answered += [
+                refusal
+                for refusal in part.refusals
+                if refusal.entry not in missing and refusal.status != UNANSWERED
+            ]
         if answered:
             self._meter.refused(answered)
             numbers: Counter[str] = Counter()

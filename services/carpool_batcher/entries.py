@@ -13,7 +13,6 @@ from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
 
 SETTLED_UNREAD_US: Final = 1_000_000  # for so long the `settled` entry of a batch may be unread
-LOOKUP_ENTRIES: Final = 1000  # in one script
 
 
 class Updated(NamedTuple):
@@ -129,10 +128,8 @@ def forget_missing_entries(
     """
     if waiting_entries >= len(entries):
         return
-    known = list(entries)
-    for start in range(0, len(known), LOOKUP_ENTRIES):
-        for entry_id in store.missing(store.keys.requests, known[start : start + LOOKUP_ENTRIES]):
-            scheduler.forget(entries.pop(entry_id).runs)
+    for entry_id in store.missing(store.keys.requests, list(entries)):
+        scheduler.forget(entries.pop(entry_id).runs)
 
 
 class _Missing(NamedTuple):

@@ -679,6 +679,13 @@ def test_spaces_are_counted_before_they_are_split(packed: bool) -> None:
     assert re.match("requests: |correlation_ids: ", refusal.detail)
 
 
+def test_refused_columns_name_at_most_one_stored_body_for_each_id() -> None:
+    bodies = [{"body_key": f"b{at}", "body_bytes": 1} for at in range(1000)]
+    columns = [{"correlation_ids": "x y", "bodies": bodies}] * 20
+    _, refused = decode_packed(columns)
+    assert [item.body_names for item in refused if isinstance(item, Refusal)] == [["b0", "b1"]] * 20
+
+
 def test_fields_of_columns_are_not_repeated_without_limit() -> None:
     """Each second request is refused, and each other one would carry all fields if it were put back."""
     ids = " ".join(["a", "/"] * (MAX_REQUESTS_PER_ENTRY // 2))

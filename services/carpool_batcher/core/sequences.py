@@ -103,7 +103,7 @@ class Sequences:
         self._by_id: dict[str, Sequence] = {}
         self._changed: dict[Sequence, None] = {}  # since the last `decide`
         self._breaks: list[tuple[Segment, str]] = []  # after these places requests are aborted
-        self._marks: dict[Sequence, SequenceChange] = {}  # the latest break that Redis does not know of
+        self._marks: dict[Sequence, list[SequenceChange]] = {}  # breaks that Redis does not know of
         self._still = StillSequences()
         self._to_start = WaitingStarts()
         self._decided = Decided.nothing()
@@ -377,7 +377,8 @@ class Sequences:
         self._follow_events(now_us)
         if self._end_still(now_us):
             self._follow_events(now_us)
-        self._decided.changes.extend(self._marks.values())
+        for marks in self._marks.values():
+            self._decided.changes.extend(sorted(marks, key=lambda mark: mark.part.place))
         self._marks.clear()
         decided, self._decided = self._decided, Decided.nothing()
         return decided
@@ -591,9 +592,8 @@ class Sequences:
         sequence.is_recorded = True
         if event.is_recorded:
             return
-        mark = self._marks.get(sequence)
-        if mark is None or mark.part.place < event.part.place:
-            self._marks[sequence] = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
+        mark = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
+        self._marks.setdefault(sequence, []).append(mark)
 
 
 def _break_known(kept: KeptSequence, place: str, reason: str) -> _Break:

@@ -55,6 +55,10 @@ PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
 PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
 RENEWALS_MAX: Final = 1000  # in one round trip
 LOOKUPS_MAX: Final = 1000  # likewise
+# In one script, because Redis serves nobody else meanwhile:
+ANSWERS_MAX: Final = 1000
+CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
+MISSING_LOOKUPS_MAX: Final = 100  # each copies an entry
 
 _FIELDS_KEPT: Final = ("next", "first", "last", "broken", "broken_at", "failed_at")
 
@@ -162,21 +166,27 @@ class BatcherStore:
         return bytes(last[0][0]) if last else None
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:
-        """Which of these entries are no longer in the stream."""
-        return {entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(entry_ids))}
+        """Which of these entries are no longer in the stream. O(bytes) of those that are: call it rarely."""
+        missing: set[str] = set()
+        for start in range(0, len(entry_ids), MISSING_LOOKUPS_MAX):
+            ids = entry_ids[start : start + MISSING_LOOKUPS_MAX]
+            missing.update(entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(ids)))
+        return missing
 
     def admit(self, arrivals: Sequence[TicketRange], claimants: Sequence[Entry] = ()) -> Admission:
         """Put the tickets of entries that arrived into the order of results.
 
-        Those of the `claimants`, which were put back, are in it already: only verify that.
+        Those of the `claimants`, which were put back, are in it already: only verify that. Any producer may
+        claim thousands in each of its entries: so a script verifies about CLAIMED_RANGES_MAX of them.
         """
-        claims: list[Group] = []
-        for entry in claimants:
-            assert entry.claimed_tickets is not None
-            claims.append([entry.id, *list_args(list(map(str, entry.claimed_tickets.ranges)))])
-        args = [_arrivals_arg(arrivals), *group_list_args(claims)]
-        tickets, *forged = self._link.run(_ADMIT, [self.keys.order, self.keys.held], args)
-        return Admission(tickets, [claimants[index - 1] for index in forged])
+        order, forged = [self.keys.order, self.keys.held], []
+        tickets = 0
+        for at, together in enumerate(_claims_together(claimants)):
+            claims = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
+            args = [_arrivals_arg(() if at else arrivals), *group_list_args(claims)]
+            tickets, *of_script = self._link.run(_ADMIT, order, args)
+            forged += [together[index - 1][0] for index in of_script]
+        return Admission(tickets, forged)
 
     def release(self, is_known: Callable[[FirstTicket], bool] = lambda first: False) -> int:
         """Deliver withheld results whose turn has come, and free tickets whose request was lost.
@@ -201,6 +211,8 @@ class BatcherStore:
     ) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
+        One script, because batches share entries. It has a batch for each model process that can take one,
+        and together they have at most what may wait, `max_queue_size` and `max_queue_bytes`.
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`);
         `max_execution_ms`: of another one, its setting.
@@ -290,8 +302,8 @@ class BatcherStore:
     ) -> EntryChanges:
         """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
 
-        The rest of an entry is put back. `freed`: what processes of a bound model are told. Raises
-        NotActiveError.
+        One script: the caller bounds what it gives. The rest of an entry is put back. `freed`: what processes
+        of a bound model are told. Raises NotActiveError.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
@@ -341,12 +353,18 @@ class BatcherStore:
     ) -> set[int] | None:
         """Answer requests of a batch in flight whose deadline passed, or that were withdrawn.
 
-        Returns the positions that were answered; None if the batch has been settled meanwhile.
+        Returns the positions that were answered; None if the batch has been settled meanwhile. One script
+        answers up to ANSWERS_MAX. If the batch settles between two, its commit answers the rest.
         """
-        try:
-            return answer_ahead(self._link, self.keys, None, batch_id, answers, None, result_ttl_ms)
-        except SettledError:
-            return None
+        answered: set[int] | None = None
+        for start in range(0, len(answers), ANSWERS_MAX):
+            together = answers[start : start + ANSWERS_MAX]
+            try:
+                written = answer_ahead(self._link, self.keys, None, batch_id, together, None, result_ttl_ms)
+            except SettledError:
+                break
+            answered = written if answered is None else answered | written
+        return answered
 
 
 def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | CommandError) -> KeptSequence:
@@ -366,6 +384,24 @@ def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | Comma
         (is_broken and failed_at) or "",
         "".join(name or "" for name in process),
     )
+
+
+_Claim = tuple[Entry, Sequence[TicketRange]]
+
+
+def _claims_together(claimants: Sequence[Entry]) -> list[list[_Claim]]:
+    """What each script verifies: entries, and the ranges that they claim. At least one script."""
+    scripts: list[list[_Claim]] = [[]]
+    ranges = 0
+    for entry in claimants:
+        assert entry.claimed_tickets is not None
+        claimed = entry.claimed_tickets.ranges
+        if scripts[-1] and ranges + len(claimed) > CLAIMED_RANGES_MAX:
+            scripts.append([])
+            ranges = 0
+        scripts[-1].append((entry, claimed))
+        ranges += len(claimed)
+    return scripts
 
 
 def _arrivals_arg(arrivals: Sequence[TicketRange]) -> str:

@@ -16,6 +16,7 @@ from carpool.wire.request_fields import (
     MAX_REQUESTS_PER_ENTRY,
     STORED_BODY_FIELDS,
     Fields,
+    count_ids,
     read_text,
 )
 from carpool.wire.runs import body_field, check_body_size, check_requests, decode_attributes, refuse
@@ -57,12 +58,6 @@ def _check_attributes_put_back(decoded: Sequence[Decoded]) -> None:
             raise InvalidArgumentError(
                 f"fields: {size_bytes} bytes if each request has them; at most {MAX_PACKED_BYTES} are allowed"
             )
-
-
-def count_ids(columns: Fields) -> int:
-    """How many requests columns have: one more than there are spaces."""
-    ids = columns["correlation_ids"]
-    return 1 + ids.count(" " if type(ids) is str else b" ") if type(ids) in (str, bytes) else 1
 
 
 def head_bytes(columns: Fields, shared: Fields) -> int:

@@ -54,6 +54,12 @@ STORED_BODY_FIELDS: Final = frozenset({"body_key", "body_bytes"})
 Fields = dict[str, Any]
 
 
+def count_ids(columns: Fields) -> int:
+    """How many requests columns have: one more than there are spaces."""
+    ids = columns["correlation_ids"]
+    return 1 + ids.count(" " if type(ids) is str else b" ") if type(ids) in (str, bytes) else 1
+
+
 def read_text(raw: Fields, field: str) -> str:
     """A field that must be present, as text."""
     value = raw[field]

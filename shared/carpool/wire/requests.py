@@ -20,7 +20,7 @@ import msgpack
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.messages import Entry, Run, Withdrawal
 from carpool.model_settings import ModelSettings
-from carpool.wire.columns import count_ids, decode_columns, head_bytes, is_columns
+from carpool.wire.columns import decode_columns, head_bytes, is_columns
 from carpool.wire.put_back import arrival_put_back, encode_runs, restore_tickets, tickets_of
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
@@ -29,6 +29,7 @@ from carpool.wire.request_fields import (
     MAX_PACKED_BYTES,
     MAX_REQUESTS_PER_ENTRY,
     Fields,
+    count_ids,
 )
 from carpool.wire.runs import body_field, check_requests, decode_attributes, decode_request, refuse
 from carpool.wire.sequence_fields import (

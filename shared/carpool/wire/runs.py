@@ -20,6 +20,7 @@ from carpool.wire.request_fields import (
     MAX_COST,
     STORED_BODY_FIELDS,
     Fields,
+    count_ids,
     read_content_type,
     read_extra_fields,
     read_integer,
@@ -175,10 +176,13 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
 
 
 def _stored_names_in(raw: Fields) -> list[str]:
-    """The names of stored bodies in the fields of a request or of columns, as far as these are valid."""
+    """The names of stored bodies in the fields of a request or of columns, as far as these are valid.
+
+    At most one for each correlation ID: what an entry refers to is as limited as its requests. Others expire.
+    """
     if raw.get("body") is not None:
         return []
     bodies = raw.get("bodies")
-    elements = bodies if type(bodies) is list else [raw]
+    elements = bodies[: count_ids(raw)] if type(bodies) is list and "correlation_ids" in raw else [raw]
     names = [read_valid_name(element, "body_key", None) for element in elements if type(element) is dict]
     return [name for name in names if name is not None]

@@ -19,7 +19,7 @@
 --       | { 'SETTLED_MORE' }  settled, and more withheld results can be delivered: run `release`
 --       | { 'FENCED' }        the consumer does not own the batch any more; nothing was written
 --       | { 'ANSWERED', positions that must be left out ... }  nothing was written
--- O(results), and O(bytes) for the payloads.
+-- O(results), and O(bytes) for the payloads. A batch has `max_batch_size` results at most.
 if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
 local take = argument_reader(12)

@@ -13,7 +13,8 @@
 --       list of messages to processes of a bound model: index in KEYS of the inbox, field, value
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else for each entry
 --         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
--- O(entries + results), and O(bytes) for the payloads.
+-- O(entries + results), and O(bytes) for the payloads; if all keys have one hash in Lua, O(results * results). The
+-- caller bounds both: see `carpool_batcher.refusal_parts`.
 if ARGV[2] ~= '' and redis.call('GET', KEYS[4]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 if ARGV[2] ~= '' then redis.call('XDEL', KEYS[1], '0-0') end -- must be the first write: see deliver.lua
 local ttl_ms = ARGV[1]
@@ -41,4 +42,5 @@ end
 change_sequences(take, true)
 for _ = 1, tonumber(take()) do tell_process(KEYS[tonumber(take())], take(), take()) end
 if #arrived > 0 then release(KEYS[2], KEYS[3], arrived) end
+collect_arguments()
 return replies
