@@ -46,7 +46,7 @@ from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_entry
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
-from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler
+from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequence_refusals import did_not_succeed
 from carpool_batcher.early_refusals import EarlyRefusals
 from carpool_batcher.effective_settings import EffectiveSettings
@@ -214,9 +214,10 @@ class ModelBatcher:
         elif self.wake_at_us is not None and self.wake_at_us > self._turned_us:
             self._meter.woken(now_us - self.wake_at_us)
         self._turned_us = now_us
+        self._carry_out_withdrawals(self._session, refusals, emptied, now_us)
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
-        self.wake_at_us = _earlier(scheduler.wake_at_us(), self._session.early.due_us)
+        self.wake_at_us = earlier(scheduler.wake_at_us(), self._session.early.due_us)
         # While nothing waits, no decision depends on a batch that settles.
         self._session.subscription.awaits_settled = scheduler.waiting > 0
 
@@ -265,8 +266,7 @@ class ModelBatcher:
         """Offer arrived requests to the scheduler. Returns the refusals, and entries without requests."""
         scheduler, entries, order = session.scheduler, session.entries, session.order
         refusals: list[Refusal] = []
-        withdrawn: list[Refusal] = []
-        cancelled: list[Cancel] = []
+        ended: list[Refusal] = []
         emptied: list[Entry] = []
         order.before_admission()
         fresh: list[Entry] = []
@@ -276,11 +276,9 @@ class ModelBatcher:
             fresh.append(entry)
             match decoded:
                 case [Withdrawal() as withdrawal]:
-                    withdrawn += scheduler.withdraw(withdrawal.correlation_ids)
-                    cancelled += scheduler.withdraw_in_flight(withdrawal.correlation_ids)
-                    emptied.append(entry)
+                    scheduler.withdraw(withdrawal)
                 case [SequencesEnd() as end]:
-                    withdrawn += scheduler.end_sequences(end.sequence_ids, end.place)
+                    ended += scheduler.end_sequences(end.sequence_ids, end.place)
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
@@ -297,10 +295,19 @@ class ModelBatcher:
                 self._refuse(session, refusals, ())
                 refusals = []
             order.admit(runs)
-        if cancelled:
-            self._cancel(session, cancelled)
         # The rest of an entry may have been put back in others by then.
-        return refusals + [refusal.where_it_is() for refusal in withdrawn], emptied
+        return refusals + [refusal.where_it_is() for refusal in ended], emptied
+
+    def _carry_out_withdrawals(
+        self, session: LeaseSession, refusals: list[Refusal], emptied: list[Entry], now_us: int
+    ) -> None:
+        """Withdraw what is in flight, and add to `refusals` what waits. The entry of a withdrawal is removed
+        when that is answered: if this batcher ends before, the next one reads it."""
+        withdrawn = session.scheduler.carry_out_withdrawals(now_us)
+        if withdrawn.cancelled:
+            self._cancel(session, withdrawn.cancelled)
+        refusals += withdrawn.refusals
+        emptied += withdrawn.entries
 
     # --- acting --------------------------------------------------------------------------------------------
 
@@ -487,13 +494,6 @@ class ModelBatcher:
         """Redis did not accept the report. The model is served all the same."""
         self.report_at_us = self._clock.now_us() + REPORT_RETRY_US
         self._log.warning("report for carpool top not published", reason=str(error))
-
-
-def _earlier(at_us: int | None, other_us: int | None) -> int | None:
-    """The earlier of two times; None is never."""
-    if at_us is None or other_us is None:
-        return other_us if at_us is None else at_us
-    return min(at_us, other_us)
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:

@@ -21,6 +21,7 @@ from carpool_batcher.core.fairness import FairQueue
 from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.lane_index import LaneIndex
 from carpool_batcher.core.queue import Queue
+from carpool_batcher.core.withdrawals import ArrivedLater
 from simulation.test_scheduler_machine import SchedulerMachine
 
 MACHINE_SETTINGS: Final = hypothesis_settings(
@@ -65,10 +66,10 @@ def keep_a_part_out_of_its_entry(patch: Patch) -> None:
 
 
 def keep_withdrawn_requests(patch: Patch) -> None:
-    def withdraw(queue: Queue, correlation_ids: frozenset[str]) -> list[Refusal]:
+    def withdraw(queue: Queue, arrived_later: ArrivedLater) -> list[Refusal]:
         waiting = [run for lane in queue.lanes.values() for run in lane]
         firsts = frozenset(run.correlation_ids[0] for run in waiting)
-        return original(queue, correlation_ids & firsts)
+        return original(queue, {name: runs for name, runs in arrived_later.items() if name in firsts})
 
     original = Queue.withdraw
     patch.setattr(Queue, "withdraw", withdraw)

@@ -20,13 +20,14 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from carpool.messages import Entry, Refusal, Request, Run
+from carpool.messages import Entry, Refusal, Request, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
+from carpool_batcher.core.withdrawals import PAUSE_US
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
 START_US = 1_000_000
@@ -148,6 +149,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.undated: set[Item] = set()  # in flight, without a deadline there
         self.delayed: set[Item] = set()
         self.leads: dict[tuple[str, int, str, str], tuple[float, float, float]] = {}  # see _check_fairness
+        self.withdrawals: list[Entry] = []  # those that were not carried out
+        self.withdrawn: set[Item] = set()  # by these, of those that waited then
+        self.look_due_us = 0
         self.in_flight: dict[str, list[Item]] = {}
         self.answered: set[Item] = set()
         self.polled = False  # no event since the last poll, and no time passed
@@ -256,10 +260,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def withdraw(self, choices: set[int]) -> None:
         known = [*self.waiting, *self.answered]
         named = {known[choice % len(known)].name for choice in choices if known}
-        refusals = self.scheduler.withdraw(frozenset(named))
+        self.number += 1
+        self.withdrawals.append(Entry(f"{self.number}-0", self.now_us))
+        self.withdrawn.update(r for r in self.waiting if r.name in named)
+        self.scheduler.withdraw(Withdrawal(self.withdrawals[-1], frozenset(named)))
+        self.polled = False
+        self._carry_out_withdrawals()
+
+    def _carry_out_withdrawals(self) -> None:
+        """As in each turn of a batcher. What arrived after its withdrawal still waits."""
+        waiting = len(self.waiting)
+        refusals, cancelled, entries = self.scheduler.carry_out_withdrawals(self.now_us)
+        assert not cancelled
+        if not entries:
+            assert not refusals
+            assert not self.withdrawals or self.now_us < self.look_due_us
+            return
+        assert entries == self.withdrawals
         assert [refusal.status for refusal in refusals] == ["CANCELLED"] * len(refusals)
-        self._remove_refused(refusals, expected={r for r in self.waiting if r.name in named})
-        self._carry_out_refusals(refusals)
+        self._remove_refused(list(refusals), expected={r for r in self.withdrawn if r in self.waiting})
+        self._carry_out_refusals(list(refusals))
+        self.withdrawals, self.look_due_us = [], self.now_us + PAUSE_US * waiting
+        self.withdrawn.clear()
 
     @rule(choices=st.sets(numbers, min_size=1, max_size=3))
     @precondition(lambda self: self.table)
@@ -283,6 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         With a `fate`, some or all entries of the first dispatch are no longer in Redis, because another
         batcher dispatched them.
         """
+        self._carry_out_withdrawals()
         past = self._past_deadline(self.waiting) - self.delayed
         delayed = {r for r in past if self.scheduler.settings.delays_expired(r.priority)}
         overdue = {
@@ -321,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._carry_out_refusals(refusals)
         self._apply(dispatches, fate)
         self.polled = not dispatches
-        if self.polled:
+        if self.polled and not self.withdrawals:
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
 
@@ -389,6 +412,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for r in batch
             if r.deadline_us is not None and r not in self.answered | self.undated
         ]
+        if self.withdrawals:
+            times_us.append(self.look_due_us)
         free_at_us = self.scheduler.capacity.free_at_us(self.now_us)
         if self.scheduler.model_processes > len(self.in_flight):
             assert free_at_us == self.now_us

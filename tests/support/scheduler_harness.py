@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed
+from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
@@ -52,6 +52,12 @@ class SchedulerHarness:
             else:
                 done.append(f"{decision.status}: {' '.join(decision.correlation_ids)}")
         return done
+
+    def withdraw(self, names: str, at: float = 0) -> list[Refusal]:
+        """A producer withdraws these requests, in an entry of its own. Returns the refusals that are due."""
+        entry = Entry(f"{next(self._entry_ids)}-0", int(at * MS))
+        self.scheduler.withdraw(Withdrawal(entry, frozenset(names.split())))
+        return list(self.scheduler.carry_out_withdrawals(int(at * MS)).refusals)
 
     def settle(self, batch: int, at: float = 0) -> None:
         """Settle a batch of which no request was executed, so that no execution time is learned."""

@@ -16,6 +16,7 @@ from carpool.messages import (
     SequenceOutcome,
     SequencePart,
     SlotFreed,
+    Withdrawal,
 )
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
@@ -107,6 +108,7 @@ class SequenceHarness:
         self.ended_at: dict[str, str] = {}  # the last place at which a sequence was ended by force
         self._ids = itertools.count(1)
         self._numbers = itertools.count(1)
+        self._looks_us = itertools.count(step=1_000_000)  # so far apart that none is put off
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -143,7 +145,8 @@ class SequenceHarness:
             self._answer(refused)
 
     def withdraw(self, *names: str) -> None:
-        for refused in self.scheduler.withdraw(frozenset(names)):
+        self.scheduler.withdraw(Withdrawal(Entry(f"{next(self._ids)}-0", 0), frozenset(names)))
+        for refused in self.scheduler.carry_out_withdrawals(next(self._looks_us)).refusals:
             self._answer(refused)
 
     def end_sequences(self, *sequence_ids: str) -> str:

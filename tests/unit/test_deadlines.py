@@ -48,7 +48,7 @@ def test_lead_rises_at_once_and_falls_slowly() -> None:
         harness.poll(start + took)
         harness.offer("b", at=start + 100, expiration=800)
         leads.append(start + 900 - (harness.wake_at_ms() or 0))
-        harness.scheduler.withdraw(frozenset("b"))
+        harness.withdraw("b", at=start + 100)
         harness.poll(start + 900)
     assert leads == [pytest.approx(1.5 * turnaround + 2, abs=0.01) for turnaround in (10, 20, 19, 18.1)]
 
@@ -80,7 +80,7 @@ def test_withdrawn_urgent_request_does_not_hurry_others() -> None:
     harness.offer("a", expiration=100)
     harness.offer("b")
     assert harness.poll(98) == []  # a is urgent now
-    harness.scheduler.withdraw(frozenset("a"))
+    harness.withdraw("a", at=98)
     harness.scheduler.model_processes = 1
     assert harness.poll(99) == []
     assert harness.poll(1000) == ["delay: b"]

@@ -48,7 +48,7 @@ def test_priority_may_have_a_smaller_queue() -> None:
     assert refusal.detail == "the queue is full for priority 0 (priority_policies); try again later"
     # Other priorities have the queue of the model; this one is served again when there is space.
     assert [one.correlation_ids for one in harness.offer("c d e f", priority=4)] == [["f"]]
-    harness.scheduler.withdraw(frozenset("ac"))
+    harness.withdraw("a c")
     assert harness.offer("g", priority=0) == []
 
 
@@ -81,7 +81,7 @@ def test_part_of_the_rows_that_fits_is_admitted() -> None:
 def test_requests_in_the_middle_of_a_run_are_withdrawn() -> None:
     harness = SchedulerHarness(processes=0)
     harness.offer("a b c d e", expiration=10)
-    (refusal,) = harness.scheduler.withdraw(frozenset("bdx"))
+    (refusal,) = harness.withdraw("b d x")
     assert refusal.correlation_ids == ["b", "d"]
     assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (3, 3)
     assert harness.poll(10) == ["DEADLINE_EXCEEDED: a c e"]
@@ -125,7 +125,7 @@ def test_waiting_requests_are_withdrawn_and_those_in_flight_are_not() -> None:
     harness.offer("a b")
     assert harness.poll() == ["full: a b"]
     harness.offer("c d", lane="x", expiration=50)
-    refusals = harness.scheduler.withdraw(frozenset({"a", "c", "unknown"}))
+    refusals = harness.withdraw("a c unknown")
     assert [(one.correlation_ids, one.status) for one in refusals] == [(["c"], "CANCELLED")]
     assert refusals[0].detail == "withdrawn by its producer"
     harness.settle(1)
@@ -147,6 +147,6 @@ def test_empty_lanes_are_dropped() -> None:
     for number in range(1000):
         harness.offer("a", lane=f"dispatched {number}")
         harness.offer("b", lane=f"withdrawn {number}", expiration=1)
-    harness.scheduler.withdraw(frozenset("b"))
+    harness.withdraw("b")
     harness.poll()
     assert len(harness.scheduler._queue.lanes) == 1

@@ -18,6 +18,7 @@ from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.sequences import Decided, Sequences
+from carpool_batcher.core.withdrawals import ArrivedLater
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 
@@ -196,17 +197,22 @@ class Queue:
         self._drop_if_empty(lane)
         return taken
 
-    def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
-        """Remove the requests with these correlation IDs, and return their answers. O(all waiting)."""
-        withdrawn = [
-            (run, [at for at, name in enumerate(run.correlation_ids) if name in correlation_ids])
-            for run in self.runs()
-            if not correlation_ids.isdisjoint(run.correlation_ids)
-        ]
-        return [
-            refusal(self.take(run, indexes), CANCELLED, "withdrawn", "withdrawn by its producer")
-            for run, indexes in withdrawn
-        ]
+    def withdraw(self, arrived_later: ArrivedLater) -> list[Refusal]:
+        """Remove the requests with these correlation IDs, except in the runs that arrived later than their
+        withdrawal. Returns their answers. O(all waiting)."""
+        names = frozenset(arrived_later)
+        named = [run for run in self.runs() if not names.isdisjoint(run.correlation_ids)]
+        refusals: list[Refusal] = []
+        for run in named:
+            indexes = [
+                at
+                for at, name in enumerate(run.correlation_ids)
+                if name in names and run not in (arrived_later[name] or ())
+            ]
+            if indexes:
+                taken = self.take(run, indexes)
+                refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
+        return refusals
 
     def forget(self, runs: Iterable[Run]) -> None:
         """Remove those of these runs that wait, without an answer."""

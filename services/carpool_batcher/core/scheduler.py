@@ -54,6 +54,7 @@ from carpool.messages import (
     Refusal,
     Run,
     SequencePart,
+    Withdrawal,
 )
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
@@ -65,6 +66,7 @@ from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence_refusals import ended_by_force
 from carpool_batcher.core.sequences import Sequences
 from carpool_batcher.core.space import Processes
+from carpool_batcher.core.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -89,6 +91,9 @@ class Scheduler:
         self._queue = Queue(self.sequences)
         self._deadlines = Deadlines(self._queue, self.capacity)
         self._dispatcher = Dispatcher(self._queue, self.capacity, self.processes)
+        self._withdrawals = PendingWithdrawals()
+        self._streams = RequestsInFlight()  # of a stepping model
+        self._cancelled: list[Cancel] = []
         self._polled_us = 0
 
     # --- events --------------------------------------------------------------------------------------------
@@ -158,6 +163,8 @@ class Scheduler:
 
         They are no longer in the run, except where all of it is refused: then it is the run of a Refusal.
         """
+        if self._withdrawals.arrived_later:
+            self._withdrawals.arrive(run)
         if run.sequence is not None or self._has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
@@ -191,23 +198,24 @@ class Scheduler:
             self._queue.remove(head)
         return [ended_by_force(head) for head in heads]
 
-    def withdraw(self, correlation_ids: frozenset[str]) -> list[Refusal]:
-        """A producer withdraws requests that wait. One Refusal for each run."""
-        return self._queue.withdraw(correlation_ids)
+    def withdraw(self, withdrawal: Withdrawal) -> None:
+        """A producer withdraws requests. `carry_out_withdrawals` says which of them are found, and when."""
+        self._withdrawals.add(withdrawal)
+        self._cancelled += self._streams.cancel(withdrawal.correlation_ids)
 
-    def withdraw_in_flight(self, correlation_ids: frozenset[str]) -> list[Cancel]:
-        """A producer withdraws requests: the answers to those of a stepping model that are in flight.
-
-        Those of other models are not affected. O(requests in flight).
-        """
-        if self._kind is not ModelKind.STEPPING:
-            return []
-        return [
-            Cancel(batch_id, 0, run)
-            for batch_id, batch in self.capacity.in_flight.items()
-            for run in batch.runs
-            if not correlation_ids.isdisjoint(run.correlation_ids)
-        ]
+    def carry_out_withdrawals(self, now_us: int) -> Withdrawn:
+        """What becomes of withdrawals now: a Refusal for each run that waits; of a stepping model, those in
+        flight. O(1) if no look is due, else O(all waiting)."""
+        cancelled, self._cancelled = self._cancelled, []
+        waiting = self._queue.count
+        due_us = self._withdrawals.due_us(waiting)
+        if due_us is None or due_us > now_us:
+            return Withdrawn((), cancelled, ())
+        arrived_later, entries = self._withdrawals.take(waiting, now_us)
+        refusals = self._queue.withdraw(arrived_later)
+        # Some may have been dispatched since. Of two with one ID the wrong one might be answered.
+        cancelled += self._streams.cancel(name for name, later in arrived_later.items() if not later)
+        return Withdrawn(refusals, cancelled, entries)
 
     def forget(self, runs: Iterable[Run]) -> None:
         """Runs are no longer in Redis: removed by XDEL, or dispatched by another batcher. Those that do not
@@ -227,7 +235,7 @@ class Scheduler:
         they are in Redis, in the batch."""
         batch = self._in_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
-        self._deadlines.watch_batch(batch_id, batch.expiring)
+        self._watch_batch(batch_id, batch)
 
     def cancel(self, process: str = "") -> None:
         """A Dispatch of the last `poll`, to this process, was not carried out: none of its runs was still in
@@ -239,12 +247,17 @@ class Scheduler:
         """A batch is in flight that a previous batcher dispatched."""
         batch = self._in_flight(dispatch, dispatched_us)
         self.capacity.adopt(batch_id, batch)
-        self._deadlines.watch_batch(batch_id, batch.expiring)
+        self._watch_batch(batch_id, batch)
         for run in dispatch.runs:
             if run.sequence is not None and self._has_sequences:  # not one of a model that was replaced
                 self.sequences.adopt(run, dispatch.process)
         if dispatch.process:
             self.processes.begin_batch(dispatch.process)
+
+    def _watch_batch(self, batch_id: str, batch: InFlightBatch) -> None:
+        self._deadlines.watch_batch(batch_id, batch.expiring)
+        if self._kind is ModelKind.STEPPING:
+            self._streams.add(batch_id, batch.runs)
 
     def settle(
         self,
@@ -262,14 +275,14 @@ class Scheduler:
         for run in self._runs_of_sequences(batch_id):
             assert run.sequence is not None
             self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
-        self._end_batch(self._process_of(batch_id))
+        self._end_batch_in_flight(batch_id)
         self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         for run in self._runs_of_sequences(batch_id):
             self.sequences.lose(run)
-        self._end_batch(self._process_of(batch_id))
+        self._end_batch_in_flight(batch_id)
         self.capacity.forget(batch_id, now_us)
 
     def answered_in_flight(self, runs: Iterable[Run]) -> None:
@@ -284,9 +297,11 @@ class Scheduler:
         batch = self.capacity.in_flight.get(batch_id)
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
 
-    def _process_of(self, batch_id: str) -> str:
+    def _end_batch_in_flight(self, batch_id: str) -> None:
         batch = self.capacity.in_flight.get(batch_id)
-        return "" if batch is None else batch.process
+        if batch is not None:
+            self._streams.remove(batch_id, batch.runs)
+            self._end_batch(batch.process)
 
     def _end_batch(self, process: str) -> None:
         if process:
@@ -348,15 +363,13 @@ class Scheduler:
         return [*decided.refusals, *decided.changes, *decided.freed]
 
     def wake_at_us(self) -> int | None:
-        """When `poll` could next decide something by time alone, as of the last `poll`; None: never."""
-        deadline_us = self._deadlines.wake_at_us()
+        """When something could next be decided by time alone, as of the last `poll`; None: never."""
         dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
-        if self._has_sequences:
-            times_us = (deadline_us, dispatch_us, self.sequences.wake_at_us())
-            return min((at_us for at_us in times_us if at_us is not None), default=None)
-        if deadline_us is None or dispatch_us is None:
-            return dispatch_us if deadline_us is None else deadline_us
-        return min(deadline_us, dispatch_us)
+        wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
+        withdrawals_us = self._withdrawals.due_us(self._queue.count)
+        if withdrawals_us is not None:
+            wake_us = earlier(wake_us, withdrawals_us)
+        return earlier(wake_us, self.sequences.wake_at_us()) if self._has_sequences else wake_us
 
     def _in_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
         """What is kept of a batch. Its bodies are not."""
@@ -377,3 +390,10 @@ class Scheduler:
             return batch._replace(runs=dispatch.runs, process=dispatch.process)
         cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
         return batch._replace(runs=dispatch.runs, cost=cost)
+
+
+def earlier(at_us: int | None, other_us: int | None) -> int | None:
+    """The earlier of two times; None is never."""
+    if at_us is None or other_us is None:
+        return other_us if at_us is None else at_us
+    return min(at_us, other_us)

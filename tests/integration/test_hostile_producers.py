@@ -1,0 +1,151 @@
+"""Producers that try to hold up others, in the production batcher on a real redis-server without workers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgpack
+import pytest
+
+from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.messages import Run
+from carpool.model_settings import ModelSettings
+from carpool.store.connection import Link
+from carpool.store.worker import WorkerStore
+from carpool_batcher.core import withdrawals
+from carpool_batcher.core.queue import Queue
+from carpool_batcher.meter import BatcherMetrics
+from carpool_batcher.service import BatcherService
+from carpool_cli.local.embedded import EmbeddedRedis
+from support.waiting import wait_until
+from support.wire import flat_of
+
+WAITING: Final = 20_000
+
+
+class Served:
+    """A model without workers, and a batcher, which runs when a test waits for something."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.keys = Keys("m")
+        self.link = Link(url, name="test")
+        self.link.call("FLUSHALL")
+        settings = ModelSettings(max_batch_size=8, max_queue_size=10 * WAITING)
+        WorkerStore(self.link, self.keys).register(settings.as_text())
+        self.batcher = self.new_batcher("first")
+
+    def new_batcher(self, name: str) -> BatcherService:
+        return BatcherService(self.url, DEFAULT_PREFIX, name, BatcherMetrics(), {})
+
+    def close(self) -> None:
+        self.batcher.stop()
+        self.link.close()
+
+    def take_over(self) -> None:
+        """The batcher is killed, and another one takes over."""
+        self.batcher._start_over()
+        self.link.call("DEL", self.keys.batcher)
+        self.batcher = self.new_batcher("second")
+
+    def until(self, is_reached: Callable[[], Any], description: str) -> None:
+        def look() -> Any:
+            self.batcher.run_once()
+            return is_reached()
+
+        wait_until(look, description=description)
+
+    def send(self, **fields: Any) -> str:
+        return str(self.link.call("XADD", self.keys.requests, "*", *flat_of(fields)).decode())
+
+    def send_many(self, count: int) -> None:
+        """This many requests, in entries of a thousand."""
+        for start in range(0, count, 1000):
+            ids = range(start, min(count, start + 1000))
+            packed = [
+                {"correlation_id": f"other-{number}", "body": b"1", "priority": number % 7} for number in ids
+            ]
+            self.send(requests=msgpack.packb(packed))
+
+    def wait_until_waiting(self, count: int) -> None:
+        """Run the batcher until it knows of this many waiting requests."""
+        self.until(lambda: len(self.waiting()) == count, f"{count} requests wait")
+
+    def waiting(self) -> list[str]:
+        """The correlation IDs of the requests that the batcher knows to wait, in the order of its lanes."""
+        return [name for run in self.runs() for name in run.correlation_ids]
+
+    def runs(self) -> list[Run]:
+        session = self.session()
+        return [] if session is None else list(session.scheduler._queue.runs())
+
+    def session(self) -> Any:
+        model = self.batcher._models.get("m")
+        return None if model is None else model.batcher._session
+
+    def answered(self, name: str) -> bool:
+        return bool(self.link.call("EXISTS", self.keys.result(name)))
+
+    def status(self, name: str) -> str:
+        return str(json.loads(self.link.call("LPOP", self.keys.result(name)))["status"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(append_only=False) as server:
+        yield server
+
+
+@pytest.fixture
+def served(server: EmbeddedRedis) -> Iterator[Served]:
+    served = Served(server.url)
+    yield served
+    served.close()
+
+
+# --- withdrawals -----------------------------------------------------------------------------------------
+
+
+def test_withdrawals_that_name_nobody_seldom_look_at_all_that_waits(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.send_many(WAITING)
+    served.wait_until_waiting(WAITING)
+    looks, look = 0, Queue.runs
+
+    def counted(queue: Queue) -> Iterator[Run]:
+        nonlocal looks
+        looks += 1
+        return look(queue)
+
+    monkeypatch.setattr(Queue, "runs", counted)
+    entries = served.link.call("XLEN", served.keys.requests)
+    began_s = time.monotonic()
+    for number in range(500):
+        served.send(withdraw=f"nobody-{number}")
+    served.until(lambda: served.link.call("XLEN", served.keys.requests) == entries, "all are carried out")
+    took_us = (time.monotonic() - began_s) * 1e6
+    assert looks <= 2 + took_us / (withdrawals.PAUSE_US * WAITING)
+
+
+def test_withdrawal_that_was_put_off_is_carried_out_by_the_next_batcher(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a batcher that looks only once, and is killed, expect nothing to be lost."""
+    monkeypatch.setattr(withdrawals, "PAUSE_US", 1_000_000_000)
+    served.send_many(2000)
+    served.wait_until_waiting(2000)
+    first = served.send(withdraw="nobody")
+    served.until(
+        lambda: not served.link.call("XRANGE", served.keys.requests, first, first), "it is carried out"
+    )
+    second = served.send(withdraw="other-7")
+    served.until(lambda: second in served.session().entries, "it is read")
+    assert not served.answered("other-7")
+    served.take_over()
+    served.until(lambda: served.answered("other-7"), "it is carried out")
+    assert served.status("other-7") == "CANCELLED"
+    assert not served.link.call("XRANGE", served.keys.requests, second, second)
