@@ -53,9 +53,9 @@ from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
     MissingBatches,
+    MissingEntries,
     UnreadEntries,
     bodies_waiting_since,
-    forget_missing_entries,
 )
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
@@ -85,6 +85,7 @@ class LeaseSession(NamedTuple):
     order: ResultOrder
     missed: MissedDeadlines
     missing_batches: MissingBatches
+    missing_entries: MissingEntries
     unread: UnreadEntries
     early: EarlyRefusals
 
@@ -162,6 +163,7 @@ class ModelBatcher:
             order,
             MissedDeadlines(scheduler.capacity),
             MissingBatches(),
+            MissingEntries(),
             unread,
             EarlyRefusals(),
         )
@@ -450,7 +452,7 @@ class ModelBatcher:
         session.missing_batches.forget(
             self._store, scheduler, snapshot.batches_in_flight, settled_read, now_us
         )
-        forget_missing_entries(self._store, scheduler, entries, snapshot.waiting_entries)
+        session.missing_entries.forget(self._store, scheduler, entries, snapshot.waiting_entries)
         if snapshot.waiting_entries <= len(entries):
             scheduler.sequences.complete()  # the last unread one may have been removed
         session.missed.forget_missing(snapshot.model_processes)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from carpool.messages import Entry, Refusal, Run
 from carpool.rows import stored_names
-from carpool.store.batcher import BatcherStore, EntryChanges
+from carpool.store.batcher import ENTRIES_LOOKED_UP, BatcherStore, EntryChanges
 from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
 
@@ -119,17 +119,41 @@ def bodies_waiting_since(entries: EntryTable, arrival_us: int) -> list[str]:
     ]
 
 
-def forget_missing_entries(
-    store: BatcherStore, scheduler: Scheduler, entries: EntryTable, waiting_entries: int
-) -> None:
-    """Find entries that were withdrawn by XDEL, or taken by another batcher, and forget their requests.
+class MissingEntries:
+    """Entries that were withdrawn by XDEL, or taken by another batcher.
 
-    `waiting_entries` is how many there are in Redis. Only if that is too few, the entries are looked up.
+    To look an entry up, Redis copies its bodies. So only a few are looked up at a time, all of them in turn.
     """
-    if waiting_entries >= len(entries):
-        return
-    for entry_id in store.missing(store.keys.requests, list(entries)):
-        scheduler.forget(entries.pop(entry_id).runs)
+
+    def __init__(self) -> None:
+        self._to_look_up: deque[str] = deque()
+
+    def forget(
+        self, store: BatcherStore, scheduler: Scheduler, entries: EntryTable, waiting_entries: int
+    ) -> None:
+        """Look up the next entries, and forget the requests of those that are missing.
+
+        `waiting_entries` is how many there are in Redis. Only if that is too few, entries are looked up.
+        """
+        if waiting_entries >= len(entries):
+            return
+        if not self._to_look_up:
+            self._to_look_up.extend(entries)
+        known = self._next_known(entries)
+        if not known:
+            return
+        looked_up = store.look_up(store.keys.requests, known)
+        self._to_look_up.extendleft(reversed(known[looked_up.number :]))
+        for entry_id in looked_up.missing:
+            scheduler.forget(entries.pop(entry_id).runs)
+
+    def _next_known(self, entries: EntryTable) -> list[str]:
+        known: list[str] = []
+        while self._to_look_up and len(known) < ENTRIES_LOOKED_UP:
+            entry_id = self._to_look_up.popleft()
+            if entry_id in entries:
+                known.append(entry_id)
+        return known
 
 
 class _Missing(NamedTuple):

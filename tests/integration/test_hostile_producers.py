@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -15,6 +16,7 @@ from carpool.messages import Run
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
 from carpool.store.worker import WorkerStore
+from carpool_batcher.batcher import ModelBatcher
 from carpool_batcher.core import withdrawals
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.meter import BatcherMetrics
@@ -86,6 +88,12 @@ class Served:
         model = self.batcher._models.get("m")
         return None if model is None else model.batcher._session
 
+    def calls(self, command: str) -> int:
+        """How often Redis has run this command, also in scripts."""
+        stats = self.link.call("INFO", "commandstats").decode()
+        found = re.search(rf"cmdstat_{command}:calls=(\d+)", stats)
+        return int(found[1]) if found else 0
+
     def answered(self, name: str) -> bool:
         return bool(self.link.call("EXISTS", self.keys.result(name)))
 
@@ -149,3 +157,29 @@ def test_withdrawal_that_was_put_off_is_carried_out_by_the_next_batcher(
     served.until(lambda: served.answered("other-7"), "it is carried out")
     assert served.status("other-7") == "CANCELLED"
     assert not served.link.call("XRANGE", served.keys.requests, second, second)
+
+
+# --- missing entries -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "body_bytes", "looked_up_max"), [(1400, 1, 500), (40, 300_000, 4)])
+def test_one_missing_entry_makes_no_long_script(
+    served: Served, monkeypatch: pytest.MonkeyPatch, count: int, body_bytes: int, looked_up_max: int
+) -> None:
+    """Given an entry that was deleted, expect it to be forgotten, and never many to be read at once."""
+    entry_ids = [served.send(body="1" * body_bytes) for _ in range(count)]
+    served.wait_until_waiting(count)
+    looked_up: list[int] = []
+    compare = ModelBatcher.compare
+
+    def counted(batcher: ModelBatcher, snapshot: Any) -> None:
+        before = served.calls("xrange")
+        compare(batcher, snapshot)
+        looked_up.append(served.calls("xrange") - before)
+
+    monkeypatch.setattr(ModelBatcher, "compare", counted)
+    assert served.link.call("XDEL", served.keys.requests, entry_ids[-1]) == 1
+    served.wait_until_waiting(count - 1)
+    assert entry_ids[-1] not in served.waiting()
+    assert 0 < max(looked_up) <= looked_up_max
+    assert sum(looked_up) == count, "each is looked up once"

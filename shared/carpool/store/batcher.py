@@ -58,7 +58,8 @@ LOOKUPS_MAX: Final = 1000  # likewise
 # In one script, because Redis serves nobody else meanwhile:
 ANSWERS_MAX: Final = 1000
 CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
-MISSING_LOOKUPS_MAX: Final = 100  # each copies an entry
+ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
+BYTES_LOOKED_UP: Final = 1 << 20  # and about 2.5 ms for these
 
 _FIELDS_KEPT: Final = ("next", "first", "last", "broken", "broken_at", "failed_at")
 
@@ -86,6 +87,13 @@ class EntryChanges(NamedTuple):
     removed: list[Entry]  # with all of their requests
     put_back: list[PutBack]
     missing: list[Entry]  # no longer in the stream: none of their requests was dispatched or answered
+
+
+class LookedUp(NamedTuple):
+    """How many entries were looked up, and which of these are no longer in their stream."""
+
+    number: int
+    missing: set[str]
 
 
 class NotActiveError(Exception):
@@ -166,12 +174,20 @@ class BatcherStore:
         return bytes(last[0][0]) if last else None
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:
-        """Which of these entries are no longer in the stream. O(bytes) of those that are: call it rarely."""
+        """Which of these entries are no longer in the stream. O(their bytes)."""
         missing: set[str] = set()
-        for start in range(0, len(entry_ids), MISSING_LOOKUPS_MAX):
-            ids = entry_ids[start : start + MISSING_LOOKUPS_MAX]
-            missing.update(entry_id.decode() for entry_id in self._link.run(_MISSING, [stream], list(ids)))
+        start = 0
+        while start < len(entry_ids):
+            looked_up = self.look_up(stream, entry_ids[start : start + ENTRIES_LOOKED_UP])
+            missing |= looked_up.missing
+            start += looked_up.number
         return missing
+
+    def look_up(self, stream: str, entry_ids: Sequence[str]) -> LookedUp:
+        """Which of the first of these entries are no longer in the stream. Redis copies those that are, so as
+        many are looked up as have BYTES_LOOKED_UP together."""
+        number, *missing = self._link.run(_MISSING, [stream], [BYTES_LOOKED_UP, *entry_ids])
+        return LookedUp(number, {entry_id.decode() for entry_id in missing})
 
     def admit(self, arrivals: Sequence[TicketRange], claimants: Sequence[Entry] = ()) -> Admission:
         """Put the tickets of entries that arrived into the order of results.
