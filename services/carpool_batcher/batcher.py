@@ -139,7 +139,10 @@ class ModelBatcher:
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
         batches = self._store.batches_in_flight()
-        unread = self._load_sequences(scheduler)  # after the batches: what these kept is known then
+        self._load_sequences(scheduler)  # after the batches: what these kept is known then
+        last_id = self._store.last_waiting_id()
+        if last_id is None:
+            scheduler.sequences.complete()
         for batch in batches:
             runs = [_as_run(run, batch.cost) for run in batch.runs]
             dispatch = Dispatch(runs, "idle", batch.lane, process=batch.process)
@@ -164,25 +167,20 @@ class ModelBatcher:
             MissedDeadlines(scheduler.capacity),
             MissingBatches(),
             MissingEntries(),
-            unread,
+            UnreadEntries(last_id),
             EarlyRefusals(),
         )
         self._last_event_us = self.wake_at_us = now_us
         self.needs_snapshot = True
 
-    def _load_sequences(self, scheduler: Scheduler) -> UnreadEntries:
+    def _load_sequences(self, scheduler: Scheduler) -> None:
         """Know the sequences that are kept, if the model has any. Until all requests were read that wait now,
         none of a sequence is dispatched: one that was put back stands later than its place."""
         self._store.only_active_as = ""
-        if not scheduler.kind.has_sequences:
-            return UnreadEntries(None)
-        self._store.only_active_as = self._name
-        is_bound = scheduler.kind is ModelKind.BOUND
-        scheduler.sequences.load(self._store.kept_sequences(with_processes=is_bound))
-        last_id = self._store.last_waiting_id()
-        if last_id is None:
-            scheduler.sequences.complete()
-        return UnreadEntries(last_id)
+        if scheduler.kind.has_sequences:
+            self._store.only_active_as = self._name
+            is_bound = scheduler.kind is ModelKind.BOUND
+            scheduler.sequences.load(self._store.kept_sequences(with_processes=is_bound))
 
     def log_lost_lease(self) -> None:
         """Another batcher has the lease, or may take it."""
@@ -271,9 +269,12 @@ class ModelBatcher:
         ended: list[Refusal] = []
         emptied: list[Entry] = []
         order.before_admission()
+        latest_us = now_us + CLOCK_LAG_US
         fresh: list[Entry] = []
         for entry_id, flat in entries.not_put_back(arrived):
-            entry, decoded = decode_entry(entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US)
+            entry, decoded = decode_entry(
+                entry_id, flat, scheduler.settings, latest_us, session.unread.waited
+            )
             entries[entry.id] = entry
             fresh.append(entry)
             match decoded:

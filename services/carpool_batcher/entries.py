@@ -84,6 +84,11 @@ class UnreadEntries:
         self._refusals: list[Refusal] = []
         self._emptied: list[Entry] = []
 
+    def waited(self, entry_id: bytes) -> bool:
+        """Whether this entry waited when this batcher took over. Of the entries that it does not know, only
+        these can have been put back by another batcher that held the lease."""
+        return self._last_id is not None and id_order(entry_id) <= id_order(self._last_id)
+
     def hold(
         self, refusals: Sequence[Refusal], emptied: Sequence[Entry], *, is_reading: bool
     ) -> tuple[list[Refusal], list[Entry]]:

@@ -183,3 +183,52 @@ def test_one_missing_entry_makes_no_long_script(
     assert entry_ids[-1] not in served.waiting()
     assert 0 < max(looked_up) <= looked_up_max
     assert sum(looked_up) == count, "each is looked up once"
+
+
+# --- arrivals --------------------------------------------------------------------------------------------
+
+
+def send_as_if_put_back(served: Served, name: str, **fields: Any) -> str:
+    """A request in an entry that looks like one that a batcher put back, and arrived a minute ago."""
+    seconds, _ = served.link.call("TIME")
+    packed = msgpack.packb([{"correlation_id": name, "body": b"1", **fields}])
+    return served.send(requests=packed, arrival=(int(seconds) - 60) * 1000)
+
+
+def served_order(served: Served) -> list[str]:
+    """The correlation IDs of the waiting requests in the order in which they would be dispatched."""
+    lane = served.session().scheduler._queue.lanes[""]
+    return [name for run, _, _ in lane.in_order({}) for name in run.correlation_ids]
+
+
+def test_arrival_that_a_producer_writes_does_not_put_its_request_ahead(served: Served) -> None:
+    served.send(correlation_id="first", body="1")
+    served.wait_until_waiting(1)
+    send_as_if_put_back(served, "forged")
+    served.wait_until_waiting(2)
+    assert served_order(served) == ["first", "forged"]
+    oldest_us = served.session().scheduler.oldest_arrival_us()
+    assert oldest_us == min(run.arrival_us for run in served.runs() if run.correlation_ids == ["first"])
+
+
+def test_deadline_counts_from_the_arrival_that_an_entry_names(served: Served) -> None:
+    """Another batcher, which was paused, may have put it back. Earlier deadlines are no gain."""
+    served.send(correlation_id="first", body="1")
+    served.wait_until_waiting(1)
+    send_as_if_put_back(served, "late", expiration=59_000)
+    served.until(lambda: served.answered("late"), "it is refused")
+    assert served.status("late") == "DEADLINE_EXCEEDED"
+    assert served.waiting() == ["first"]
+
+
+def test_what_was_put_back_keeps_its_arrival_when_another_batcher_takes_over(served: Served) -> None:
+    """The new batcher cannot tell what the old one put back from what a producer wrote in the same form."""
+    served.send(correlation_id="first", body="1")
+    send_as_if_put_back(served, "put-back")
+    served.wait_until_waiting(2)
+    served.take_over()
+    served.wait_until_waiting(2)
+    assert served_order(served) == ["put-back", "first"]
+    send_as_if_put_back(served, "forged")
+    served.wait_until_waiting(3)
+    assert served_order(served) == ["put-back", "first", "forged"]

@@ -154,7 +154,7 @@ class Deadlines:
             return []
         awaited = self._queue.awaited(run)
         self._queue.remove(run)
-        expiration_ms = ((run.deadline_us or 0) - run.arrival_us) // 1000
+        expiration_ms = max(0, ((run.deadline_us or 0) - run.arrival_us) // 1000)  # 0: see `decode_entry`
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
         if awaited:
             detail += f", for {awaited}"

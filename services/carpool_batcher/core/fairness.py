@@ -12,13 +12,13 @@ the outcome of turns for each request. For that, virtual time is in integers.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from itertools import chain, count, takewhile
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from carpool.messages import Run
+from carpool_batcher.core.arrival_order import ArrivalOrder
 from carpool_batcher.core.batch_space import BatchSpace
 
 NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
@@ -45,14 +45,14 @@ class Turn(NamedTuple):
 class FairQueue:
     """Waiting runs, in the order of arrival within a tenant and in turns between tenants.
 
-    O(1) while one tenant waits; O(log of the waiting tenants) for each turn with more.
+    O(1) while one tenant waits; O(log of the waiting tenants) for each turn with more. O(log of the waiting
+    runs) for those that are not inserted in the order of arrival (`core.arrival_order`).
     """
 
     __slots__ = ("_next_turn", "_now", "_numbers", "_runs", "_turns")
 
     def __init__(self) -> None:
-        # By tenant. An OrderedDict and not a deque: expired and withdrawn runs are removed anywhere.
-        self._runs: dict[str, OrderedDict[Run, None]] = {}
+        self._runs: dict[str, ArrivalOrder] = {}  # by tenant
         self._next_turn: dict[str, Turn] = {}
         self._turns: list[Turn] = []  # a heap of the next turns; outdated ones in it are skipped
         self._numbers = count()
@@ -69,25 +69,17 @@ class FairQueue:
         return chain.from_iterable(self._runs.values())
 
     def insert(self, run: Run) -> None:
-        """Append a run; one that was put back under a later entry ID is inserted by its arrival."""
+        """Add a run, behind those of its tenant that arrived before it."""
         runs = self._runs.get(run.tenant)
         if runs is None:
-            runs = self._runs[run.tenant] = OrderedDict()
+            runs = self._runs[run.tenant] = ArrivalOrder()
             turn = self._next_turn.get(run.tenant)
             self._set_turn(run.tenant, self._now if turn is None else max(self._now, turn.start))
-        if runs and next(reversed(runs)).arrival_us > run.arrival_us:
-            later = list(takewhile(lambda other: other.arrival_us > run.arrival_us, reversed(runs)))
-            runs[run] = None
-            for other in reversed(later):
-                runs.move_to_end(other)
-        else:
-            runs[run] = None
+        runs.insert(run)
 
     def remove(self, run: Run) -> None:
         """Remove a run from any position. This does not use up a turn of its tenant."""
-        runs = self._runs[run.tenant]
-        del runs[run]
-        if not runs:
+        if not self._runs[run.tenant].remove(run):
             self._remove_tenant(run.tenant)
 
     def pop(self, space: BatchSpace, weights: Mapping[str, float]) -> Run | None:
@@ -95,7 +87,7 @@ class FairQueue:
         a run; None if none fits. The queue must not be empty."""
         tenant = self._next_tenant()
         runs = self._runs[tenant]
-        run = next(iter(runs))
+        run = runs.first()
         waiting = len(run.correlation_ids)
         size = waiting
         if waiting > 1 and len(self._runs) > 1:
@@ -110,8 +102,7 @@ class FairQueue:
             self._set_turn(tenant, start + size * duration)
         if size < waiting:
             return run.cut(size)
-        del runs[run]
-        if not runs:
+        if not runs.remove(run):
             self._remove_tenant(tenant)
         return run
 
@@ -144,7 +135,7 @@ class FairQueue:
 
     def oldest_arrival_us(self) -> int:
         """The arrival of the oldest request. The queue must not be empty. O(waiting tenants)."""
-        return min(next(iter(runs)).arrival_us for runs in self._runs.values())
+        return min(runs.first().arrival_us for runs in self._runs.values())
 
     def _next_tenant(self) -> str:
         if len(self._runs) == 1:

@@ -12,7 +12,7 @@ Requests that differ only in their correlation IDs and bodies become one run (`r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -57,7 +57,11 @@ def arrival_of(entry_id: str) -> int:
 
 
 def decode_entry(
-    entry_id: bytes, flat: Sequence[bytes], settings: ModelSettings, now_us: int = sys.maxsize
+    entry_id: bytes,
+    flat: Sequence[bytes],
+    settings: ModelSettings,
+    now_us: int = sys.maxsize,
+    may_be_put_back: Callable[[bytes], bool] = lambda entry_id: True,
 ) -> tuple[Entry, list[Decoded]]:
     """Decode an entry of the request stream, as Redis returns it. Never raises.
 
@@ -77,8 +81,10 @@ def decode_entry(
         return entry, [read_end_sequences(entry, raw["end_sequences"])]
     packed = raw.pop("requests", None)
     arrival = raw.pop("arrival", None)
+    arrived_us, is_put_back = entry.arrival_us, False
     if arrival is not None:
-        entry.arrival_us = arrival_put_back(arrival, entry.arrival_us)
+        entry.arrival_us = arrival_put_back(arrival, arrived_us)
+        is_put_back = may_be_put_back(entry_id)
     if packed is not None:
         tickets = raw.pop("slots", b"") if arrival is not None else b""
         # Each run of an entry put back carries what all of them shared before, so the entry may be larger
@@ -91,14 +97,18 @@ def decode_entry(
         decoded = decode_columns(entry, raw, settings)
     else:
         request = decode_request(entry, raw, settings, default_id=name)
-        if type(request) is Run and request.sequence is None:
+        if type(request) is Run and request.sequence is None and arrival is None:
             entry.runs.append(request)
             return entry, [request]
         decoded = [request]
     if has_sequences(decoded):
-        decoded = divide_sequences(decoded, were_put_back=arrival is not None)
+        decoded = divide_sequences(decoded, were_put_back=is_put_back)
     decoded = _divide_long_runs(decoded, settings)
     entry.runs = [item for item in decoded if type(item) is Run]
+    if arrival is not None and not is_put_back:
+        entry.arrival_us = arrived_us
+        for run in entry.runs:
+            run.arrival_us = arrived_us
     return entry, decoded
 
 
