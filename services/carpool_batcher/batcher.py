@@ -251,7 +251,7 @@ class ModelBatcher:
                     self._count_missed(session.missed.settled(event, batch, settled_us))
                     scheduler.settle(
                         event.batch_id,
-                        event.compute_us,
+                        event.compute_us + event.overhead_us,
                         settled_us,
                         event.executed,
                         event.waited_us,

@@ -72,6 +72,7 @@ class Committer:
             execution.of_runs,
             execution.executed_together,
             execution.waited_us,
+            execution.overhead_us,
             execution.changes(),
         )
 

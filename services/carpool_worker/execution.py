@@ -64,6 +64,7 @@ class Execution:
     waited_us: int = 0  # time in which it waited for the model process, undecoded or decoded
     input_us: int = 0  # time spent decoding
     compute_us: int = 0  # time spent in the model, over all frames
+    overhead_us: int = 0  # for which these frames occupied the process beside that
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames

@@ -59,6 +59,7 @@ class Replica(ReplicaLoop[Execution]):
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
         self._busy_since_s = 0.0  # since when the first unfinished execution is executed
+        self._occupied_since_s = 0.0  # since when the frame that the process has is its own
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -164,6 +165,8 @@ class Replica(ReplicaLoop[Execution]):
             self._send_next(execution)
 
     def _send_next(self, execution: Execution) -> None:
+        if self._executed() is None:
+            self._occupied_since_s = time.monotonic()
         _, header, payload = execution.frames[execution.frames_sent]
         execution.frames_sent += 1
         self.process.send(header, *payload)
@@ -197,6 +200,9 @@ class Replica(ReplicaLoop[Execution]):
         execution = self._executed()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
         frame = execution.frames[0]
+        now_s = time.monotonic()
+        occupied_us, self._occupied_since_s = int((now_s - self._occupied_since_s) * 1e6), now_s
+        execution.overhead_us += max(0, occupied_us - header.compute_us)
         try:
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again

@@ -540,6 +540,7 @@ class BatchSettled(NamedTuple):
     `waited_us`: how long it waited until a model process could take it.
     `streamed`: only of a streamed request, which is alone in its batch.
     `broken`: the IDs of sequences whose request in the batch did not succeed.
+    `overhead_us`: for which it occupied its process beside `compute_us`; 0 if that was not measured.
     """
 
     batch_id: str
@@ -551,6 +552,7 @@ class BatchSettled(NamedTuple):
     waited_us: int = 0
     streamed: Streamed | None = None
     broken: Sequence[str] = ()
+    overhead_us: int = 0
 
 
 class ModelProcessesChanged(NamedTuple):

@@ -1,4 +1,4 @@
-"""The latency model l(n): how long the model takes for a batch of n requests, learned from executed batches.
+"""The latency model l(n): how long a batch of n requests occupies a model process, learned from batches.
 
 l(n) is the monotone curve that was seen. No formula is fitted: a model may take steps, because it pads its
 batches to 8, 16 and 32, or grow like a logarithm. The median observation of each class of sizes

@@ -121,7 +121,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
         kind,
         len(snapshot.model_processes),
         [
-            (batch.executed, batch.compute_us)
+            (batch.executed, batch.compute_us + batch.overhead_us)
             for batch in settled
             if type(batch) is BatchSettled and batch.executed and batch.compute_us
         ],

@@ -242,13 +242,14 @@ class WorkerStore:
         of_runs: Sequence[RunResults] = (),
         executed: int = 0,
         waited_us: int = 0,
+        overhead_us: int = 0,
         changes: Sequence[SequenceChange] = (),
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
         `results` of single requests by position, each with its address, and `of_runs` those of requests of
-        one run. All other positions were answered ahead. `executed`, `waited_us`: see `BatchSettled`.
-        `changes`: what all of these results do to sequences.
+        one run. All other positions were answered ahead. `executed`, `waited_us`, `overhead_us`:
+        see `BatchSettled`. `changes`: what all of these results do to sequences.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
@@ -263,7 +264,7 @@ class WorkerStore:
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
         args: list[Argument] = [
             consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us, executed,
-            waited_us, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
+            waited_us, overhead_us, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
             " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
             len(left_out), *left_out, len(body_keys), *body_keys,
         ]  # fmt: skip

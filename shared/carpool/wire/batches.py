@@ -148,6 +148,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(raw.get(b"waited_us", b"0")),
         Streamed(*map(int, streamed.split())) if streamed else None,
         tuple(raw.get(b"broken", b"").decode().split()),
+        int(raw.get(b"overhead_us", b"0")),
     )
 
 

@@ -8,9 +8,10 @@
 --       of stored bodies
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 number of requests  6 execution time (us)
 --       7 number of requests executed together  8 time that the batch waited for a model process (us)
---       9 maximum length of `settled`, 10 of `dead`
---       11 IDs of the sequences that are broken, separated by spaces; without those that were answered ahead
---       12.. list of positions left out
+--       9 time for which it occupied the process beside its execution (us)
+--       10 maximum length of `settled`, 11 of `dead`
+--       12 IDs of the sequences that are broken, separated by spaces; without those that were answered ahead
+--       13.. list of positions left out
 --           list of stored bodies to delete: index in KEYS
 --           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
@@ -22,11 +23,11 @@
 -- O(results), and O(bytes) for the payloads. A batch has `max_batch_size` results at most.
 if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
-local take = argument_reader(12)
+local take = argument_reader(13)
 local left_out = {}
 for _ = 1, tonumber(take()) do left_out[take()] = true end
 local answered, progress = { 'ANSWERED' }, redis.call('HKEYS', KEYS[3])
-local broken = { ARGV[11] ~= '' and ARGV[11] or nil }
+local broken = { ARGV[12] ~= '' and ARGV[12] or nil }
 for _, field in ipairs(progress) do
   local position = string.match(field, '^answered:(%d+)$')
   if position then
@@ -46,15 +47,16 @@ for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 local now = redis.call('TIME')  -- a batcher may read the entry later
 local settled_us = now[1] .. string.format('%06d', now[2])
 if #broken > 0 then broken = { 'broken', table.concat(broken, ' ') } end
-redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[9], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
-  'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'settled_us', settled_us, unpack(broken))
+redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[10], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
+  'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'overhead_us', ARGV[9],
+  'settled_us', settled_us, unpack(broken))
 local arrived = {}
 for _ = 1, tonumber(take()) do
   local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()
   take_result(arrived, ranges, key, kind, payload, ARGV[4])
 end
 for _ = 1, tonumber(take()) do
-  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[10], '*', unpack(take_list(take)))
+  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[11], '*', unpack(take_list(take)))
 end
 change_sequences(take, true)
 if #arrived > 0 and release(KEYS[5], KEYS[6], arrived) then return { 'SETTLED_MORE' } end
