@@ -24,7 +24,7 @@ from carpool.errors import (
     InternalError,
     InvalidArgumentError,
 )
-from carpool.messages import MSGPACK, RAW, BatchedRun
+from carpool.messages import MSGPACK, RAW, Batch, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
@@ -247,7 +247,9 @@ class Codec:
                 fields = [
                     (*of_one, *of_sequence) for of_one, of_sequence in zip(fields, sequences, strict=True)
                 ]
-        header = FrameHeader(positions[0], len(positions), parts, fields)
+        header = FrameHeader(
+            positions[0], len(positions), parts, fields, _deadlines_us(execution.batch, positions)
+        )
         if not parts:
             payload = _array_of_packed(values)
         elif len(parts) == 1:
@@ -345,6 +347,16 @@ class _ResultHead(NamedTuple):
             return cls(parts, row_bytes, {})
         _, datatype, shape = parts[0]
         return cls(parts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
+
+
+def _deadlines_us(batch: Batch, positions: Sequence[int]) -> Sequence[int | None]:
+    """Those of the requests at these positions, for a frame."""
+    deadlines_us = batch.deadlines_us
+    if not deadlines_us or len(positions) == 1:
+        return ()
+    if len(positions) == batch.size:
+        return deadlines_us
+    return [deadlines_us[position] for position in positions]
 
 
 def _expired(run: BatchedRun, now_us: int) -> bool:

@@ -35,6 +35,11 @@ class RedisClock:
                 behind_us = kept_us
         self._offset_us, self._set_us = behind_us, received_us
 
+    @property
+    def ahead_us(self) -> int:
+        """Redis's time less that of this host's monotonic clock, which all processes of the host share."""
+        return int(self._offset_us)
+
     def now_us(self) -> int:
         """Microseconds since the epoch on Redis's clock."""
         return int(time.monotonic_ns() / 1000 + self._offset_us)

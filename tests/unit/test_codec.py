@@ -263,6 +263,17 @@ def test_each_shape_gets_its_own_frame_and_each_request_its_own_result() -> None
         assert decode_body(result.content_type, result.body or b"").tolist() == [at * 10] * length
 
 
+def test_frame_has_the_deadlines_of_its_requests() -> None:
+    """For the model process, which executes the halves of a batch on which the model raised."""
+    dated = [request_of([1])._replace(deadline_us=NOW_US + number) for number in (1, 2)]
+    undated, alone = request_of([1]), request_of([1, 2])._replace(deadline_us=NOW_US + 3)
+    execution = prepared(codec_of(ANY), dated[0], alone, undated, dated[1])
+    deadlines = [(frame.positions, frame.header.deadlines_us) for frame in execution.frames]
+    assert deadlines == [([0, 2, 3], [NOW_US + 1, None, NOW_US + 2]), ([1], ())]
+    (frame,) = prepared(codec_of(ANY), undated, undated).frames
+    assert frame.header.deadlines_us == ()
+
+
 def test_failure_in_a_frame_is_mapped_to_its_position_in_the_batch() -> None:
     def predict(batch: Any) -> Any:
         return [ValueError("bad") if (row == 9).any() else len(row) for row in batch]

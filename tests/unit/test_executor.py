@@ -50,11 +50,42 @@ def failed(message: str) -> Failure:
     return "INTERNAL", f"the model failed on this request: {message}"
 
 
+def run_late(model: Counting, count: int, late: Callable[[int], bool]) -> Outcome:
+    """The outcome of as many bodies, 0 and up, which are late once the model was called."""
+    loaded = LoadedModel(lambda batch, _: model(batch))
+    return execute(
+        loaded, ListItems(list(range(count))), (), None, lambda index: model.calls > 0 and late(index)
+    )
+
+
 # --- the model raises --------------------------------------------------------------------------------------
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
     assert run(lambda batch: [x * x for x in batch], [1, 2, 3]) == Outcome({}, [1, 4, 9], executed=3)
+
+
+def test_batch_that_expired_as_a_whole_is_not_halved() -> None:
+    """Given deadlines that passed while the model was executing, and raised, expect no second call."""
+    model = Counting(3)
+    outcome = run_late(model, 64, lambda index: True)
+    assert model.calls == 1
+    assert {status for status, _ in outcome.failures.values()} == {"DEADLINE_EXCEEDED"}
+    assert len(outcome.failures) == 64
+    assert (outcome.results, outcome.executed, outcome.raised) == ([], 0, ())
+
+
+def test_only_those_that_are_awaited_are_executed_again() -> None:
+    """Given one request without a deadline in a batch that raised, expect it to be executed alone."""
+    model = Counting(3)
+    outcome = run_late(model, 64, lambda index: index != 40)
+    assert (model.calls, outcome.results) == (2, [-40])
+    assert outcome.failures.keys() == set(range(64)) - {40}
+    assert "its deadline passed before it was executed again" in outcome.failures[3][1]
+
+
+def test_late_requests_of_a_batch_that_did_not_raise_get_their_results() -> None:
+    assert run_late(Counting(), 3, lambda index: True) == Outcome({}, [0, -1, -2], executed=3)
 
 
 def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:

@@ -4,16 +4,18 @@ An invalid or failing item fails alone. If the model raises on several items, th
 failing item is alone, and the others get their results. Of n items, one failing item costs 2 log2(n) more
 calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
 results are missing. So do wrong new states.
+
+Those whose deadlines have passed are not executed again: nobody waits for their results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from carpool.errors import INTERNAL, INVALID_ARGUMENT
+from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool.wire.tensors import Array
 from carpool_worker.model_process import frames
@@ -21,6 +23,11 @@ from carpool_worker.model_process.failures import WrongOutputError, failure_of
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 from carpool_worker.model_process.states import States
+
+_LATE: Final = (
+    DEADLINE_EXCEEDED,
+    "expired: the model raised on its batch, and its deadline passed before it was executed again",
+)
 
 Stacked = dict[str, Array]  # by tensor name; the first dimension counts the items
 
@@ -116,19 +123,31 @@ class Outcome(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What there is of a frame's requests, by index. `states`: of a model that keeps them."""
+    """What there is of a frame's requests, by index. `states`: of a model that keeps them. `is_late`: whether
+    the deadline of one has passed by now."""
 
     items: Items
     requests: Sequence[RequestInfo]
     states: States | None
+    is_late: Callable[[int], bool]
+
+
+def never_late(_index: int) -> bool:
+    """Of requests without deadlines."""
+    return False
 
 
 def execute(
-    model: LoadedModel, items: Items, requests: Sequence[RequestInfo], states: States | None = None
+    model: LoadedModel,
+    items: Items,
+    requests: Sequence[RequestInfo],
+    states: States | None = None,
+    is_late: Callable[[int], bool] = never_late,
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
+    `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     """
     failures = validate(model, items)
     valid: Sequence[int] = range(len(items))
@@ -136,7 +155,7 @@ def execute(
         valid = [index for index in valid if index not in failures]
     parts: list[list[Any] | Stacked] = []
     raised: list[int] = []
-    given = _Given(items, requests, states)
+    given = _Given(items, requests, states, is_late)
     if valid and not _attempt(model, given, valid, failures, parts, raised):
         return Outcome(failures, _join(parts), 0, tuple(raised))
     return Outcome(failures, _join(parts), len(valid))
@@ -162,7 +181,8 @@ def _attempt(
     parts: list[list[Any] | Stacked],
     raised: list[int],
 ) -> bool:
-    """Run the model on these items. If it raises, run it on each half, to isolate the failing items.
+    """Run the model on these items. If it raises, run it on each half, to isolate the failing items, but not
+    on items that are late.
 
     Adds to `failures`, `parts` and `raised`. Returns whether it did not raise.
     """
@@ -183,13 +203,24 @@ def _attempt(
         return False
     middle = len(indexes) // 2
     for half in (indexes[:middle], indexes[middle:]):
-        _attempt(model, given, half, failures, parts, raised)
+        awaited = _without_late(given, half, failures)
+        if awaited:
+            _attempt(model, given, awaited, failures, parts, raised)
     return False
+
+
+def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Failure]) -> Sequence[int]:
+    """Those of these items that are to be executed again. The others fail."""
+    late = [index for index in indexes if given.is_late(index)]
+    if not late:
+        return indexes
+    failures.update(dict.fromkeys(late, _LATE))
+    return [index for index in indexes if index not in failures]
 
 
 def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> list[Any] | Stacked:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
-    items, requests, states = given
+    items, requests, states, _ = given
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
     if states is None:
         return results_of(model, model.run(items.select(indexes), infos), len(indexes))

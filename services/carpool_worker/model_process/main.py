@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
@@ -24,7 +24,7 @@ from carpool.model_settings import ModelKind
 from carpool.plugins import UnusableError
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_loop import BoundLoop
-from carpool_worker.model_process.executor import decode_items, execute
+from carpool_worker.model_process.executor import decode_items, execute, never_late
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed, Ready
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import BoundModel, LoadedModel, RequestInfo, SteppingModel, load_model
@@ -114,13 +114,25 @@ def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: Load
         states = States(model.states, rows, frame.size)
     items, requests = decode_items(frame, payload), [RequestInfo(*info) for info in frame.requests]
     started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, requests, states)
+    outcome = execute(model, items, requests, states, _lateness(frame))
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     header, data = encode_outcome(model, frame, outcome, compute_us)
     if states is None:
         frames.send_message(sock, header, data)
     else:
         frames.send_message(sock, header, data, states.without(header.failures))
+
+
+def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
+    """Whether the deadline of the request with an index has passed."""
+    if not frame.deadlines_us:
+        return never_late
+
+    def is_late(index: int) -> bool:
+        deadline_us = frame.deadlines_us[index]
+        return deadline_us is not None and deadline_us <= time.monotonic_ns() // 1000 + frame.redis_ahead_us
+
+    return is_late
 
 
 if __name__ == "__main__":
