@@ -28,7 +28,17 @@ from carpool.messages import MSGPACK, RAW, Batch, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body
-from carpool.wire.tensors import Array, HeadMemo, TensorSpec, array_of, datatype_of, tensor_head, to_bytes
+from carpool.wire.tensors import (
+    Array,
+    HeadMemo,
+    TensorSpec,
+    are_bools,
+    array_of,
+    check_bools,
+    datatype_of,
+    tensor_head,
+    to_bytes,
+)
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
@@ -131,7 +141,7 @@ class Codec:
             return None
         spec = self.inputs[0]
         if run.content_type == RAW:
-            if rows.head or spec.fixed_bytes != rows.width:
+            if rows.head or spec.fixed_bytes != rows.width or not _are_valid(spec.datatype, rows.data):
                 return None
             return ((spec.name, spec.datatype, spec.shape),), rows.data
         if run.content_type != MSGPACK:
@@ -142,7 +152,7 @@ class Codec:
             with contextlib.suppress(Exception):  # what is wrong is reported when each body is decoded
                 self._decode_tensors(MSGPACK, first)  # which remembers the head
             data = self._memo.data_of(first)
-        if data is None or len(data) != rows.width:
+        if data is None or len(data) != rows.width or not _are_valid(self._memo.datatype, rows.data):
             return None
         return ((spec.name, self._memo.datatype, self._memo.shape),), rows.data
 
@@ -160,7 +170,7 @@ class Codec:
                 return None
         try:
             data = self._memo.data_of(body) if run.content_type == MSGPACK else None
-            if data is None:
+            if data is None or not _are_valid(self._memo.datatype, data):
                 return self._decode(run.content_type, body)
             return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         except CarpoolError as error:
@@ -232,6 +242,7 @@ class Codec:
             raise InvalidArgumentError(
                 f"body: {len(body)} bytes, but the tensor {spec.name!r} takes {expected_bytes}"
             )
+        check_bools(spec.datatype, body)
         return ((spec.name, spec.datatype, spec.shape),), body
 
     def _frame(
@@ -357,6 +368,11 @@ def _deadlines_us(batch: Batch, positions: Sequence[int]) -> Sequence[int | None
     if len(positions) == batch.size:
         return deadlines_us
     return [deadlines_us[position] for position in positions]
+
+
+def _are_valid(datatype: str, data: Buffer) -> bool:
+    """Whether these may be the bytes of tensors; if not, those of each request are decoded to tell which."""
+    return datatype != "BOOL" or are_bools(data)
 
 
 def _expired(run: BatchedRun, now_us: int) -> bool:

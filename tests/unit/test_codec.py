@@ -263,6 +263,25 @@ def test_each_shape_gets_its_own_frame_and_each_request_its_own_result() -> None
         assert decode_body(result.content_type, result.body or b"").tolist() == [at * 10] * length
 
 
+BOOLS = TensorSpec("x", "BOOL", (2,))
+BOOL_HEAD = tensor_head("BOOL", [2], 2)
+NO_BOOL = "INVALID_ARGUMENT: body.data: has a byte that is not BOOL: neither 0 nor 1"
+
+
+def test_byte_that_is_no_bool_fails_its_request_alone() -> None:
+    """Also where the first body of a batch is valid, and its head is remembered."""
+    bodies = [request_of(BOOL_HEAD + data, MSGPACK) for data in (b"\0\1", b"\1\2", b"\1\1")]
+    first, second, third = served(codec_of(BOOLS), echo, *bodies)
+    assert (first.tolist(), second, third.tolist()) == ([False, True], NO_BOOL, [True, True])
+    bodies = [request_of(data, RAW) for data in (b"\0\1", b"\xff\1")]
+    assert served(codec_of(BOOLS), echo, *bodies) == [b"\0\1", NO_BOOL]
+
+
+def test_byte_that_is_no_bool_in_a_model_that_takes_anything() -> None:
+    (got,) = served(codec_of(), echo, request_of(BOOL_HEAD + b"\1\xff", MSGPACK))
+    assert got == NO_BOOL
+
+
 def test_frame_has_the_deadlines_of_its_requests() -> None:
     """For the model process, which executes the halves of a batch on which the model raised."""
     dated = [request_of([1])._replace(deadline_us=NOW_US + number) for number in (1, 2)]

@@ -186,6 +186,16 @@ def _without_times(read: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...
 # --- what the property would not show ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("content_type", "head"), [(RAW, b""), (MSGPACK, tensor_head("BOOL", [2], 2))], ids=["raw", "msgpack"]
+)
+def test_row_that_is_no_bool_fails_its_request_alone(content_type: str, head: bytes) -> None:
+    rows = Rows(head, b"\0\1\1\1\1\2\0\0", 2)
+    execution = prepared(codec_of(TensorSpec("x", "BOOL", (2,))), run_of(rows, "a", content_type))
+    assert [list(frame.positions) for frame in execution.frames] == [[0, 1, 3]]
+    assert {position: one.status for position, one in execution.results.items()} == {2: "INVALID_ARGUMENT"}
+
+
 def test_rows_become_one_frame_and_columns_without_a_step_for_each_request() -> None:
     codec = codec_of(X, outputs=[X])
     runs = [run_of(rows_of(range(20, 60)), "a"), run_of(rows_of(range(20, 44), RAW), "b", RAW)]

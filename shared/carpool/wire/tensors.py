@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool.errors import InvalidArgumentError
+from carpool.parts import Buffer
 
 Array = NDArray[Any]
 
@@ -245,6 +246,17 @@ def check_length(datatype: str, shape: Sequence[int], data_bytes: int, field: st
         )
 
 
+def are_bools(data: Buffer) -> bool:
+    """Whether every byte is 0 or 1, as in a BOOL tensor: numpy does not say what another one means."""
+    return bool(np.frombuffer(data, np.uint8).max(initial=0) <= 1)
+
+
+def check_bools(datatype: str, data: Buffer, field: str = "body") -> None:
+    """Raise InvalidArgumentError if this is the data of a BOOL tensor, and has other bytes than 0 and 1."""
+    if datatype == "BOOL" and not are_bools(data):
+        raise _invalid(f"{field}.data", "has a byte that is not BOOL: neither 0 nor 1")
+
+
 def from_bytes(datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Array:
     """A read-only array over `data`, not a copy. The caller has checked its length. BF16 becomes float32."""
     if datatype == "BF16":
@@ -275,6 +287,7 @@ def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list
         return _decode_strings(data, shape, field)
     if type(data) is bytes:
         check_length(datatype, shape, len(data), field)
+        check_bools(datatype, data, field)
         return from_bytes(datatype, shape, data)
     if type(data) is not list:
         raise _invalid(f"{field}.data", "must be bin in msgpack, or a list in JSON")
