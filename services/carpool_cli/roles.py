@@ -114,7 +114,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _CONNECT,
         _CLOCK,
         Grant("register the model", "sadd", "models"),
-        Grant("register the model; renew.lua checks that it still is", "hset exists", "registration"),
+        Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
             "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over, drain",

@@ -25,6 +25,7 @@ from carpool.store.results import (
 )
 from carpool.store.sequences import change_args
 from carpool.wire.batches import decode_batch, encode_dead_letter
+from carpool.wire.registration import OPTIONAL_FIELDS
 
 DEAD_ENTRIES_MAX: Final = 10_000
 
@@ -100,8 +101,15 @@ class WorkerStore:
         self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.held)
 
     def register(self, registration: Mapping[str, Argument]) -> None:
-        """Write the registration of the model; only workers do."""
+        """Write the registration of the model; only workers do.
+
+        What a model of this name declared before, and this one does not, is removed. An ACL file older than
+        this forbids it: then it stays.
+        """
         fields = [part for pair in registration.items() for part in pair]
+        undeclared = [name for name in OPTIONAL_FIELDS if name not in registration]
+        if undeclared:
+            self._link.call_many(("HDEL", self.keys.registration, *undeclared))
         replies = self._link.call_many(
             ("HSET", self.keys.registration, *fields),
             ("SADD", models_key(self.keys.prefix), self.keys.model),

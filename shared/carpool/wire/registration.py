@@ -16,6 +16,8 @@ from carpool.model_settings import ModelKind
 from carpool.wire.kinds import kind_fields
 from carpool.wire.tensors import TensorSpec
 
+OPTIONAL_FIELDS: Final = ("inputs", "outputs")
+
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
 
@@ -27,7 +29,7 @@ def encode_registration(
 ) -> dict[str, str]:
     """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
     fields = {**settings, **kind_fields(kind)}
-    for name, specs in (("inputs", inputs), ("outputs", outputs)):
+    for name, specs in zip(OPTIONAL_FIELDS, (inputs, outputs), strict=True):
         if specs:
             fields[name] = json.dumps(
                 [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
