@@ -109,6 +109,7 @@ class ModelBatcher:
         self._meter = meter
         self._policies = policies
         self._store = BatcherStore(link, keys, clock)
+        self._store.name = name
         self._session: LeaseSession | None = None
         self._last_event_us = 0
         self._turned_us = 0  # when the last turn was
@@ -176,9 +177,8 @@ class ModelBatcher:
     def _load_sequences(self, scheduler: Scheduler) -> None:
         """Know the sequences that are kept, if the model has any. Until all requests were read that wait now,
         none of a sequence is dispatched: one that was put back stands later than its place."""
-        self._store.only_active_as = ""
-        if scheduler.kind.has_sequences:
-            self._store.only_active_as = self._name
+        self._store.has_sequences = scheduler.kind.has_sequences
+        if self._store.has_sequences:
             is_bound = scheduler.kind is ModelKind.BOUND
             scheduler.sequences.load(self._store.kept_sequences(with_processes=is_bound))
 

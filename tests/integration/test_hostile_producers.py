@@ -31,13 +31,13 @@ WAITING: Final = 20_000
 class Served:
     """A model without workers, and a batcher, which runs when a test waits for something."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, **settings: Any) -> None:
         self.url = url
         self.keys = Keys("m")
         self.link = Link(url, name="test")
         self.link.call("FLUSHALL")
-        settings = ModelSettings(max_batch_size=8, max_queue_size=10 * WAITING)
-        WorkerStore(self.link, self.keys).register(settings.as_text())
+        model = ModelSettings(**{"max_batch_size": 8, "max_queue_size": 10 * WAITING, **settings})
+        WorkerStore(self.link, self.keys).register(model.as_text())
         self.batcher = self.new_batcher("first")
 
     def new_batcher(self, name: str) -> BatcherService:
@@ -183,6 +183,23 @@ def test_one_missing_entry_makes_no_long_script(
     assert entry_ids[-1] not in served.waiting()
     assert 0 < max(looked_up) <= looked_up_max
     assert sum(looked_up) == count, "each is looked up once"
+
+
+# --- a batcher that was paused ---------------------------------------------------------------------------
+
+
+def test_batcher_that_lost_its_lease_refuses_nothing_by_its_old_copy(server: EmbeddedRedis) -> None:
+    """Given a copy by which the queue is full, and another batcher, expect no answer from this one."""
+    served = Served(server.url, max_queue_size=1)
+    served.send(correlation_id="first", body="1")
+    served.wait_until_waiting(1)
+    served.link.call("SET", served.keys.batcher, "another")
+    served.batcher._leases_at_s = time.monotonic() + 60  # it does not notice before it reads
+    served.send(correlation_id="second", body="1")
+    served.until(lambda: served.session() is None, "it notices")
+    assert not served.answered("second")
+    assert served.link.call("XLEN", served.keys.requests) == 2
+    served.close()
 
 
 # --- arrivals --------------------------------------------------------------------------------------------

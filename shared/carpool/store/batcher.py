@@ -97,7 +97,7 @@ class LookedUp(NamedTuple):
 
 
 class NotActiveError(Exception):
-    """This batcher does not hold the lease of a model with sequences any more. Nothing was written."""
+    """This batcher does not hold the lease any more, and must to do this. Nothing was written."""
 
 
 class ProcessLeftError(Exception):
@@ -126,7 +126,8 @@ class BatcherStore:
         self._link = link
         self.keys = keys
         self.clock = clock or RedisClock()
-        self.only_active_as = ""  # of a model with sequences: the batcher's name, which must hold the lease
+        self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
+        self.has_sequences = False  # then it must hold the lease to dispatch them, too
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -242,7 +243,8 @@ class BatcherStore:
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
-        if self.only_active_as:
+        only_active_as = self.name if self.has_sequences else ""
+        if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
         of_model: list[Argument] = ["result_ttl_ms", result_ttl_ms]
         if step_settings:
@@ -250,7 +252,7 @@ class BatcherStore:
         elif max_execution_ms is not None:
             of_model += ["max_execution_ms", max_execution_ms]
         batched = [self._dispatch_args(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
-        args: list[Argument] = [_arrivals_arg(arrivals), self.only_active_as]
+        args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
@@ -325,7 +327,7 @@ class BatcherStore:
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
-        if self.only_active_as:
+        if self.name:
             script_keys.keys.append(self.keys.batcher)
         remaining: list[list[list[Run]]] = []
         groups: list[Group] = []
@@ -337,7 +339,7 @@ class BatcherStore:
             result_args = group_list_args(result_groups(self.keys, script_keys, results))
             bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
-        args = [result_ttl_ms, self.only_active_as, *group_list_args(groups)]
+        args = [result_ttl_ms, self.name, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)
         args += group_list_args(
             [

@@ -1,12 +1,13 @@
 -- refuse: waiting requests are answered without being dispatched (expired, over a limit, withdrawn, invalid).
 -- Entries without requests (withdrawals) are only removed. Nothing is written for an entry that is no longer in the
 -- stream: it was removed by XDEL, or dispatched or answered already. What all of this changes in sequences is written
--- with it, and which sequences end because they were idle. Of a model with sequences only the active batcher may do so.
+-- with it, and which sequences end because they were idle. Only the active batcher may do so: another one, which was
+-- paused, has an old copy of the request stream, by which the queue may be full, and older states of sequences.
 --
 -- KEYS  1 requests   2 order   3 held   4 batcher, if ARGV[2] is not ''
 --       .. the keys of results, of stored bodies, of sequences and of inboxes
 -- ARGV  1 result TTL (ms)
---       2 of a model with sequences the name of this batcher, else ''
+--       2 the name of this batcher, '' if it need not be active
 --       3.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
 --           of tickets or '', payload; list of stored bodies to delete: index in KEYS
 --       list of changes of sequences (see sequence.lua)
