@@ -1,7 +1,8 @@
 """A model that takes as long as the one of `deadlines.points.MODELS` that CARPOOL_BENCH_MODEL names.
 
-It sleeps, and so takes no CPU time but for its end: a sleep lasts about 0.1 ms too long, by which batches of 2
-ms would take longer than virtual time and the bounds assume. So it is ended early, and the rest is waited for.
+It sleeps, and so takes no CPU time but for its end: a sleep lasts about 0.1 ms too long, by which batches of
+2 ms would take longer than virtual time and the bounds assume. So it is ended early, and the rest is waited
+for.
 """
 
 from __future__ import annotations
