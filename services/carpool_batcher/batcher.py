@@ -22,6 +22,7 @@ from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.keys import Keys
 from carpool.messages import (
     UNANSWERED,
+    Batch,
     BatchedRun,
     BatchSettled,
     Dispatch,
@@ -39,11 +40,11 @@ from carpool.model_settings import ModelKind
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
-from carpool.store.reader import Arrived, RawEntry, StreamReader, Subscription
+from carpool.store.reader import Arrived, OversizedEntry, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.kinds import kind_of
-from carpool.wire.requests import Decoded, decode_entry
+from carpool.wire.requests import Decoded, decode_entry, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler, earlier
@@ -139,16 +140,14 @@ class ModelBatcher:
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
-        batches = self._store.batches_in_flight()
+        in_flight = [_as_in_flight(batch) for batch in self._store.batches_in_flight()]
         self._load_sequences(scheduler)  # after the batches: what these kept is known then
         last_id = self._store.last_waiting_id()
         if last_id is None:
             scheduler.sequences.complete()
-        for batch in batches:
-            runs = [_as_run(run, batch.cost) for run in batch.runs]
-            dispatch = Dispatch(runs, "idle", batch.lane, process=batch.process)
-            scheduler.adopt(batch.id, dispatch, batch.dispatched_us)
-            order.launched(batch.id, runs)
+        for batch_id, dispatch, dispatched_us in in_flight:
+            scheduler.adopt(batch_id, dispatch, dispatched_us)
+            order.launched(batch_id, dispatch.runs)
         now_us = self._clock.now_us()
         self._renew_bodies_at_us = now_us + BODIES_FIRST_RENEWED_US
         self._meter.activated(now_us)
@@ -211,6 +210,8 @@ class ModelBatcher:
             self._settle(self._session, arrived.settled, now_us)
             if arrived.requests:
                 refusals, emptied = self._admit(self._session, arrived.requests, now_us)
+            if arrived.oversized:
+                refusals += self._refuse_oversized(self._session, arrived.oversized, now_us)
         elif self.wake_at_us is not None and self.wake_at_us > self._turned_us:
             self._meter.woken(now_us - self.wake_at_us)
         self._turned_us = now_us
@@ -276,6 +277,7 @@ class ModelBatcher:
                 entry_id, flat, scheduler.settings, latest_us, session.unread.waited
             )
             entries[entry.id] = entry
+            flat.clear()  # they may be large, and what is needed of them was copied
             fresh.append(entry)
             match decoded:
                 case [Withdrawal() as withdrawal]:
@@ -311,6 +313,19 @@ class ModelBatcher:
             self._cancel(session, withdrawn.cancelled)
         refusals += withdrawn.refusals
         emptied += withdrawn.entries
+
+    def _refuse_oversized(
+        self, session: LeaseSession, oversized: Sequence[OversizedEntry], now_us: int
+    ) -> list[Refusal]:
+        """The refusals of entries that are too large to be read."""
+        refusals: list[Refusal] = []
+        for entry_id, flat, field, size_bytes in oversized:
+            entry, decoded = refuse_oversized(entry_id, flat, field, size_bytes, now_us + CLOCK_LAG_US)
+            session.entries[entry.id] = entry
+            refusals += _offer(session.scheduler, decoded, now_us)
+            if session.unread.become_read([(entry_id, [])]):
+                session.scheduler.sequences.complete()
+        return refusals
 
     # --- acting --------------------------------------------------------------------------------------------
 
@@ -527,6 +542,13 @@ def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]
         if part is not None:
             change = SequenceChange(part, correlation_id, "broken", did_not_succeed(correlation_id))
         yield Answer(position, Address(run.reply_to, ticket), result, change)
+
+
+def _as_in_flight(batch: Batch) -> tuple[str, Dispatch, int]:
+    """The ID of a batch, its dispatch, and when that was; without its bodies, which are large."""
+    runs = [_as_run(run, batch.cost) for run in batch.runs]
+    dispatch = Dispatch(runs, "idle", batch.lane, process=batch.process)
+    return batch.id, dispatch, batch.dispatched_us
 
 
 def _as_run(batched: BatchedRun, cost: int) -> Run:

@@ -12,7 +12,15 @@ from redis import Redis
 from carpool.keys import Keys
 from carpool.store import reader as reader_module
 from carpool.store.connection import CommandError
-from carpool.store.reader import ReadResult, Stream, StreamReader, Subscription, _Watch, _Xread
+from carpool.store.reader import (
+    OversizedEntry,
+    ReadResult,
+    Stream,
+    StreamReader,
+    Subscription,
+    _Watch,
+    _Xread,
+)
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import wait_until
 
@@ -333,4 +341,93 @@ def test_reply_has_a_limited_number_of_bytes(
     reader = StreamReader(embedded.url, "test")
     subscription = reader.subscribe(Keys("m"), b"0-0")
     assert [len(read_until(reader, subscription)) for _ in range(4)] == [2, 9, 9, 9]
+    reader.close()
+
+
+# --- entries of any size -----------------------------------------------------------------------------------
+
+LARGE = 100_000
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than LARGE bytes are a surprise, and an entry may have twice as many, and a little more."""
+    monkeypatch.setattr(reader_module, "READ_BYTES", LARGE // 2)
+    monkeypatch.setattr(reader_module, "SURPRISE_BYTES", LARGE)
+    monkeypatch.setattr(reader_module, "ENTRY_BYTES_MAX", 2 * LARGE + 1000)
+
+
+def add_together(redis: Any, model: str, *sizes: int) -> list[bytes]:
+    """Entries with bodies of these sizes, which one XREAD finds together."""
+    pipeline = redis.pipeline(transaction=True)
+    for size in sizes:
+        pipeline.xadd(Keys(model).requests, {"body": bytes(size), "correlation_id": "c"})
+    ids: list[bytes] = pipeline.execute()
+    return ids
+
+
+def read_small_entries(redis: Any, reader: StreamReader, model: str) -> Subscription:
+    """Now the reader asks for many at a time."""
+    subscription = reader.subscribe(Keys(model), b"0-0")
+    for _ in range(3):
+        redis.xadd(Keys(model).requests, {"a": "b"})
+        read_until(reader, subscription)
+    return subscription
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_entries_that_are_suddenly_large_are_read_one_by_one(embedded: EmbeddedRedis, redis: Any) -> None:
+    reader = StreamReader(embedded.url, "test")
+    subscription = read_small_entries(redis, reader, "m")
+    connected = redis.info("stats")["total_connections_received"]
+    ids = add_together(redis, "m", *[LARGE] * 5)
+    wait_until(lambda: not reader.read(1.0).arrived, description="the reply is too large")
+    assert [read_until(reader, subscription) for _ in ids] == [[entry_id] for entry_id in ids]
+    assert redis.info("stats")["total_connections_received"] == connected + 1  # the reply was not received
+    added = [redis.xadd(Keys("m").requests, {"a": "b"}) for _ in range(3)]  # and small ones together again
+    assert read_until(reader, subscription) == added[:1]
+    assert read_until(reader, subscription) == added[1:]
+    reader.close()
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_oversized_entry_is_known_without_its_body(embedded: EmbeddedRedis, redis: Any) -> None:
+    reader = StreamReader(embedded.url, "test")
+    subscription = reader.subscribe(Keys("m"), b"0-0")
+    before, large, after = add_together(redis, "m", 10, 2 * LARGE + 1000, 10)
+    found: list[Any] = []
+
+    def read() -> bool:
+        arrived = reader.read(1.0).arrived.get(subscription)
+        if arrived is not None:
+            found.extend(arrived.oversized)
+            found.extend(entry_id for entry_id, _ in arrived.requests)
+        return len(found) == 3
+
+    wait_until(read, description="all are read")
+    size_bytes = 2 * LARGE + 1000 + len(b"bodycorrelation_idc")
+    (oversized,) = [one for one in found if isinstance(one, OversizedEntry)]
+    assert oversized == (large, [b"correlation_id", b"c"], b"body", size_bytes)
+    assert {one for one in found if one is not oversized} == {before, after}
+    reader.close()
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_entry_that_does_not_fit_beside_others_is_read_later(embedded: EmbeddedRedis, redis: Any) -> None:
+    reader = StreamReader(embedded.url, "test")
+    models = ("a", "b")
+    subscriptions = [reader.subscribe(Keys(model), b"0-0") for model in models]
+    size = LARGE + LARGE // 2
+    ids = {model: add_together(redis, model, size, size) for model in models}
+    found: dict[str, list[bytes]] = {model: [] for model in models}
+
+    def read() -> bool:
+        arrived = reader.read(1.0).arrived
+        for model, subscription in zip(models, subscriptions, strict=True):
+            if subscription in arrived:
+                found[model] += [entry_id for entry_id, _ in arrived[subscription].requests]
+        assert sum(len(one.requests) for one in arrived.values()) <= 1
+        return found == ids
+
+    wait_until(read, description="all are read, each by itself")
     reader.close()

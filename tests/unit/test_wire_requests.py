@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, JSON, Entry, Refusal, Result, Run, SequencesEnd, Withdrawal
+from carpool.messages import (
+    CONTENT_TYPES,
+    JSON,
+    RAW,
+    Entry,
+    Refusal,
+    Result,
+    Run,
+    SequencePart,
+    SequencesEnd,
+    Withdrawal,
+)
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
@@ -36,6 +47,7 @@ from carpool.wire.requests import (
     arrival_of,
     decode_entry,
     encode_runs,
+    refuse_oversized,
     tickets_of,
 )
 from carpool.wire.results import encode_result, encode_results
@@ -677,6 +689,20 @@ def test_spaces_are_counted_before_they_are_split(packed: bool) -> None:
     fields = {"requests": msgpack.packb([columns])} if packed else columns
     refusal = decode_in_little_memory(fields, 3 * 16 * 1024 * 1024)
     assert re.match("requests: |correlation_ids: ", refusal.detail)
+
+
+def test_oversized_entry_is_refused_by_its_small_fields() -> None:
+    fields = {"correlation_id": "big", "reply_to": "near", "content_type": RAW, "sequence_id": "s"}
+    entry, (refused,) = refuse_oversized(ENTRY_ID.encode(), flat_of(fields), b"body", 500_000_000)
+    assert isinstance(refused, Refusal)
+    assert (refused.entry, entry.runs, refused.status) == (entry, [], INVALID_ARGUMENT)
+    assert (refused.correlation_ids, refused.reply_to, refused.content_type) == (["big"], "near", RAW)
+    assert refused.detail == f"body: the entry has 500000000 bytes; at most {MAX_PACKED_BYTES} are allowed"
+    assert refused.breaks is not None
+    assert (refused.breaks.sequence_id, refused.breaks.place) == ("s", SequencePart.place_of(ENTRY_ID, 0))
+    _, (of_entry,) = refuse_oversized(ENTRY_ID.encode(), [], b"requests", 200_000_000)
+    assert isinstance(of_entry, Refusal)
+    assert of_entry.correlation_ids == [ENTRY_ID]
 
 
 def test_refused_columns_name_at_most_one_stored_body_for_each_id() -> None:

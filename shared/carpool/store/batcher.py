@@ -30,6 +30,7 @@ from carpool.messages import (
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.store.reader import ENTRIES_MAX, READ_BYTES, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -134,12 +135,14 @@ class BatcherStore:
         last = self._link.call("XREVRANGE", self.keys.settled, "+", "-", "COUNT", 1)
         return bytes(last[0][0]) if last else b"0-0"
 
-    def batches_in_flight(self) -> list[Batch]:
-        """Every batch that is dispatched and not settled."""
-        return [
-            decode_batch(entry_id, flat, 0)
-            for entry_id, flat in self._link.call("XRANGE", self.keys.batches, "-", "+")
-        ]
+    def batches_in_flight(self) -> Iterator[Batch]:
+        """Every batch that is dispatched and not settled. Read a few at a time: each may have 64 MiB."""
+        after, count = b"0-0", 1
+        while entries := self._link.call("XRANGE", self.keys.batches, b"(" + after, "+", "COUNT", count):
+            after = entries[-1][0]
+            count = max(1, min(ENTRIES_MAX, READ_BYTES // mean_bytes(entries)))
+            for entry_id, flat in entries:
+                yield decode_batch(entry_id, flat, 0)
 
     def kept_sequences(self, *, with_processes: bool = False) -> list[KeptSequence]:
         """Every sequence of which Redis keeps a state, or that it is broken. `with_processes`: of a bound
@@ -171,7 +174,7 @@ class BatcherStore:
 
     def last_waiting_id(self) -> bytes | None:
         """The ID of the last entry of the request stream; None if it is empty."""
-        last = self._link.call("XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
+        last = self._link.call_bounded(0, "XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
         return bytes(last[0][0]) if last else None
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:

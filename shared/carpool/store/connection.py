@@ -47,7 +47,7 @@ from carpool.errors import UnavailableError
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
 from carpool.sentinel import Sentinels
-from carpool.store.redis_socket import LARGE_BYTES, RedisSocket, pack
+from carpool.store.redis_socket import LARGE_BYTES, RedisSocket, ReplyTooLargeError, pack
 from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
 
 Command = Sequence[Argument]
@@ -166,11 +166,17 @@ def _url_errors(url: str) -> Iterator[None]:
 
 
 class Link:
-    """One blocking connection. Connects when first used, and again after it failed. Not for two threads."""
+    """One blocking connection. Connects when first used, and again after it failed. Not for two threads.
 
-    def __init__(self, url: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
+    With `reply_bytes_max` a larger reply closes the connection, and `receive` raises ReplyTooLargeError.
+    """
+
+    def __init__(
+        self, url: str, *, name: str, timeout_s: float = TIMEOUT_S, reply_bytes_max: int | None = None
+    ) -> None:
         self._url = url
         self._name = name
+        self._limits = () if reply_bytes_max is None else (reply_bytes_max,)
         self._timeout_s = timeout_s
         self._sentinels = _sentinels(url)
         self._connection: Any = None if self._sentinels else self._connection_to(url)
@@ -196,6 +202,14 @@ class Link:
         """Send one command and return its reply. Raises LinkError or CommandError."""
         self.send(*command)
         return self.receive()
+
+    def call_bounded(self, kept_bytes_max: int, *command: Argument) -> Any:
+        """As `call`. Of large strings in the reply only so many bytes are kept: see `receive_bounded`."""
+        self.send(*command)
+        (reply,) = self.receive_bounded(1, kept_bytes_max)
+        if isinstance(reply, CommandError):
+            raise reply
+        return reply
 
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
@@ -228,7 +242,7 @@ class Link:
             timeout = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._socket = RedisSocket(sock, _command_error)
+        self._socket = RedisSocket(sock, _command_error, *self._limits)
         return self._socket
 
     def receive(self, expected_bytes: int = 0) -> Any:
@@ -243,12 +257,18 @@ class Link:
         except (hiredis.ProtocolError, OSError) as error:
             self.close()
             raise _link_error(self._url, error) from error
+        except ReplyTooLargeError:
+            self.close()
+            raise
         if type(reply) is not CommandError:
             return reply
-        if reply.code in _LINK_ERROR_CODES:
-            self.close()
-            raise _link_error(self._url, reply)
+        self._raise_if_of_link(reply)
         raise reply
+
+    def _raise_if_of_link(self, error: CommandError) -> None:
+        if error.code in _LINK_ERROR_CODES:
+            self.close()
+            raise _link_error(self._url, error)
 
     def call_many(self, *commands: Command) -> list[Any]:
         """Send several commands in one write, then receive all replies. A CommandError is returned in its
@@ -263,6 +283,21 @@ class Link:
     def receive_many(self, count: int) -> list[Any]:
         """The next replies. A CommandError is returned in its place."""
         return [self._receive_or_error(0) for _ in range(count)]
+
+    def receive_bounded(self, count: int, kept_bytes_max: int) -> list[Any]:
+        """As `receive_many`, for all replies that are to come. Of their large strings only `kept_bytes_max`
+        are kept: an Omitted is in place of those that do not fit."""
+        try:
+            if self._socket is None:
+                raise ConnectionError("connection closed")
+            replies = self._socket.receive_bounded(count, kept_bytes_max)
+        except OSError as error:
+            self.close()
+            raise _link_error(self._url, error) from error
+        for reply in replies:
+            if type(reply) is CommandError:
+                self._raise_if_of_link(reply)
+        return replies
 
     def _receive_or_error(self, expected_bytes: int) -> Any:
         try:

@@ -16,6 +16,14 @@ lost, or read twice:
 - Meanwhile both may return the same entries. Each stream has one cursor, and entries up to it are dropped.
   As each reply has all entries after the ID that its XREAD named, what remains has no gap.
 
+Producers may send entries of any size, up to Redis's 512 MiB for a string, and Redis does not tell the size
+of an entry without sending it. So a reply is bounded in three ways:
+
+- By the mean size of the latest entries it is known how many to ask for.
+- If it is much larger all the same, the connection is closed, and few entries are asked for.
+- A reply with few entries, which may be large, is parsed so that no more is kept than one valid entry may
+  have. What does not fit is read again later, and an entry that alone is larger is not kept at all.
+
 A subscription that ended, and a later one to the same model, are different: a reply belongs to that for which
 its XREAD was sent.
 """
@@ -23,16 +31,25 @@ its XREAD was sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from itertools import takewhile
+from typing import Any, Final, NamedTuple
 
 from carpool.keys import Keys
+from carpool.store.bounded_replies import LARGE_BYTES, Omitted
 from carpool.store.connection import Argument, CommandError, Link, readable_links
+from carpool.store.redis_socket import ReplyTooLargeError
+from carpool.wire.request_fields import MAX_PACKED_BYTES
 
 RawEntry = tuple[bytes, list[bytes]]  # ID, and field, value, field, value, ...
 
 ENTRIES_MAX: Final = 256  # of a stream in one reply
 READ_BYTES: Final = 32 * 1024 * 1024  # in one reply, about
 ENTRY_BYTES_UNKNOWN: Final = READ_BYTES // 8  # until the first entry was read
+SURPRISE_BYTES: Final = 2 * READ_BYTES  # a reply of this size is not received
+FEW_ENTRIES: Final = 16  # if fewer are asked for, because of their size, what is kept of the reply is limited
+# The most that a valid entry may have: one that was put back, and its other fields.
+ENTRY_BYTES_MAX: Final = 2 * MAX_PACKED_BYTES + 2 * 1024 * 1024
+FIELD_CHARS_SHOWN: Final = 60  # of the name of a field that is too large
 BUSY_BLOCK_MS: Final = 100  # how long a model that became busy is also waited for with the idle ones, at most
 IDLE_BLOCK_MS: Final = 1000
 
@@ -74,11 +91,22 @@ class Stream:
         return entries
 
 
+class OversizedEntry(NamedTuple):
+    """An entry of the request stream of more than ENTRY_BYTES_MAX: its small fields, the name of the largest
+    one, and the size of them all."""
+
+    entry_id: bytes
+    flat: list[bytes]
+    field: bytes
+    size_bytes: int
+
+
 class Arrived(NamedTuple):
     """New entries of a model, of either stream."""
 
     requests: list[RawEntry]
     settled: list[RawEntry]
+    oversized: list[OversizedEntry]
 
 
 class ReadResult(NamedTuple):
@@ -94,9 +122,11 @@ class StreamReader:
     def __init__(
         self, url: str, name: str, *, busy_block_ms: int = BUSY_BLOCK_MS, idle_block_ms: int = IDLE_BLOCK_MS
     ) -> None:
-        self._busy = _Watch(Link(url, name=f"{name}:reads"), busy_block_ms, ENTRIES_MAX)
+        busy = Link(url, name=f"{name}:reads", reply_bytes_max=SURPRISE_BYTES)
+        idle = Link(url, name=f"{name}:idle", reply_bytes_max=SURPRISE_BYTES)
+        self._busy = _Watch(busy, busy_block_ms, ENTRIES_MAX)
         # One entry is enough to learn that a model is busy, and a reply with many would be large.
-        self._idle = _Watch(Link(url, name=f"{name}:idle"), idle_block_ms, 1, awaits_all_settled=True)
+        self._idle = _Watch(idle, idle_block_ms, 1, awaits_all_settled=True)
         self._busy.other, self._idle.other = self._idle, self._busy
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
@@ -159,6 +189,10 @@ class _Xread:
         self._afters = [stream.after for stream in self.streams]
         return ("XREAD", *options, "STREAMS", *self._names, *self._afters)
 
+    def stream(self, name: bytes) -> Stream:
+        """The stream with this name."""
+        return self.streams[self._by_name[name]]
+
     def unread(self, reply: Sequence[tuple[bytes, list[RawEntry]]]) -> list[tuple[Stream, list[RawEntry]]]:
         """What a reply to the latest command has that was not read yet."""
         found = []
@@ -193,6 +227,7 @@ class _Watch:
         self._covered: list[tuple[Subscription, bool]] = []  # subscriptions, and whether they await `settled`
         self._subscriptions: frozenset[Subscription] = frozenset()
         self._xreads: list[_Xread] = []  # the first one waits
+        self._has_large = False  # what is kept of the replies is limited
         self._unexplained_errors = 0  # in a row
 
     # --- members -------------------------------------------------------------------------------------------
@@ -227,7 +262,9 @@ class _Watch:
         if covered != self._covered:
             self._cover(covered)
         if self._xreads:
-            count = self._count()
+            few = self._entries_of_read_bytes()
+            self._has_large = few < FEW_ENTRIES
+            count = max(1, min(self._count_max, few))
             first, *others = self._xreads
             commands = [first.command("COUNT", count, "BLOCK", self._block_ms)]
             commands += [other.command("COUNT", count) for other in others]
@@ -245,25 +282,54 @@ class _Watch:
             (awaited if awaits_settled else others).append(member.settled)
         self._xreads = [_Xread(streams) for streams in (awaited, others) if streams]
 
-    def _count(self) -> int:
-        """How many entries of each stream to read, so that a reply has about READ_BYTES at most."""
-        bytes_of_one_each = sum([member.entry_bytes for member in self._members])
-        return max(1, min(self._count_max, READ_BYTES // bytes_of_one_each))
+    def _entries_of_read_bytes(self) -> int:
+        """How many entries of each stream have READ_BYTES together, by the mean of the latest."""
+        return READ_BYTES // sum([member.entry_bytes for member in self._members])
 
     def finish(self, result: ReadResult) -> None:
         """Receive the replies, and add them to the result."""
         self.is_waiting = False
         rejected: CommandError | None = None
-        for xread, reply in zip(self._xreads, self.link.receive_many(len(self._xreads)), strict=True):
+        for xread, reply in zip(self._xreads, self._receive(), strict=False):
             if isinstance(reply, CommandError):
                 rejected = reply
             elif reply:
-                for stream, entries in xread.unread(reply):
-                    _add(result, stream, entries)
+                for stream, entries in xread.unread(
+                    self._that_fit(xread, reply) if self._has_large else reply
+                ):
+                    if self._has_large and any(map(_size_if_oversized, entries)):
+                        _add_some_oversized(result, stream, entries)
+                    else:
+                        _add(result, stream, entries)
         if rejected is None:
             self._unexplained_errors = 0
         else:
             self._find_cause(rejected, result)
+
+    def _receive(self) -> list[Any]:
+        """The replies; none if they are too large: then fewer entries are asked for again."""
+        if self._has_large:
+            return self.link.receive_bounded(len(self._xreads), ENTRY_BYTES_MAX)
+        try:
+            return self.link.receive_many(len(self._xreads))
+        except ReplyTooLargeError:
+            for member in self._subscriptions:
+                member.entry_bytes = READ_BYTES
+            return []
+
+    def _that_fit(
+        self, xread: _Xread, reply: Sequence[tuple[bytes, list[RawEntry]]]
+    ) -> list[tuple[bytes, list[RawEntry]]]:
+        """The entries of a reply up to the first, in each stream, that was not kept only because of others.
+
+        The streams of which none was kept come first in the next reply.
+        """
+        fitting = [(name, list(takewhile(_is_kept_or_oversized, entries))) for name, entries in reply]
+        for (name, kept), (_, entries) in zip(fitting, reply, strict=True):
+            subscription = xread.stream(name).subscription
+            if entries and not kept and subscription in self._members:
+                self._members = {subscription: None, **self._members}
+        return fitting
 
     def _find_cause(self, error: CommandError, result: ReadResult) -> None:
         """Redis rejected a whole XREAD. Find the models it is because of: a key with another type, say.
@@ -287,12 +353,51 @@ def _add(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
     subscription = stream.subscription
     arrived = result.arrived.get(subscription)
     if arrived is None:
-        arrived = result.arrived[subscription] = Arrived([], [])
+        arrived = result.arrived[subscription] = Arrived([], [], [])
     if stream is subscription.settled:
         arrived.settled.extend(entries)
-    else:
+    elif entries:
         arrived.requests.extend(entries)
-        subscription.entry_bytes = _mean_bytes(entries)
+        subscription.entry_bytes = mean_bytes(entries)
+
+
+def _is_kept_or_oversized(entry: RawEntry) -> bool:
+    _, flat = entry
+    return _are_kept(flat) or _size_if_oversized(entry) > 0
+
+
+def _are_kept(values: Sequence[bytes | Omitted]) -> bool:
+    return not any(isinstance(value, Omitted) for value in values)
+
+
+def _size_if_oversized(entry: RawEntry) -> int:
+    """The bytes of an entry that no valid one has; else 0."""
+    _, flat = entry
+    size_bytes = sum(map(_size_of, flat))
+    return size_bytes if size_bytes > ENTRY_BYTES_MAX else 0
+
+
+def _size_of(value: bytes | Omitted) -> int:
+    return value.size_bytes if type(value) is Omitted else len(value)
+
+
+def _add_some_oversized(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
+    """As `_add`. The oversized entries of a request stream are set apart; `settled` has none of Carpool's."""
+    _add(result, stream, [entry for entry in entries if not _size_if_oversized(entry)])
+    subscription = stream.subscription
+    if stream is subscription.requests:
+        oversized = [_oversized(entry) for entry in entries if _size_if_oversized(entry)]
+        result.arrived[subscription].oversized.extend(oversized)
+        subscription.entry_bytes = READ_BYTES
+
+
+def _oversized(entry: RawEntry) -> OversizedEntry:
+    entry_id, flat = entry
+    pairs: list[tuple[Any, Any]] = list(zip(flat[::2], flat[1::2], strict=True))
+    field, _ = max(pairs, key=lambda pair: _size_of(pair[1]))
+    small = [part for pair in pairs if max(map(_size_of, pair)) < LARGE_BYTES for part in pair]
+    name = b"" if type(field) is Omitted else field[:FIELD_CHARS_SHOWN]
+    return OversizedEntry(entry_id, small, name, _size_if_oversized(entry))
 
 
 def id_order(entry_id: bytes) -> tuple[int, int]:
@@ -301,5 +406,6 @@ def id_order(entry_id: bytes) -> tuple[int, int]:
     return int(ms), int(number)
 
 
-def _mean_bytes(entries: Sequence[RawEntry]) -> int:
+def mean_bytes(entries: Sequence[RawEntry]) -> int:
+    """The mean size of these entries, their fields and values; more than 0."""
     return sum([len(value) for _, flat in entries for value in flat]) // len(entries) + 1

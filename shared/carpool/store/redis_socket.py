@@ -12,6 +12,7 @@ from typing import Any, Final
 import hiredis
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
+from carpool.store.bounded_replies import BoundedReplies
 
 Argument = str | bytes | int | float
 
@@ -20,6 +21,11 @@ LARGE_BYTES: Final = (
 )  # an argument of this size costs more to copy than to send as a part of its own
 _READ_BYTES: Final = 256 * 1024
 _INCOMPLETE: Final = object()
+_NO_LIMIT: Final = 1 << 62
+
+
+class ReplyTooLargeError(Exception):
+    """A reply is larger than the socket's limit. Only a part of it was received."""
 
 
 def pack(command: tuple[Argument, ...]) -> list[bytes]:
@@ -57,15 +63,23 @@ def _packed(command: tuple[Argument, ...]) -> bytes:
 class RedisSocket:
     """Sends commands and receives replies, in order. Raises OSError, and hiredis.ProtocolError.
 
-    An error reply, also one inside of a reply, is what `reply_error` makes of its text.
+    An error reply, also one inside of a reply, is what `reply_error` makes of its text. `receive` raises
+    ReplyTooLargeError for a reply of more than about `reply_bytes_max`.
     """
 
-    def __init__(self, sock: socket.socket, reply_error: Callable[[str], Exception]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        reply_error: Callable[[str], Exception],
+        reply_bytes_max: int = _NO_LIMIT,
+    ) -> None:
         self._sock: Any = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._descriptor = sock.fileno()
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=reply_error)
         self._buffer = bytearray(_READ_BYTES)
+        self._reply_error = reply_error
+        self._reply_bytes_max = reply_bytes_max
 
     def send(self, parts: Sequence[bytes]) -> None:
         """Send these parts, one after another."""
@@ -96,13 +110,23 @@ class RedisSocket:
             return text
         reader = self._reader
         reply = reader.gets()
+        left_bytes = self._reply_bytes_max
         while reply is _INCOMPLETE:
             received_bytes = self._sock.recv_into(self._buffer)
             if received_bytes == 0:
                 raise ConnectionError("connection closed by server")
+            left_bytes -= received_bytes
+            if left_bytes < 0:
+                raise ReplyTooLargeError
             reader.feed(self._buffer, 0, received_bytes)  # type: ignore[arg-type]  # the stub lacks it
             reply = reader.gets()
         return reply
+
+    def receive_bounded(self, count: int, kept_bytes_max: int) -> list[Any]:
+        """The next replies, which must be all that are to come. Of their large strings `kept_bytes_max` are
+        kept; in place of the others there is an Omitted."""
+        replies = BoundedReplies(self._sock, self._reply_error, kept_bytes_max)
+        return [replies.receive() for _ in range(count)]
 
     def _receive_header(self, header: bytes) -> bool:
         """Whether the next reply has this header, which then is received. If not, hiredis has its bytes."""

@@ -40,7 +40,7 @@ from carpool.wire.sequence_fields import (
     split_names,
 )
 
-__all__ = ["Decoded", "arrival_of", "decode_entry", "encode_runs", "tickets_of"]
+__all__ = ["Decoded", "arrival_of", "decode_entry", "encode_runs", "refuse_oversized", "tickets_of"]
 
 RUN_REQUESTS_MAX: Final = 8  # or the model's `max_batch_size`: longer runs are divided
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
@@ -110,6 +110,26 @@ def decode_entry(
         for run in entry.runs:
             run.arrival_us = arrived_us
     return entry, decoded
+
+
+def refuse_oversized(
+    entry_id: bytes, flat: Sequence[bytes], field: bytes, size_bytes: int, now_us: int = sys.maxsize
+) -> tuple[Entry, list[Decoded]]:
+    """An entry of which only the small fields were read: one refusal, for all of its requests.
+
+    `field` is the largest of its fields, and `size_bytes` what all of them have.
+    """
+    name = entry_id.decode()
+    entry = Entry(name, min(arrival_of(name), now_us))
+    raw: Fields = {
+        key.decode("utf-8", "replace"): value for key, value in zip(flat[::2], flat[1::2], strict=True)
+    }
+    detail = (
+        f"{field.decode('utf-8', 'replace')}: the entry has {size_bytes} bytes; at most {MAX_PACKED_BYTES} "
+        "are allowed"
+    )
+    decoded: list[Decoded] = [refuse(entry, raw, name, InvalidArgumentError(detail))]
+    return entry, divide_sequences(decoded, were_put_back=False) if has_sequences(decoded) else decoded
 
 
 def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[Decoded]:
