@@ -49,6 +49,7 @@ SURPRISE_BYTES: Final = 2 * READ_BYTES  # a reply of this size is not received
 FEW_ENTRIES: Final = 16  # if fewer are asked for, because of their size, what is kept of the reply is limited
 # The most that a valid entry may have: one that was put back, and its other fields.
 ENTRY_BYTES_MAX: Final = 2 * MAX_PACKED_BYTES + 2 * 1024 * 1024
+SMALLER_AT_ONCE: Final = 4  # by this factor: a large entry may stand behind many small ones
 FIELD_CHARS_SHOWN: Final = 60  # of the name of a field that is too large
 BUSY_BLOCK_MS: Final = 100  # how long a model that became busy is also waited for with the idle ones, at most
 IDLE_BLOCK_MS: Final = 1000
@@ -67,7 +68,7 @@ class Subscription:
         self.requests = Stream(self, keys.requests, b"0-0")
         self.settled = Stream(self, keys.settled, settled_after)
         self.awaits_settled = False
-        self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest reply
+        self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest replies
         self._home: _Watch | None = None  # None: ended
 
 
@@ -358,7 +359,7 @@ def _add(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
         arrived.settled.extend(entries)
     elif entries:
         arrived.requests.extend(entries)
-        subscription.entry_bytes = mean_bytes(entries)
+        subscription.entry_bytes = max(mean_bytes(entries), subscription.entry_bytes // SMALLER_AT_ONCE)
 
 
 def _is_kept_or_oversized(entry: RawEntry) -> bool:
