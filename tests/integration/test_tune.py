@@ -162,7 +162,7 @@ def test_admin_may_tune_without_body(
 
 
 def test_arrivals_are_recorded_and_replayed(stack: Stack, tmp_path: Path) -> None:
-    process = start(stack, tmp_path, "simulate", "--model", MODEL, "--record", "trace.txt", "--seconds", "2")
+    process = start(stack, tmp_path, "simulate", "--model", MODEL, "--record", "trace.txt", "--seconds", "5")
 
     def is_recording() -> bool:
         """Whether the recorder reads the stream; requests before that are not recorded."""
@@ -170,15 +170,18 @@ def test_arrivals_are_recorded_and_replayed(stack: Stack, tmp_path: Path) -> Non
         return any(name.startswith("carpool-simulate") for name in names)
 
     wait_until(is_recording, description="the recorder reads", timeout_s=RUN_S)
-    # Each has its time of arrival in a field, as a request that was put back.
+    # Each has its time of arrival in a field, as a request that was put back, and waits at a takeover.
+    stack.redis.set(Keys(MODEL).batcher, "another")
+    wait_until(lambda: stack.events("batcher no longer active, lease lost"), description="it lost the lease")
     began_ms = stack.redis.time()[0] * 1000 - 5000
     times_ms = [began_ms + 37 * number for number in range(20)]
     for at_ms in times_ms:
         stack.send(MODEL, body="7", arrival=at_ms)
+    stack.redis.delete(Keys(MODEL).batcher)
     stdout, stderr = process.communicate(timeout=RUN_S)
     assert process.returncode == 0, stderr
     assert stdout == "wrote 20 arrivals to trace.txt\n"
-    assert stderr.startswith(f"recording the arrivals of {MODEL} for 2 s\n")
+    assert stderr.startswith(f"recording the arrivals of {MODEL} for 5 s\n")
     assert read_trace(tmp_path / "trace.txt") == [37_000 * number for number in range(20)]
     output = carpool(
         stack,
