@@ -376,6 +376,9 @@ class FakeFetcher:
         self.waiting = False
         return [self._executions.pop(0)] if self._executions else []
 
+    def check_overdue(self) -> None:
+        """It may still come."""
+
     def put(self, *executions: Execution) -> None:
         """The reply to a fetch arrives: an execution, or that there is none."""
         self._executions += executions
