@@ -58,7 +58,7 @@ class BoundReplica(ReplicaLoop[Item]):
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
-        super().__init__(consumer, process, inbox)
+        super().__init__(consumer, process, inbox, metrics)
         self.is_member = False  # it joins when its process is ready, in each of its lives
         self.can_be_revived = False
         self._name = consumer
@@ -70,7 +70,6 @@ class BoundReplica(ReplicaLoop[Item]):
         self._slots = slots
         self._lease_ms = lease_ms
         self._register = register
-        self._metrics = metrics
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
         self._sequences: set[str] = set()  # that have a slot, or were sent to get one
         self._is_over = False  # this life: the states in the model process are lost, or believed to be
@@ -169,17 +168,22 @@ class BoundReplica(ReplicaLoop[Item]):
         following = self._first_unfinished()
         if not execution.frames and following is not None:
             following.start_at(self._clock.now_us())
+        if self.retirement.observe_outcome(header, execution, frame, time.monotonic()):
+            self._retire_process()
 
     def _replace_process(self) -> None:
         """The model process died, and the states with it: start another."""
         cause = self.process.exit_cause()
         self._metrics.process_died()
         self._log.error("model process died", worker=self.consumer, how=cause, sequences=len(self._sequences))
+        self._let_go_of_process()
+        self.process.hang_up()
+
+    def _let_go_of_process(self) -> None:
         for execution in self._executions:
             self._abort(execution)
         self._sequences.clear()
         self._is_over = True
-        self.process.spawn()
 
     def _end(self, sequence_ids: Sequence[str]) -> None:
         """Free the slots of these sequences."""

@@ -83,7 +83,9 @@ class WorkerMetrics(CommonMetrics):
         self._states = self._counter(
             "carpool_state_bytes", "Bytes of states of sequences that were written with results"
         )
-        self._deaths = self._counter("carpool_model_process_deaths", "Model processes that died")
+        self._deaths = self._counter(
+            "carpool_model_process_deaths", "Model processes that died or were retired"
+        )
         self._steps = self._counter("carpool_steps", "Steps that a stepping model took")
         self._step = self._histogram("carpool_step_seconds", "Time that a step takes")
         self._chunks = self._counter("carpool_chunks", "Values that a stepping model emitted for streams")
@@ -189,7 +191,7 @@ class WorkerMetrics(CommonMetrics):
         self._fenced.inc()
 
     def process_died(self) -> None:
-        """A model process died."""
+        """A model process died, or was retired."""
         self._deaths.inc()
 
     def beat(self, late_us: int) -> None:

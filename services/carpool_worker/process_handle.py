@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
 from carpool_worker.model_process.frames import (
+    Ending,
     FrameHeader,
     LoadFailed,
     MessageReader,
@@ -39,7 +40,8 @@ class ModelLoadError(Exception):
 
 
 class ProcessHandle:
-    """One model process. After it died, `spawn` and `wait_ready` replace it. `start` does both at once.
+    """One model process. `start` is `spawn` and `wait_ready`. To replace it, `hang_up`, and do both once it
+    `has_ended`.
 
     Sending never waits. What does not fit into the pipe is the backlog, which `flush` goes on sending once
     `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
@@ -53,7 +55,8 @@ class ProcessHandle:
         self.device = device
         self._load_s_max = load_s_max
         self._spawned_s = 0.0
-        self._killed_because = ""  # why `kill` ended it
+        self._ended_because = ""  # why `kill` ended it, or what it told before it ended
+        self._end_by_s = 0.0  # until when it may take to end, after `hang_up`
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
@@ -69,7 +72,7 @@ class ProcessHandle:
         return self.wait_ready()
 
     def spawn(self) -> None:
-        """Start the process, without waiting for its model."""
+        """Start the process, without waiting for its model. One that has not ended is killed."""
         self.close(wait_s=0)
         self.ready = False
         ours, theirs = socket.socketpair()
@@ -85,7 +88,7 @@ class ProcessHandle:
         self.descriptor = ours.fileno()
         self._sent = self._received = 0
         self._backlog.clear()
-        self._spawned_s, self._killed_because = time.monotonic(), ""
+        self._spawned_s, self._ended_because = time.monotonic(), ""
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
@@ -114,7 +117,7 @@ class ProcessHandle:
 
     def check_loading(self) -> None:
         """End a process whose model takes too long to load. Raises ModelLoadError then."""
-        if not self.ready and self._load_s_left() == 0:
+        if self.descriptor is not None and not self.ready and self._load_s_left() == 0:
             self._give_up_loading()
 
     def _give_up_loading(self) -> NoReturn:
@@ -125,7 +128,7 @@ class ProcessHandle:
     def kill(self, reason: str) -> None:
         """End a process that hangs. `receive` reports it."""
         if self._process is not None:
-            self._killed_because = reason
+            self._ended_because = reason
             self._process.kill()
 
     @property
@@ -188,10 +191,16 @@ class ProcessHandle:
         return header, payload
 
     def receive_message(self) -> tuple[Any, Buffer]:
-        """The next message's header and payload, whatever it answers. Raises ProcessGoneError."""
+        """The next message's header and payload, whatever it answers. Raises ProcessGoneError, also if the
+        process tells that it ends."""
         if self._reader is None:
             raise ProcessGoneError("not started")
-        return self._reader.receive()
+        fields, payload = self._reader.receive()
+        ending = Ending.read(fields)
+        if ending is not None:
+            self._ended_because = f"unhealthy, {ending.reason}"
+            raise ProcessGoneError(self._ended_because)
+        return fields, payload
 
     def exit_cause(self) -> str:
         """How the process ended, for logs and errors."""
@@ -199,17 +208,38 @@ class ProcessHandle:
             return "not started"
         try:
             cause = _exit_cause(self._process.wait(timeout=1.0))
-            return self._killed_because or cause
+            return self._ended_because or cause
         except subprocess.TimeoutExpired:
-            return "connection closed"
+            return self._ended_because or "connection closed"
 
-    def close(self, wait_s: float = STOP_S) -> None:
-        """Close the connection, so that the process unloads its model and ends; kill it after `wait_s`."""
+    def hang_up(self, within_s: float = STOP_S) -> None:
+        """Close the connection, so that the process unloads its model and ends, which is not waited for.
+
+        The next one may need the memory that it still holds, on its device too: see `has_ended`.
+        """
+        self.ready = False
+        self._close_connection()
+        self._end_by_s = time.monotonic() + within_s
+
+    def has_ended(self) -> bool:
+        """Whether there is no process. One that has not ended in time after `hang_up` is killed."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return True
+        if time.monotonic() >= self._end_by_s:
+            process.kill()
+        return False
+
+    def _close_connection(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
             self._sock = self._reader = self.descriptor = None
+
+    def close(self, wait_s: float = STOP_S) -> None:
+        """Close the connection, so that the process unloads its model and ends; kill it after `wait_s`."""
+        self._close_connection()
         if self._process is not None:
             try:
                 self._process.wait(timeout=wait_s)

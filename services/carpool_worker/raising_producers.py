@@ -33,12 +33,12 @@ class RaisingProducers:
 
     def is_apart(self, run: BatchedRun) -> bool:
         """Whether requests of this run's producer are to be executed apart."""
-        return self._ratios.get(_producer(run), 0.0) >= APART_RATIO_MIN
+        return self._ratios.get(producer_of(run), 0.0) >= APART_RATIO_MIN
 
     def observe(self, runs: Collection[BatchedRun], raised: Collection[BatchedRun]) -> None:
         """A frame of requests of these runs was executed; the model raised on requests of some of them."""
-        blamed = {_producer(run) for run in raised}
-        for producer in {_producer(run) for run in runs} - blamed:
+        blamed = {producer_of(run) for run in raised}
+        for producer in {producer_of(run) for run in runs} - blamed:
             ratio = self._ratios.get(producer, 0.0) * (1 - LATEST_WEIGHT)
             if ratio >= FORGOTTEN_RATIO:
                 self._ratios[producer] = ratio
@@ -51,5 +51,6 @@ class RaisingProducers:
             del self._ratios[next(iter(self._ratios))]
 
 
-def _producer(run: BatchedRun) -> Producer:
+def producer_of(run: BatchedRun) -> Producer:
+    """The producer of the requests of this run, as far as it is known."""
     return run.extra.get("tenant") if run.extra else None, run.reply_to

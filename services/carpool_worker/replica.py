@@ -52,10 +52,9 @@ class Replica(ReplicaLoop[Execution]):
         clock: RedisClock,
         metrics: WorkerMetrics,
     ) -> None:
-        super().__init__(consumer, process, fetcher)
+        super().__init__(consumer, process, fetcher, metrics)
         self._codec = codec
         self._committer = committer
-        self._metrics = metrics
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
         self._busy_since_s = 0.0  # since when the first unfinished execution is executed
@@ -218,14 +217,15 @@ class Replica(ReplicaLoop[Execution]):
         if execution.is_finished and following is not None:
             following.start_at(self._clock.now_us())
             self._busy_since_s = time.monotonic()
+        if self.retirement.observe_outcome(header, execution, frame, time.monotonic()):
+            self._retire_process()
 
     def _replace_process(self) -> None:
         """The model process died: start another, to which everything is to be sent again."""
         cause = self.process.exit_cause()
         self._metrics.process_died()
         executed = self._executed()
-        for execution in self._executions:
-            execution.frames_sent = 0
+        self._let_go_of_process()
         if executed is None:
             self._log.error("model process died", worker=self.consumer, how=cause, when="while idle")
         else:
@@ -233,7 +233,11 @@ class Replica(ReplicaLoop[Execution]):
             when = f"while executing a batch of {batch.size}"
             self._log.error("model process died", worker=self.consumer, how=cause, when=when, batch=batch.id)
             executed.split(executed.frames[0], cause)
-        self.process.spawn()
+        self.process.hang_up()
+
+    def _let_go_of_process(self) -> None:
+        for execution in self._executions:
+            execution.frames_sent = 0
 
     # --- committing ----------------------------------------------------------------------------------------
 

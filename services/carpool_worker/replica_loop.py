@@ -15,9 +15,12 @@ import structlog
 
 from carpool.readiness import wait_until_ready
 from carpool_worker.execution_watch import ExecutionWatch
+from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
+from carpool_worker.retirement import Retirement
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
+ENDED_POLL_S: Final = 0.02  # how often it is looked whether a process that is to be replaced has ended
 Fetched = TypeVar("Fetched")
 Fetched_co = TypeVar("Fetched_co", covariant=True)
 
@@ -44,7 +47,13 @@ class ReplicaLoop(ABC, Generic[Fetched]):
     `on_lease_lost`, `drain`, `wait_until_drained`, `close`, and read how many slots there are.
     """
 
-    def __init__(self, consumer: str, process: ProcessHandle, fetcher: Fetches[Fetched]) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        process: ProcessHandle,
+        fetcher: Fetches[Fetched],
+        metrics: WorkerMetrics,
+    ) -> None:
         self.consumer = consumer
         self.can_be_revived = True  # under this name, after its lease ran out
         self.is_member = True
@@ -54,7 +63,9 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self._drained = threading.Event()
         self._closing = False
         self._closed = threading.Event()
+        self._metrics = metrics
         self._watch = ExecutionWatch()
+        self.retirement = Retirement()
         self._log = structlog.get_logger()
 
     # --- the loop ------------------------------------------------------------------------------------------
@@ -66,8 +77,9 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             # model.
             self._closed.wait()
             return
-        if self.process.descriptor is None and not self._closing:
-            self.process.spawn()  # the last one could not load the model
+        if self.process.descriptor is None and self.process.has_ended() and not self._closing:
+            self.retirement.process_started()
+            self.process.spawn()
         self.process.check_loading()
         self._watch_execution()
         if self._do_due():
@@ -89,17 +101,17 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         """Wait for the model process, for the reply to a fetch, or until something is due; take what came."""
         process, fetcher = self.process, self._fetcher
         of_process = process.descriptor
-        if of_process is None:  # closed meanwhile
-            return
-        is_received = self._is_receiving()
         of_fetch = fetcher.descriptor if fetcher.waiting else None
-        readers = [of_process] if is_received else []
+        is_received = of_process is not None and self._is_receiving()
+        readers = [of_process] if of_process is not None and is_received else []
         readers += [] if of_fetch is None else [of_fetch]
-        writers = [of_process] if process.has_backlog else []
+        writers = [of_process] if of_process is not None and process.has_backlog else []
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (fetcher.waiting and of_fetch is None)
         try:
             timeout_s = 0.0 if is_due else min(self._timeout_s(), self._watch.left_s(time.monotonic()))
+            if of_process is None:  # it is ending
+                timeout_s = min(timeout_s, ENDED_POLL_S)
             readable, writable = wait_until_ready(readers, writers, timeout_s)
         except OSError:
             if self._closing:  # `close` closed the connection before the wait began
@@ -107,12 +119,29 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             raise
         if writable:
             process.flush()
-        if has_outcome or of_process in readable:
+        if has_outcome or (of_process is not None and of_process in readable):
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             self._take_fetched(fetcher.finish())
         elif fetcher.waiting:
             fetcher.check_overdue()
+
+    def _retire_process(self) -> None:
+        """Replace a process because all that it executes fails. What is in hand is not suspect."""
+        self._log.error(
+            "model process retired, all that it executes fails",
+            worker=self.consumer,
+            pid=self.process.pid,
+            batches=self.retirement.failed_batches,
+        )
+        self._metrics.process_died()
+        self.retirement.retired(time.monotonic())
+        self._let_go_of_process()
+        self.process.hang_up()
+
+    @abstractmethod
+    def _let_go_of_process(self) -> None:
+        """The process is replaced: what it had is to be sent to the next one, or is lost with it."""
 
     @abstractmethod
     def _do_due(self) -> bool:

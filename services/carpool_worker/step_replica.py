@@ -68,12 +68,11 @@ class StepReplica(ReplicaLoop[Execution]):
         finishes: bool = False,
     ) -> None:
         """`finishes`: when it drains, it finishes its requests instead of handing them over."""
-        super().__init__(consumer, process, fetcher)
+        super().__init__(consumer, process, fetcher, metrics)
         self._codec = codec
         self._store = store
         self._committer = committer
         self._settings = settings
-        self._metrics = metrics
         self._step_log = step_log
         self._finishes = finishes
         self._settings_text = settings.for_steps()
@@ -276,25 +275,51 @@ class StepReplica(ReplicaLoop[Execution]):
         self._running = step.running
         self._steps += 1
         self._metrics.stepped(step)
+        if self._is_to_retire(step):
+            self._retire_process()
+
+    def _is_to_retire(self, step: Step) -> bool:
+        """Whether the process is to be retired, because nothing that it steps succeeds."""
+        now_s = time.monotonic()
+        if any(advance.chunk or advance.output is not None for advance in step.advances):
+            self.retirement.succeeded(now_s)
+            return False
+        failed = [
+            (advance.failure, self._requests[advance.key].execution)
+            for advance in step.advances
+            if advance.failure is not None and advance.key in self._requests
+        ]
+        is_due = False
+        for failure, execution in failed:
+            is_due |= self.retirement.observe_failure(failure, execution, now_s)
+        return is_due
 
     def _replace_process(self) -> None:
         """The model process died: start another, which goes on from the chunks in Redis."""
-        begun = [request for request in self._held() if request.is_sent and not request.has_ended]
+        begun = self._begun()
         cause = self.process.exit_cause()
         self._metrics.process_died()
         self._log.error("model process died", worker=self.consumer, how=cause, requests=len(begun))
         suspects = begun if self._alone is None else [self._alone]
         for request in suspects:
             request.suspect(was_alone=request is self._alone)
-        self._suspects = [
-            request for request in self._held() if request in suspects or request in self._suspects
-        ]
+            request.execution.cause_of_death = cause
+        self._suspects += [request for request in suspects if request not in self._suspects]
+        self._let_go_of_process()
+        self.process.hang_up()
+
+    def _begun(self) -> list[StepExecution]:
+        """The requests that the process has, in the order in which they came."""
+        return [request for request in self._held() if request.is_sent and not request.has_ended]
+
+    def _let_go_of_process(self) -> None:
+        suspects = {*self._suspects, self._alone}  # one that was alone has not taken its steps
+        self._suspects = [request for request in self._held() if request in suspects]
+        self._lost += self._begun()
         self._alone, self._is_paused = None, False
         self._running = 0
         for request in self._held():
             request.is_sent = False
-        self._lost += begun
-        self.process.spawn()
 
     def _begin_lost_again(self) -> None:
         """Have the model process begin these, from the chunks that are in Redis."""

@@ -50,6 +50,7 @@ from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import AnyReplica
+from carpool_worker.retirement import LastSuccess
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
 
@@ -108,6 +109,9 @@ class Worker:
             self._new_replica(replica_name(self._name, index), process, ready)
             for index, process in enumerate(self._processes)
         ]
+        last_success = LastSuccess()
+        for replica in self._replicas:
+            replica.retirement.of_worker = last_success
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
@@ -253,6 +257,8 @@ class Worker:
         for replica in self._replicas:
             if not replica.process.alive:
                 reasons.append(f"{replica.consumer}: its model process ended")
+            elif replica.process.descriptor is None:
+                reasons.append(f"{replica.consumer}: its model process is ending, and is replaced then")
             elif not replica.process.ready:
                 reasons.append(f"{replica.consumer}: its model process was replaced and is loading the model")
         return reasons

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from carpool.client import AsyncClient, Client, Reply
-    from carpool.errors import CarpoolError
+    from carpool.errors import CarpoolError, Unhealthy
     from carpool.wire.tensors import StateSpec, TensorSpec
 
-__all__ = ["AsyncClient", "CarpoolError", "Client", "Reply", "StateSpec", "TensorSpec"]
+__all__ = ["AsyncClient", "CarpoolError", "Client", "Reply", "StateSpec", "TensorSpec", "Unhealthy"]
 
 # Imported on first use: a model process must not pay for a Redis client that it never needs.
 _MODULES: Final = {
@@ -18,6 +18,7 @@ _MODULES: Final = {
     "Client": "carpool.client",
     "Reply": "carpool.client",
     "CarpoolError": "carpool.errors",
+    "Unhealthy": "carpool.errors",
     "StateSpec": "carpool.wire.tensors",
     "TensorSpec": "carpool.wire.tensors",
 }

@@ -88,6 +88,12 @@ class NotFoundError(CarpoolError, LookupError):
     status = NOT_FOUND
 
 
+class Unhealthy(Exception):  # noqa: N818 (it says what the process is)
+    """A model raises it when its process cannot go on, with a sentence that says why: for example because its
+    accelerator is broken. No request fails of it. Another process replaces this one, and executes again what
+    this one had in hand, one request at a time: a request that ends two processes is given up."""
+
+
 _BY_STATUS: Final[dict[str, type[CarpoolError]]] = {
     kind.status: kind
     for kind in (

@@ -36,9 +36,10 @@ from carpool_worker.replica import Replica
 from support.waiting import Stopwatch, wait_until
 
 MODELS = '''
-import os, signal, sys, threading, time
+import os, signal, socket, sys, threading, time
 from pathlib import Path
 import numpy as np
+from carpool import Unhealthy
 from carpool.wire.tensors import TensorSpec
 
 print("imported")
@@ -72,6 +73,13 @@ class Commanded:
             sys.setswitchinterval(60)
             while not Path(where).exists():
                 sum(range(300_000))
+        elif verb == "hang-up":  # as a process does that ends in an orderly way
+            socket.socket(fileno=os.dup(int(sys.argv[2]))).shutdown(socket.SHUT_RDWR)
+        elif verb == "unhealthy" and not Path(where).exists():
+            Path(where).touch()
+            raise Unhealthy("the sensor is gone")
+        elif verb == "assert":
+            raise RuntimeError("CUDA error: device-side assert triggered")
         elif verb == "variables":
             return [name for name in os.environ if name.startswith(where)]
         elif verb == "print":
@@ -82,6 +90,17 @@ class Commanded:
 
     def unload(self):
         self.log.write("unloaded\\n")
+
+class UnloadsSlowly(Commanded):
+    """Unloads once the file "unload" is there."""
+    def load(self, device):
+        super().load(device)
+        self.log.write("loaded\\n")
+    def unload(self):
+        Path(__file__).with_name("unloading").touch()
+        while not Path(__file__).with_name("unload").exists():
+            time.sleep(0.001)
+        super().unload()
 
 class Doubling:
     max_batch_sise = 4
@@ -824,6 +843,109 @@ def test_closed_replica_does_not_replace_its_process_and_counts_no_deaths(
     assert loop.join(10.0) and not errors
     assert not bench.replica.process.alive
     assert not execution.deaths and bench.replica.batches() == [("1-0", 1)]
+
+
+# --- processes that end by themselves -----------------------------------------------------------------------
+
+
+def test_an_unhealthy_process_is_replaced_and_its_requests_are_executed_again(
+    bench_of: Callable[[str], Bench],
+    tmp_path: Path,
+    log: Callable[[], list[str]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    bench = bench_of("Commanded")
+    pid = bench.replica.process.pid
+    once = f"unhealthy {tmp_path / 'was'}"
+    execution, following = bench.take("a", once, "b"), bench.take("c")
+    assert bench.finish(execution) == ["A", "UNHEALTHY", "B"]
+    assert bench.finish(following) == ["C"]
+    assert bench.replica.process.pid != pid
+    # As after a death: one at a time, and each start is recorded
+    assert bench.started == [("1-0", 0), ("1-0", 1), ("1-0", 2)]
+    assert execution.deaths == {0: 1, 1: 1, 2: 1} and not execution.dead_letters
+    # And the model was not unloaded, which would fail or hang
+    assert log() == [f"a {once} b", "a", once, "b", "c"]
+    assert "in do\n" in capfd.readouterr().err  # the traceback is in the log of the worker
+
+
+def test_a_request_that_breaks_two_accelerators_is_given_up_and_others_are_served(bench: Bench) -> None:
+    poison, following = bench.take("a", "assert", "b"), bench.take("c")
+    assert bench.finish(poison) == ["A", "ABORTED", "B"]
+    (letter,) = poison.dead_letters
+    assert letter.request is poison.batch.requests[1]
+    assert letter.reason == (
+        "its model process or worker died 2 times while executing it; the last time: unhealthy, the "
+        "accelerator is broken: device-side assert triggered"
+    )
+    assert bench.finish(following) == ["C"]
+
+
+def test_a_process_that_ends_in_an_orderly_way_may_unload_before_the_next_one_starts(
+    bench_of: Callable[[str], Bench], tmp_path: Path, log: Callable[[], list[str]]
+) -> None:
+    """It may hold memory that the next one needs. Meanwhile the replica takes what it had asked for."""
+    bench = bench_of("UnloadsSlowly")
+    process = bench.replica.process
+    bench.replica.run_once()
+    execution = bench.execution_of("a", "hang-up")
+    bench.fetcher.put(execution)
+    bench.step_until((tmp_path / "unloading").exists)
+    bench.step_until(lambda: process.descriptor is None)
+    pid, stopwatch = process.pid, Stopwatch()
+    for _ in range(20):
+        bench.replica.run_once()
+    assert stopwatch.passed_s < 5.0, "a turn takes no longer than a poll"
+    assert (process.pid, process.ready) == (pid, False)
+    (tmp_path / "unload").touch()
+    assert bench.finish(execution) == ["A", "ABORTED"]
+    assert log()[:4] == ["loaded", "a hang-up", "unloaded", "loaded"]
+
+
+def test_a_process_that_does_not_end_in_time_is_killed(process_of: Start) -> None:
+    process = process_of("Stuck")
+    process.start()
+    process.hang_up(within_s=0.2)
+    stopwatch = Stopwatch()
+    assert not process.has_ended()
+    wait_until(process.has_ended, description="it is killed")
+    assert 0.2 <= stopwatch.passed_s < 5.0
+    process.start()
+    assert execute(process, "a") == ["A"]
+
+
+def test_a_process_that_unloads_longer_than_it_may_load_is_replaced(models: Path) -> None:
+    """`--load-s-max` begins when the next one is started."""
+    process = ProcessHandle(f"{models}:Stuck", "cpu", load_s_max=10.0)
+    process.start()
+    process._spawned_s -= 10.0
+    process.hang_up()
+    process.check_loading()
+    process.close(wait_s=0)
+
+
+def test_a_process_over_its_time_is_killed_at_once(
+    bench_of: Callable[[str], Bench], tmp_path: Path, log: Callable[[], list[str]]
+) -> None:
+    bench = bench_of("UnloadsSlowly")
+    execution = bench.take(f"wait {tmp_path / 'never'}", max_execution_ms=100)
+    assert bench.finish(execution) == ["ABORTED"]
+    assert "unloaded" not in log() and not (tmp_path / "unloading").exists()
+
+
+def test_a_process_of_which_all_fails_is_retired_once_and_nothing_is_blamed(
+    bench: Bench, tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = bench.replica.process.pid
+    monkeypatch.setattr(bench.replica.retirement, "observe_outcome", lambda *_: True)
+    first, second = bench.take("a"), bench.take("b", "c")
+    bench.step_until(lambda: first.is_finished)
+    monkeypatch.undo()
+    assert bench.finish(first) == ["A"]
+    assert bench.finish(second) == ["B", "C"]
+    assert bench.replica.process.pid != pid
+    assert not second.deaths and not bench.started
+    assert log().count("unloaded") == 1 and log()[-1] == "b c"
 
 
 # --- frames larger than the pipe ---------------------------------------------------------------------------

@@ -1,9 +1,18 @@
-"""From what a model raised to the status and the detail that the producer gets."""
+"""From what a model raised to what the producer gets: status and detail. Or to the end of the process."""
 
 from __future__ import annotations
 
-from carpool.errors import INVALID_ARGUMENT, CarpoolError
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final
+
+from carpool.errors import INVALID_ARGUMENT, CarpoolError, Unhealthy
+from carpool_worker.model_process.broken_devices import broken_device
 from carpool_worker.model_process.frames import Failure
+
+CAUSES_MAX: Final = 8  # of an exception, that are looked at
+# What is raised about a body, or by the model on purpose. Such an exception may quote the body.
+_ABOUT_BODIES: Final = (CarpoolError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
 class WrongOutputError(Exception):
@@ -11,7 +20,11 @@ class WrongOutputError(Exception):
 
 
 def failure_of(error: BaseException, status: str) -> Failure:
-    """The status and detail for the producer: neither the exception's class nor a traceback."""
+    """The status and detail for the producer: neither the exception's class nor a traceback.
+
+    Raises Unhealthy if it is no failure of a request: this process cannot go on.
+    """
+    _check_health(error)
     if isinstance(error, CarpoolError):
         return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may not set it
     message = _text(error)
@@ -21,6 +34,23 @@ def failure_of(error: BaseException, status: str) -> Failure:
         "the model rejected this body" if status == INVALID_ARGUMENT else "the model failed on this request"
     )
     return status, f"{failure}: {message}" if message else failure
+
+
+def _check_health(error: BaseException) -> None:
+    """Raise Unhealthy if the model said so, or its accelerator does not work any more."""
+    for cause in islice(_with_causes(error), CAUSES_MAX):
+        if isinstance(cause, Unhealthy):
+            raise cause
+        if not isinstance(cause, _ABOUT_BODIES) and (broken := broken_device(_text(cause))):
+            raise Unhealthy(f"the accelerator is broken: {broken}") from error
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, what it was raised from or during, and so on."""
+    while error is not None:
+        yield error
+        cause, context = error.__cause__, error.__context__
+        error = context if cause is None and not error.__suppress_context__ else cause
 
 
 def _text(value: object) -> str:

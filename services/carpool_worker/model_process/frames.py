@@ -1,8 +1,8 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
 A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
-is answered by one outcome, in order. A message is a msgpack header and a payload of raw bytes, over a socket
-pair.
+is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. A message is a
+msgpack header and a payload of raw bytes, over a socket pair.
 
 No pickle: data from a producer is never executed. Stacked tensors are sent as they lie in memory, so neither
 side copies or converts single numbers.
@@ -14,7 +14,7 @@ import math
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import msgpack
 import numpy as np
@@ -30,6 +30,7 @@ _TENSOR: Final = 1  # msgpack extension type
 
 _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
+_ENDING: Final = "ending"
 
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
@@ -94,6 +95,21 @@ class OutcomeHeader(NamedTuple):
     parts: Sequence[Part] = ()
     executed: int = 0
     raised: Sequence[int] = ()
+
+
+class Ending(NamedTuple):
+    """Model process to worker, in place of an outcome or a Step: it is unhealthy, and ends now."""
+
+    reason: str
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_ENDING, *self)
+
+    @classmethod
+    def read(cls, fields: Sequence[Any]) -> Self | None:
+        """The message of which these are the header's fields; None if it is another one."""
+        return cls(*fields[1:]) if fields[0] == _ENDING else None
 
 
 class ProcessGoneError(ConnectionError):

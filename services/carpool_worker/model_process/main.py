@@ -17,7 +17,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
 
+from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
 from carpool.model_settings import ModelKind
@@ -31,6 +33,8 @@ from carpool_worker.model_process.model import BoundModel, LoadedModel, RequestI
 from carpool_worker.model_process.outcomes import encode_outcome
 from carpool_worker.model_process.states import States
 from carpool_worker.model_process.step_loop import StepLoop
+
+EXIT_UNHEALTHY: Final = 70
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,15 +63,35 @@ def main(argv: Sequence[str]) -> int:
         frames.send_load_result(sock, LoadFailed(reason, traceback.format_exc()))
         return 1
     frames.send_load_result(sock, _ready(model))
+    try:
+        _serve(sock, model)
+    except Unhealthy as error:
+        _end_unhealthy(sock, error)
+    if model.unload is not None:
+        model.unload()
+    return 0
+
+
+def _serve(sock: socket.socket, model: LoadedModel | SteppingModel) -> None:
+    """Serve until the worker closes the connection. Raises Unhealthy."""
     if isinstance(model, SteppingModel):
         StepLoop(sock, model).run()
     elif isinstance(model, BoundModel):
         BoundLoop(sock, model).run()
     else:
         _execute_all(sock, model)
-    if model.unload is not None:
-        model.unload()
-    return 0
+
+
+def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
+    """Tell the worker why this process ends, and end it.
+
+    At once: with a broken accelerator, to unload the model or to let its libraries clean up fails or hangs.
+    """
+    traceback.print_exception(error)
+    with contextlib.suppress(frames.ProcessGoneError):
+        frames.send_message(sock, frames.Ending(str(error)).message())
+    sys.stderr.flush()
+    os._exit(EXIT_UNHEALTHY)
 
 
 def _leave_signals_to_the_worker() -> None:

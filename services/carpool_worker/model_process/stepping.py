@@ -35,8 +35,9 @@ class StepRequest:
     `body`: as passed to `validate`; not to be changed, because the request may be begun anew with it. `cost`,
     `lane` and `fields` are the producer's. `state`: the model's own, None before each `begin`.
 
-    An error in the use of these methods fails this request alone: none of them raises. Once the request has
-    ended, for example because its producer withdrew it, they have no effect.
+    An error in the use of these methods fails this request alone. None of them raises, except that `fail`
+    passes on what says that the process cannot go on. Once the request has ended, for example because its
+    producer withdrew it, they have no effect.
     """
 
     __slots__ = (

@@ -1,0 +1,106 @@
+"""Models whose processes break: all that such a process executes fails, until another one replaces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from carpool import Unhealthy
+
+if TYPE_CHECKING:
+    from carpool_worker.model_process.model import BoundSequence
+    from carpool_worker.model_process.stepping import StepRequest
+
+ASSERT = (
+    "CUDA error: device-side assert triggered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below "
+    "might be incorrect."
+)
+
+
+class Device:
+    """An accelerator. The body "assert" breaks it; "assert FILE" only if there is no such file, which it then
+    makes."""
+
+    def __init__(self) -> None:
+        self._is_broken = False
+
+    def run(self, body: Any) -> Any:
+        verb, *files = str(body).split()
+        if verb == "assert" and not any(Path(file).exists() for file in files):
+            self._is_broken = True
+            for file in files:
+                Path(file).touch()
+        if self._is_broken:
+            raise RuntimeError(ASSERT)
+        return body
+
+
+class OnDevice:
+    """Echoes bodies."""
+
+    max_batch_size = 8
+
+    def load(self, device: str) -> None:
+        self._device = Device()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [self._device.run(body) for body in batch]
+
+    def unload(self) -> None:
+        raise RuntimeError(ASSERT)
+
+
+class StepsOnDevice:
+    """Emits the words of the body."""
+
+    max_batch_size = 4
+
+    def load(self, device: str) -> None:
+        self._device = Device()
+
+    def begin(self, requests: Sequence[StepRequest]) -> None:
+        for request in requests:
+            request.state = str(request.body).split()[len(request.chunks) :]
+
+    def step(self, requests: Sequence[StepRequest]) -> None:
+        for request in requests:
+            request.emit(self._device.run(request.state.pop(0)))
+            if not request.state:
+                request.finish()
+
+
+class BoundToDevice(OnDevice):
+    """Echoes bodies of sequences."""
+
+    max_batch_size = 2
+    binds_sequences = True
+
+    def start(self, sequence: BoundSequence) -> None:
+        self._device.run("start")
+
+
+class SaysSo(OnDevice):
+    """Knows by itself that it cannot go on."""
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        try:
+            return super().predict(batch)
+        except RuntimeError:
+            raise Unhealthy("the sensor is gone") from None
+
+
+class Silent:
+    """Echoes bodies. The body "break" breaks it in a way that nobody knows."""
+
+    max_batch_size = 2
+
+    def __init__(self) -> None:
+        self._is_broken = False
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        self._is_broken |= "break" in batch
+        if self._is_broken:
+            raise RuntimeError("handle 17 is not valid")
+        return batch
