@@ -39,6 +39,7 @@ LEASES_INTERVAL_S: Final = 0.5
 COMPARE_INTERVAL_S: Final = 0.25
 IDLE_ROUNDS: Final = 6  # of leases, in which every idle model is compared once
 REPORT_TTL_MS: Final = 5000
+EVICTION_INTERVAL_S: Final = 60.0  # how often it is looked whether Redis may discard requests
 DISCOVERY_AGE_MAX_S: Final = 5.0  # reconnecting takes less
 STOP_S_MAX: Final = 5.0
 LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration waits for 0.5 s, and Redis's timeout is 5 s
@@ -92,6 +93,8 @@ class BatcherService:
         self._invalid_names: set[str] = set()
         self._discovered_s = float("-inf")  # when discovery succeeded last
         self._discovery_error = ""
+        self._eviction_at_s = 0.0
+        self._eviction_warning = ""
         self._current = ""  # the model whose turn it is
         self._stopping = Event()
         self._loop = Loop("batcher", self.run_once, self._report_error)
@@ -129,6 +132,9 @@ class BatcherService:
         late_us = int((now_s - self._leases_at_s) * 1e6) if self._leases_at_s else 0
         self._leases_at_s = now_s + LEASES_INTERVAL_S
         self._discover()
+        if now_s >= self._eviction_at_s:
+            self._eviction_at_s = now_s + EVICTION_INTERVAL_S
+            self._look_for_eviction()
         models = [model for model in self._models.values() if model.retry_at_s <= now_s]
         acquired: list[_Model] = []
         for model, held in zip(models, self._upkeep.hold_leases(_keys_of(models), LEASE_MS), strict=True):
@@ -234,6 +240,13 @@ class BatcherService:
         ended = [self._models[name] for name in self._models.keys() - registered]
         self._remove([model for model in ended if model not in self._busy])
         self._discovery_error, self._discovered_s = "", time.monotonic()
+
+    def _look_for_eviction(self) -> None:
+        """Warn if Redis may discard requests, once for each reason."""
+        warning = self._upkeep.eviction_warning()
+        if warning and warning != self._eviction_warning:
+            self._log.warning("Redis may lose requests", reason=warning)
+        self._eviction_warning = warning
 
     def _add(self, name: str) -> None:
         try:
@@ -344,6 +357,10 @@ class BatcherService:
             return []
         why = self._loop.failing or self._discovery_error
         return [f"{self._loop.name}: {why}" if why else "starting"]
+
+    def warnings(self) -> list[str]:
+        """What a person should mend, although models are batched."""
+        return [self._eviction_warning] if self._eviction_warning else []
 
     # --- stopping ------------------------------------------------------------------------------------------
 

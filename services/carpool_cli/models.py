@@ -17,6 +17,7 @@ from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory, take_snapshot
+from carpool.store.eviction import eviction_warning
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.screen import Screen, build_table, duration
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(ModelsSettings, argv, "carpool models")
     link = Link(settings.redis_url, name=f"carpool-models-{os.getpid()}")
     try:
-        states = read_models(link, settings.prefix)
+        states, warning = read_models(link, settings.prefix), eviction_warning(link)
     except LinkError as error:
         return _failed(
             f"{error}\n    if no Redis runs there, start one with `carpool up MODEL`, or name another with "
@@ -96,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([state.as_json() for state in states]))
     else:
         show(states, Screen())
+    if warning:
+        print(f"carpool models: {warning}", file=sys.stderr)
     return 0
 
 

@@ -31,6 +31,7 @@ class Grant(NamedTuple):
 # AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
 _CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
+_EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
 _DELIVER: Final = (
     Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
     Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
@@ -81,6 +82,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "batcher": (
         _CONNECT,
         _CLOCK,
+        _EVICTION,
         Grant("list the models", "smembers", "models"),
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
         Grant("list the model processes that are alive", "zrange", "workers"),
@@ -113,6 +115,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "worker": (
         _CONNECT,
         _CLOCK,
+        _EVICTION,
         Grant("register the model", "sadd", "models"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),

@@ -35,6 +35,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
+from carpool.store.eviction import eviction_warning
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
@@ -86,7 +87,9 @@ class Worker:
         self._registration: dict[str, str] = {}
         self._replica_loops: list[Loop] = []
         self._heartbeats: list[Loop] = []  # one, once it is started
-        self._store = self._new_store("control")
+        self._control = self._new_link("control")
+        self._store = WorkerStore(self._control, keys, self._clock)
+        self._eviction_warning = ""
         self._waiting_for = "the model is loading"  # empty once everything is started
         self._draining = False
         self.failed = threading.Event()
@@ -146,12 +149,15 @@ class Worker:
             try:
                 self._store.register(self._registration)
                 self._heartbeat.beat()
+                self._eviction_warning = eviction_warning(self._control)
             except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
                 self._metrics.error(error)
                 self._waiting_for = str(error)
                 self._log.warning("cannot register with Redis, retrying", reason=str(error))
                 stop.wait(1.0)
             else:
+                if self._eviction_warning:
+                    self._log.warning("Redis may lose requests", reason=self._eviction_warning)
                 return True
         return False
 
@@ -262,6 +268,10 @@ class Worker:
             elif not replica.process.ready:
                 reasons.append(f"{replica.consumer}: its model process was replaced and is loading the model")
         return reasons
+
+    def warnings(self) -> list[str]:
+        """What a person should mend, although batches are executed; as it was when the worker started."""
+        return [self._eviction_warning] if self._eviction_warning else []
 
     def _loops(self) -> list[Loop]:
         return [*self._heartbeats, *self._replica_loops]

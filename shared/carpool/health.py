@@ -1,7 +1,8 @@
 """The HTTP server of a service: /metrics, /healthz and /readyz.
 
 /healthz fails only for what a restart mends (a loop that ended or hangs). /readyz fails while the service
-can do no work, and says why: loading, draining, no Redis. A batcher on standby is ready.
+can do no work, and says why: loading, draining, no Redis. A batcher on standby is ready. If it is ready, what
+a person should mend all the same follows on further lines.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ _TEXT: Final = "text/plain; charset=utf-8"
 
 
 class Service(Protocol):
-    """A service that reports its own health. Both lists are empty when all is well."""
+    """A service that reports its own health. All lists are empty when all is well."""
 
     def unhealthy(self) -> Sequence[str]:
         """What only a restart would mend."""
 
     def unready(self) -> Sequence[str]:
         """Why no work is done now."""
+
+    def warnings(self) -> Sequence[str]:
+        """What a person should mend, although work is done."""
 
 
 class _Page(BaseHTTPRequestHandler):
@@ -53,7 +57,8 @@ class _Page(BaseHTTPRequestHandler):
         elif path in self.server.probes:
             problems = self.server.probes[path]()
             status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
-            self._answer(status, "\n".join([*(problems or ["ok"]), ""]).encode(), _TEXT)
+            lines = problems or ["ok", *(f"warning: {warning}" for warning in self.server.warnings())]
+            self._answer(status, "\n".join([*lines, ""]).encode(), _TEXT)
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"not found; try /metrics, /healthz or /readyz\n", _TEXT)
 
@@ -76,6 +81,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.registry = registry
         self.probes = {"/healthz": service.unhealthy, "/readyz": service.unready}
+        self.warnings = service.warnings
         self._connections: dict[Any, None] = {}  # oldest first
         super().__init__((host, port), _Page)
 

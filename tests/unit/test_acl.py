@@ -13,7 +13,7 @@ import pytest
 
 from carpool.client import aio, entries, transport
 from carpool.keys import Keys
-from carpool.store import batcher, bound, directory, reader, results, steps, upkeep, worker
+from carpool.store import batcher, bound, directory, eviction, reader, results, steps, upkeep, worker
 from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES, patterns, rules
@@ -186,7 +186,7 @@ def scripts_of(role: str) -> list[Script]:
 def test_service_has_no_permission_that_its_code_does_not_use(role: str) -> None:
     """Each granted command is in one of its scripts, or in its store."""
     of_connection = {"ping", "client|setname", "eval", "evalsha"}
-    sources = [source(module) for module in (*STORES[role], directory)]
+    sources = [source(module) for module in (*STORES[role], directory, eviction)]
     sources += [script.source for script in scripts_of(role)]
     used = set(re.findall(r"""["']([A-Z]{2,})["']""", "".join(sources)))
     granted = {command.partition("|")[0].upper() for command in commands(role) - of_connection}

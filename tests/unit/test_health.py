@@ -29,12 +29,16 @@ class FakeService:
     def __init__(self) -> None:
         self.health_problems: list[str] = []
         self.readiness_problems: list[str] = []
+        self.to_mend: list[str] = []
 
     def unhealthy(self) -> list[str]:
         return self.health_problems
 
     def unready(self) -> list[str]:
         return self.readiness_problems
+
+    def warnings(self) -> list[str]:
+        return self.to_mend
 
 
 @contextmanager
@@ -60,6 +64,17 @@ def get(url: str, path: str, **headers: str) -> tuple[int, str, str]:
         connection.close()
     assert int(response.headers["Content-Length"]) == len(body.encode())
     return response.status, response.headers["Content-Type"], body
+
+
+def test_a_ready_service_tells_what_should_be_mended() -> None:
+    service = FakeService()
+    service.to_mend = ["Redis is full"]
+    with serving(service) as server:
+        for path in ("/healthz", "/readyz"):
+            status, _, body = get(server.url, path)
+            assert (status, body) == (200, "ok\nwarning: Redis is full\n")
+        service.readiness_problems = ["no Redis"]
+        assert get(server.url, "/readyz")[2] == "no Redis\n"
 
 
 def test_probes_list_what_is_wrong() -> None:

@@ -27,6 +27,9 @@ class Service:
     def unready(self) -> list[str]:
         return self._unready
 
+    def warnings(self) -> list[str]:
+        return []
+
 
 Ask = Callable[..., tuple[int, str, str]]
 

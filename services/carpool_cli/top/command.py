@@ -18,6 +18,7 @@ from carpool.errors import UnavailableError
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
+from carpool.store.eviction import eviction_warning
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.screen import Screen, full_screen, plain_lines
@@ -90,9 +91,13 @@ class TopError(Exception):
 def main(argv: Sequence[str]) -> int:
     """Show the page until Ctrl-C, or once. Returns 1 if Redis does not answer or the model is unknown."""
     settings = read_settings(TopSettings, argv, "carpool top")
-    directory = Directory(Link(settings.redis_url, name=f"carpool-top-{os.getpid()}"), settings.prefix)
+    link = Link(settings.redis_url, name=f"carpool-top-{os.getpid()}")
+    directory = Directory(link, settings.prefix)
     try:
-        _run(settings, lambda: take_sample(directory, settings.model))
+        warning = eviction_warning(link)
+        if warning and settings.as_json:
+            print(f"carpool top: {warning}", file=sys.stderr)
+        _run(settings, warning, lambda: take_sample(directory, settings.model))
     except KeyboardInterrupt:
         return 0  # the usual way to end it
     except (UnavailableError, CommandError, TopError) as error:
@@ -103,16 +108,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(settings: TopSettings, sample_now: Callable[[], Sample]) -> None:
+def _run(settings: TopSettings, warning: str, sample_now: Callable[[], Sample]) -> None:
     url, screen = without_password(settings.redis_url), Screen()
 
     def print_page(models: Sequence[Figures], error: str) -> None:
         if settings.as_json:
             print(as_json(models, error), flush=True)
         elif screen.live:
-            screen.console.print(Page(url, models, error), "")
+            screen.console.print(Page(url, models, error, warning), "")
         else:
-            screen.print("\n".join([*plain_lines(Page(url, models, error)), ""]))
+            screen.print("\n".join([*plain_lines(Page(url, models, error, warning)), ""]))
 
     first = sample_now()
     if settings.once:
@@ -122,7 +127,7 @@ def _run(settings: TopSettings, sample_now: Callable[[], Sample]) -> None:
         follow(first, sample_now, print_page)
     else:
         with full_screen(screen) as draw:
-            follow(first, sample_now, lambda models, error: draw(Page(url, models, error)))
+            follow(first, sample_now, lambda models, error: draw(Page(url, models, error, warning)))
 
 
 def follow(

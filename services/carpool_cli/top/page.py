@@ -42,11 +42,13 @@ _STEPPING_DISPENSABLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page as a rich renderable. `error`: why Redis does not answer now, if it does not."""
+    """The page as a rich renderable. `error`: why Redis does not answer now, if it does not. `warning`: what
+    is wrong with its configuration."""
 
     url: str
     models: Sequence[Figures]
     error: str = ""
+    warning: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(
@@ -66,6 +68,8 @@ class Page:
         yield _line(
             f"Redis does not answer, so these figures are old. Reason: {self.error}" if self.error else ""
         )
+        if self.warning:
+            yield Text(f"{self.warning}\n")
         if not self.models:
             yield _line("no model is registered; `carpool up square` serves one")
             return

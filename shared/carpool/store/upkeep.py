@@ -14,6 +14,7 @@ from carpool.clock import RedisClock
 from carpool.keys import Keys, models_key
 from carpool.store.connection import CommandError, Link, Script
 from carpool.store.directory import SNAPSHOT_COMMANDS, ModelSnapshot, read_snapshot, snapshot_commands
+from carpool.store.eviction import eviction_warning
 
 _LEASE: Final = Script("lease")
 _REPORT: Final = Script("report")
@@ -36,6 +37,10 @@ class Upkeep:
         """Follow Redis's clock. A command by itself, because a clock is behind by the time of the reply."""
         sent_ns = time.monotonic_ns()
         self._clock.set(self._link.call("TIME"), sent_ns, time.monotonic_ns())
+
+    def eviction_warning(self) -> str:
+        """Why Redis may discard what it has accepted; empty if it does not, as far as is known."""
+        return eviction_warning(self._link)
 
     def hold_leases(self, models: Sequence[Keys], lease_ms: int) -> list[bool | CommandError]:
         """Become or stay the one active batcher of these models; `lease_ms` 0 gives the leases back."""
