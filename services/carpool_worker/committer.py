@@ -12,7 +12,7 @@ import structlog
 
 from carpool.messages import Result
 from carpool.store.connection import CommandError
-from carpool.store.results import Address, Answer, FencedError, addresses_of
+from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
@@ -97,12 +97,14 @@ class Committer:
         executed.
         """
         execution.separate()
+        start = Start(position, execution.starts.get(position, 0) + 1)
         try:
-            self._answer(execution, list(execution.results.keys() - execution.answered_ahead), position)
+            self._answer(execution, list(execution.results.keys() - execution.answered_ahead), start)
         except CommandError as error:
             raise _fenced_if_emptied(execution, error) from error
+        execution.starts[position] = start.number
 
-    def _answer(self, execution: Execution, positions: list[int], starting: int | None) -> None:
+    def _answer(self, execution: Execution, positions: list[int], starting: Start | None) -> None:
         addresses = addresses_of(execution.batch)
         answers = [
             Answer(position, addresses[position], execution.results[position], execution.change(position))

@@ -50,6 +50,7 @@ class Execution:
     batch: Batch
     answered: frozenset[int] = frozenset()  # positions that had a result before this worker took the batch
     deaths: dict[int, int] = field(default_factory=dict)  # processes that died while executing this position
+    starts: dict[int, int] = field(default_factory=dict)  # how often each position was started, as in Redis
     undecoded: deque[int] = field(default_factory=deque)  # of a suspect: positions that have no frame yet
     cause_of_death: str = ""  # of the last process
     frames: list[Frame] = field(default_factory=list)

@@ -54,7 +54,14 @@ class Reclaimer:
         # A start without a result is a death during that request. The first one does not count: a worker may
         # die for reasons of its own.
         deaths = {position: starts - 1 for position, starts in progress.started.items() if starts > 1}
-        return Execution(batch, progress.answered, deaths, chunks=progress.chunks, first_us=progress.first_us)
+        return Execution(
+            batch,
+            progress.answered,
+            deaths,
+            dict(progress.started),
+            chunks=progress.chunks,
+            first_us=progress.first_us,
+        )
 
 
 class Fetcher:

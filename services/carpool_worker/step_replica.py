@@ -242,7 +242,7 @@ class StepReplica(ReplicaLoop[Execution]):
     def _begin_alone(self, request: StepExecution) -> None:
         """Should this worker die as well, the next one knows which request was alone."""
         try:
-            self._store.record_start(self.consumer, request.execution.batch)
+            self._store.record_start(self.consumer, request.execution.batch, request.next_start)
         except (FencedError, CommandError) as error:
             if isinstance(error, CommandError) and error.code != "NOGROUP":  # Redis was emptied
                 raise

@@ -29,7 +29,7 @@ from carpool.messages import (
 )
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import CommandError, Link, LinkError
-from carpool.store.results import Address, Answer, FencedError
+from carpool.store.results import Address, Answer, FencedError, Start
 from carpool.store.worker import WorkerStore
 from carpool.wire.batches import decode_settled, encode_batch
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -554,7 +554,7 @@ def test_reclaimed_batch_loads_states_again_and_not_those_of_answered_requests(
     assert model.worker.load(batch).states == {0: sums(0), 1: sums(10), 2: sums(20)}
     assert model.worker.load(batch, {0}).states == {1: sums(10), 2: sums(20)}
     answer = Answer(0, HERE, Result(of(runs[0]), OK, JSON, b"1"), change(runs[0], "kept", sums(1)))
-    assert model.worker.answer("dead", batch, [answer], 1) == {0}
+    assert model.worker.answer("dead", batch, [answer], Start(1, 1)) == {0}
     model.expire_lease(batch.id, "dead")
     service.serve()
     assert [answered(model, run) for run in runs] == [[1], [11], [21]]

@@ -49,6 +49,7 @@ from carpool_worker.model_process.stepper import Stepper
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import StepReplica
 from support.executions import codec_of, execution_of, run_of_sequence
+from support.flaky_link import FlakyLink
 from support.models.stepping import Chain
 from support.stream_load import StreamChecker
 from support.wire import flat_of
@@ -56,38 +57,6 @@ from support.wire import flat_of
 KEYS: Final = Keys("m")
 LEASE_MS: Final = 600_000  # it never runs out by itself
 SETTINGS: Final = ModelSettings(max_batch_size=3, stream_buffer=3, reader_idle_ms=3_600_000)
-
-
-class FlakyLink(Link):
-    """A connection of which one of the next calls can be made to fail."""
-
-    fails_in: int | None = None  # calls
-    is_carried_out = False  # the call that fails: only its reply is lost
-
-    def send(self, *command: Any) -> None:
-        self._count()
-        super().send(*command)
-
-    def send_many(self, commands: Any) -> None:
-        self._count()
-        super().send_many(commands)
-
-    def receive(self, expected_bytes: int = 0) -> Any:
-        reply = super().receive(expected_bytes)
-        if self.fails_in == -1:
-            self._fail()
-        return reply
-
-    def _count(self) -> None:
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in < 0 and not self.is_carried_out:
-                self._fail()
-
-    def _fail(self) -> None:
-        self.fails_in = None
-        self.close()
-        raise LinkError("planted")
 
 
 class ProcessInside:

@@ -311,6 +311,20 @@ def test_deaths_of_others_do_not_add_up() -> None:
         assert request.execution.deaths == {}
 
 
+def test_a_start_that_was_survived_does_not_count() -> None:
+    """Not even if that could not be written to Redis before it is alone again."""
+    request = request_of()
+    request.suspect(was_alone=False)
+    assert request.next_start == 1
+    assert request.begin_alone() == 1
+    assert request.next_start == 2
+    assert request.stepped_alone() and request.has_passed
+    assert request.next_start == 1
+    request.suspect(was_alone=False)
+    request.begin_alone()
+    assert not request.has_passed, "this start is not to be forgotten"
+
+
 def test_second_death_alone_is_its_own() -> None:
     request = request_of()
     request.suspect(was_alone=False)

@@ -83,6 +83,14 @@ class Answer(NamedTuple):
     change: SequenceChange | None = None
 
 
+class Start(NamedTuple):
+    """A request of a batch is executed next, alone. `number`: how often it was started then, this start
+    included. So a start that is recorded twice, because a reply was lost, counts once."""
+
+    position: int
+    number: int
+
+
 class Owner(NamedTuple):
     """A worker's claim to a batch: the consumer that took it, and the epoch at which it did."""
 
@@ -112,7 +120,7 @@ def answer_ahead(
     owner: Owner | None,
     batch_id: str,
     answers: Sequence[Answer],
-    starting: int | None,
+    starting: Start | None,
     result_ttl_ms: int,
 ) -> set[int]:
     """Write results of some requests of a batch ahead of its commit, each once. A batcher has no `owner`.
@@ -122,7 +130,7 @@ def answer_ahead(
     """
     script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.held)
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
-    args += [result_ttl_ms, PROGRESS_TTL_MS, "" if starting is None else starting]
+    args += [result_ttl_ms, PROGRESS_TTL_MS, *(starting or ("", ""))]
     args += group_list_args(
         (position, *group, *change_args(keys, script_keys, () if change is None else (change,)))
         for position, address, result, change in answers

@@ -17,7 +17,7 @@ from carpool.messages import Batch, Chunk, DeadLetter, Result, Streamed
 from carpool.store.arguments import ScriptKeys
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
-from carpool.store.results import PROGRESS_TTL_MS, Owner, answer_ahead
+from carpool.store.results import PROGRESS_TTL_MS, Owner, Start, answer_ahead
 from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
 from carpool.wire.batches import encode_dead_letter, encode_streamed
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
@@ -126,10 +126,10 @@ class StepStore:
             element += _ARGS_BEFORE_FINALS + len(finals), encode_streamed(write.streamed), dead
         return element
 
-    def record_start(self, consumer: str, batch: Batch) -> None:
-        """Record that a request takes a step alone. Raises FencedError."""
+    def record_start(self, consumer: str, batch: Batch, number: int) -> None:
+        """Record that a request takes a step alone; see `Start`. Raises FencedError."""
         owner = Owner(consumer, batch.epoch)
-        answer_ahead(self._link, self._keys, owner, batch.id, (), 0, batch.result_ttl_ms)
+        answer_ahead(self._link, self._keys, owner, batch.id, (), Start(0, number), batch.result_ttl_ms)
 
     def chunks(self, batch_ids: Sequence[str]) -> list[Sequence[bytes]]:
         """The chunks that were written of each of these requests, oldest first, as they were kept."""

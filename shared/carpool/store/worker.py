@@ -19,6 +19,7 @@ from carpool.store.results import (
     Answer,
     FencedError,
     Owner,
+    Start,
     answer_ahead,
     release,
     result_groups,
@@ -231,7 +232,7 @@ class WorkerStore:
         consumer: str,
         batch: Batch,
         answers: Sequence[Answer],
-        starting: int | None,
+        starting: Start | None,
     ) -> set[int]:
         """Write results ahead of the commit, and record which request is executed next, alone.
 

@@ -6,7 +6,8 @@
 -- KEYS  1 batches   2 progress of this batch   3 order   4 held   5.. the keys of results
 -- ARGV  1 caller, 'worker' or 'batcher'  2 batch ID  3 consumer and  4 epoch ('' for a batcher)
 --       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
---       8.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, and the
+--       8 how many starts of it there are then: the worker counts, so that a repeated call counts none twice
+--       9.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, and the
 --           changes of sequences (see sequence.lua), at most one
 -- Returns { 'ANSWERED', positions written now ... }
 --       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
@@ -20,7 +21,7 @@ elseif not owns_batch(KEYS[1], ARGV[3], ARGV[2], ARGV[4]) then
 end
 
 redis.call('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
-local take = argument_reader(8)
+local take = argument_reader(9)
 local reply, arrived = { 'ANSWERED' }, {}
 for _ = 1, tonumber(take()) do
   local position, key, kind, ranges, payload = take(), KEYS[tonumber(take())], take(), take(), take()
@@ -34,6 +35,6 @@ for _ = 1, tonumber(take()) do
   if broken then redis.call('HSET', KEYS[2], field, 'broken ' .. broken) end
 end
 if #arrived > 0 then release(KEYS[3], KEYS[4], arrived) end
-if ARGV[7] ~= '' then redis.call('HINCRBY', KEYS[2], 'started:' .. ARGV[7], 1) end
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[2], 'started:' .. ARGV[7], ARGV[8]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[6])
 return reply
