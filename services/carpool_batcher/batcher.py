@@ -53,6 +53,7 @@ from carpool_batcher.early_refusals import EarlyRefusals
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
+    LowestUnread,
     MissingBatches,
     MissingEntries,
     UnreadEntries,
@@ -88,6 +89,7 @@ class LeaseSession(NamedTuple):
     missing_batches: MissingBatches
     missing_entries: MissingEntries
     unread: UnreadEntries
+    lowest_unread: LowestUnread
     early: EarlyRefusals
 
 
@@ -168,6 +170,7 @@ class ModelBatcher:
             MissingBatches(),
             MissingEntries(),
             UnreadEntries(last_id),
+            LowestUnread(),
             EarlyRefusals(),
         )
         self._last_event_us = self.wake_at_us = now_us
@@ -468,8 +471,11 @@ class ModelBatcher:
         session.missing_batches.forget(
             self._store, scheduler, snapshot.batches_in_flight, settled_read, now_us
         )
-        session.missing_entries.forget(self._store, scheduler, entries, snapshot.waiting_entries)
-        if snapshot.waiting_entries <= len(entries):
+        waiting = snapshot.waiting_entries
+        session.missing_entries.forget(self._store, scheduler, entries, waiting)
+        cursor = session.subscription.requests.after
+        session.lowest_unread.verify(self._store, waiting, len(entries), cursor, now_us)
+        if waiting <= len(entries):
             scheduler.sequences.complete()  # the last unread one may have been removed
         session.missed.forget_missing(snapshot.model_processes)
         session.order.refresh(snapshot, entries)

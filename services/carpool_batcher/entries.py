@@ -12,6 +12,7 @@ from carpool.store.batcher import ENTRIES_LOOKED_UP, BatcherStore, EntryChanges
 from carpool.store.reader import RawEntry, id_order
 from carpool_batcher.core.scheduler import Scheduler
 
+UNREAD_US: Final = 3_000_000  # for so long entries may wait without that any is read
 SETTLED_UNREAD_US: Final = 1_000_000  # for so long the `settled` entry of a batch may be unread
 
 
@@ -111,6 +112,41 @@ class UnreadEntries:
             return False
         self._last_id = None
         return True
+
+
+class IdsSetBackError(Exception):
+    """Entries wait with IDs below those that were read. What was read must be read again from the start."""
+
+
+class LowestUnread:
+    """Notices entries that would never be read, because their IDs are below the last one that was.
+
+    An ID is above all before it, unless someone deletes the stream, as is done when the largest possible ID was
+    used, or sets its IDs back (XSETID).
+    """
+
+    def __init__(self) -> None:
+        self._cursor = b""
+        self._since_us = 0  # since when that many were read, and more wait
+
+    def verify(
+        self, store: BatcherStore, waiting_entries: int, known_entries: int, cursor: bytes, now_us: int
+    ) -> None:
+        """`waiting_entries` is how many there are in Redis, `cursor` the ID of the last one that was read.
+
+        Only if some wait for UNREAD_US and none is read, the last one is looked up. Raises IdsSetBackError.
+        """
+        if waiting_entries <= known_entries or cursor != self._cursor:
+            self._cursor, self._since_us = cursor, now_us
+            return
+        if now_us - self._since_us < UNREAD_US:
+            return
+        self._since_us = now_us
+        last_id = store.last_waiting_id()
+        if last_id is not None and id_order(last_id) <= id_order(cursor):
+            raise IdsSetBackError(
+                f"the IDs of {store.keys.requests} were set back from {cursor.decode()} to {last_id.decode()}"
+            )
 
 
 def bodies_waiting_since(entries: EntryTable, arrival_us: int) -> list[str]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from carpool.keys import Keys
 from carpool.messages import Entry, Run
 from carpool.rows import Body
 from carpool.store.batcher import EntryChanges, PutBack
 from carpool.store.reader import RawEntry
-from carpool_batcher.entries import EntryTable
+from carpool_batcher.entries import UNREAD_US, EntryTable, IdsSetBackError, LowestUnread
 
 
 def table_of(**sizes: int) -> EntryTable:
@@ -100,3 +106,41 @@ def test_ids_are_remembered_until_they_were_read() -> None:
     put_back(table, table["a"], "5-0", "9-0")
     table.not_put_back(arrived("9-0"))
     assert not table._put_back_ids
+
+
+# --- IDs that were set back --------------------------------------------------------------------------------
+
+
+def store_of(last_id: bytes | None) -> Any:
+    """The store of a model whose last waiting entry has this ID."""
+    store = Mock()
+    store.keys, store.last_waiting_id.return_value = Keys("m"), last_id
+    return cast(Any, store)
+
+
+def test_entries_below_the_last_one_that_was_read_are_noticed() -> None:
+    store, unread = store_of(b"7-1"), LowestUnread()
+    unread.verify(store, 3, 2, b"8-0", 0)
+    unread.verify(store, 3, 2, b"8-0", UNREAD_US - 1)
+    assert not store.last_waiting_id.called
+    with pytest.raises(IdsSetBackError, match=r"carpool:\{m\}:requests were set back from 8-0 to 7-1"):
+        unread.verify(store, 3, 2, b"8-0", UNREAD_US)
+
+
+def test_nothing_is_looked_up_while_entries_are_read_or_none_waits() -> None:
+    store, unread = store_of(b"7-1"), LowestUnread()
+    for number in range(20):
+        unread.verify(store, 3, 2, b"8-%d" % number, number * UNREAD_US)
+    for number in range(20, 40):
+        unread.verify(store, 2, 2, b"8-20", number * UNREAD_US)
+        unread.verify(store, 0, 2, b"8-20", number * UNREAD_US)
+    assert not store.last_waiting_id.called
+
+
+def test_entries_that_can_be_read_are_looked_up_seldom() -> None:
+    """The batcher may be slow, or they were removed in between."""
+    for last_id in (b"8-1", b"10-0", None):
+        store, unread = store_of(last_id), LowestUnread()
+        for tenth in range(41):
+            unread.verify(store, 3, 2, b"8-0", tenth * UNREAD_US // 10)
+        assert store.last_waiting_id.call_count == 4
