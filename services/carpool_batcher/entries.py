@@ -121,8 +121,8 @@ class IdsSetBackError(Exception):
 class LowestUnread:
     """Notices entries that would never be read, because their IDs are below the last one that was.
 
-    An ID is above all before it, unless someone deletes the stream, as is done when the largest possible ID was
-    used, or sets its IDs back (XSETID).
+    An ID is above all before it, unless someone deletes the stream, as is done when the largest possible ID
+    was used, or sets its IDs back (XSETID).
     """
 
     def __init__(self) -> None:
