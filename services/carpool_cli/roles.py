@@ -157,6 +157,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool tune, carpool simulate: read the times of batches", "xrevrange", "settled"),
         Grant("carpool simulate --record: read arrival times", "xread", "batches"),
         Grant("read and delete dead letters", "xrange xrevrange xdel xtrim xinfo|stream", "dead"),
+        Grant("carpool dead replay: send each once", "multi exec watch unwatch", "dead"),
         Grant("send a dead letter's request again, and withdraw one", "xadd xdel", "requests"),
         Grant("read its result", "blpop blmove", "result"),
         Grant("find unused keys of any name", "scan"),

@@ -522,6 +522,37 @@ class DeadLetter(NamedTuple):
     attempts: int
 
 
+class KeptDeadLetter(NamedTuple):
+    """A dead letter as Redis has it. Its `id` begins with the milliseconds at which it was given up.
+
+    `fields`: those of the request, as they are sent again.
+    """
+
+    id: str
+    fields: dict[str, bytes]
+    reason: str
+    attempts: int
+
+    @property
+    def at_ms(self) -> int:
+        """When the request was given up, by Redis's clock."""
+        return int(self.id.partition("-")[0])
+
+    @property
+    def correlation_id(self) -> str:
+        """That of the request."""
+        return self.text("correlation_id")
+
+    @property
+    def body(self) -> bytes | None:
+        """The body as it came; None if it was under a key of its own, and is gone."""
+        return self.fields.get("body")
+
+    def text(self, name: str) -> str:
+        """A field as text; empty if there is none."""
+        return self.fields.get(name, b"").decode("utf-8", "replace")
+
+
 class Streamed(NamedTuple):
     """What was streamed of a request that ended: how many chunks, counted before any were merged; the time
     from its arrival to the first one; and from that to the last one, None if it expired or was withdrawn."""

@@ -301,6 +301,25 @@ def test_admin_resubmits_a_dead_letter(no_denials: Secured, admin: Any) -> None:
     assert admin.xdel(keys.dead, letter_id) == 1
 
 
+def test_admin_replays_a_dead_letter(no_denials: Secured, admin: Any) -> None:
+    """With `carpool dead`: it is given up again, so the dead letter is another one."""
+    keys = Keys("Faulty")
+    with Client(no_denials.url("producer"), timeout=30) as client, pytest.raises(AbortedError):
+        client.infer("Faulty", "kill")
+    ((letter_id, _),) = admin.xrange(keys.dead)
+    command = [sys.executable, "-m", "carpool_cli", "dead"]
+    url = ["--redis-url", no_denials.url("admin")]
+    shown = subprocess.run([*command, "list", *url], capture_output=True, text=True, timeout=60, check=True)
+    assert letter_id.decode() in shown.stdout
+    subprocess.run([*command, "replay", "Faulty", letter_id.decode(), *url], timeout=60, check=True)
+    wait_until(
+        lambda: [key for key, _ in admin.xrange(keys.dead)] not in ([], [letter_id]),
+        description="it is given up again",
+    )
+    subprocess.run([*command, "drop", "Faulty", "--all", *url], timeout=60, check=True)
+    assert admin.xlen(keys.dead) == 0
+
+
 def test_batcher_hands_over_to_another(no_denials: Secured) -> None:
     second = no_denials.stack.batcher()
     no_denials.stack.active_batcher("square").terminate()

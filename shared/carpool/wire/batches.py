@@ -6,7 +6,7 @@ Only batchers and workers write these, so a malformed one is a bug, and decoding
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 
@@ -16,6 +16,7 @@ from carpool.messages import (
     BatchSettled,
     DeadLetter,
     Dispatch,
+    KeptDeadLetter,
     ModelProcessesChanged,
     SequencePart,
     SettledEvent,
@@ -23,6 +24,8 @@ from carpool.messages import (
 )
 from carpool.rows import Bodies, Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
+
+FIELDS_ADDED: Final = 3  # to a dead letter: reason, attempts and entry_id
 
 
 def encode_batch(dispatch: Dispatch) -> bytes:
@@ -173,6 +176,14 @@ def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
     for name, value in (request.extra or {}).items():
         flat += [name, value]
     return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]
+
+
+def decode_dead_letter(entry_id: bytes, flat: Sequence[bytes]) -> KeptDeadLetter:
+    """A dead letter as Redis returns it. The fields that Carpool added are the last ones."""
+    *_, reason, _, attempts, _, _ = flat
+    names = [name.decode("utf-8", "replace") for name in flat[: -2 * FIELDS_ADDED : 2]]
+    fields = dict(zip(names, flat[1 : -2 * FIELDS_ADDED : 2], strict=True))
+    return KeptDeadLetter(entry_id.decode(), fields, reason.decode("utf-8", "replace"), int(attempts))
 
 
 def _sequence_fields(part: SequencePart) -> list[str | bytes | int]:

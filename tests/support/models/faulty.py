@@ -82,3 +82,15 @@ class Paced(Faulty):
         results = super().predict(batch)
         time.sleep(0.004 + 0.002 * len(batch))
         return results
+
+
+class Curable:
+    """Ends its process on a body that names a file, as long as the file exists."""
+
+    max_batch_size = 8
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        for body in batch:
+            if isinstance(body, dict) and Path(body["cause"]).exists():
+                kill_process()
+        return ["cured" for _ in batch]
