@@ -83,13 +83,15 @@ def test_a_system_that_fails_is_left_out_with_the_reason() -> None:
 
 
 @pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="needs a C compiler: gcc")
-def test_the_floor_replays_a_burst() -> None:
-    overhead = Workload(
-        "overhead", "", "", "noop", 64, {"64": {"load": "closed", "in_flight": 64, "seconds": 0.1}}
+@pytest.mark.parametrize(("name", "model", "in_flight"), [("overhead", "noop", 64), ("images", "image", 32)])
+def test_the_floor_replays_a_burst(name: str, model: str, in_flight: int) -> None:
+    """Also of large bodies, which are sent in transactions. It fails if a request is left behind."""
+    burst = Workload(
+        name, "", "", model, in_flight, {"x": {"load": "closed", "in_flight": in_flight, "seconds": 0.1}}
     )
-    results = run_grid([system("floor")], [overhead], ThisEnvironment(), 1, lambda _: None)
+    results = run_grid([system("floor")], [burst], ThisEnvironment(), 1, lambda _: None)
     assert results.left_out == {}
-    [figures] = results.cell("overhead", system("floor").name, "64")
+    [figures] = results.cell(name, system("floor").name, "x")
     assert figures["per_second"] > 0
 
 

@@ -111,6 +111,16 @@ def test_a_batch_is_read_between_its_dispatch_and_its_commit() -> None:
     assert in_order([read, dispatch, other, commit]) == [dispatch, read, commit, other]
 
 
+def test_a_transaction_is_kept_together() -> None:
+    """The proxy gives all of its commands the number of the reply to EXEC."""
+    queued = [Recorded([name], at, b"+QUEUED\r\n", 9) for at, name in enumerate((b"MULTI", b"SET", b"XADD"))]
+    other = Recorded([b"XADD", b"s", b"*"], 4, b"$15\r\n" + ID_B + b"\r\n", 5)
+    executed = Recorded([b"EXEC"], 3, b"*2\r\n+OK\r\n$15\r\n" + ID_A + b"\r\n", 9)
+    assert in_order([*queued, other, executed]) == [other, *queued, executed]
+    removal = Recorded([b"EVALSHA", b"x", b"1", b"r:requests", ID_A], 10, b":1\r\n", 11)
+    assert ID_A not in trace([*queued, executed, removal])
+
+
 def test_what_belongs_to_no_request_is_not_replayed() -> None:
     assert in_order([Recorded([b"PING"], 0, b"+PONG\r\n", 1), Recorded([b"XREAD"], 2, b"*-1\r\n", 3)]) == []
 

@@ -48,8 +48,9 @@ _NAMES: Final = frozenset(
         b"XREADGROUP",
         b"EVALSHA",
         b"SET",
-        b"MGET",
-        b"GET",
+        b"MULTI",
+        b"EXEC",
+        b"GETRANGE",
         b"UNLINK",
         b"DEL",
         b"XDEL",
@@ -64,7 +65,11 @@ _LITERAL, _ID_OF_REPLY, _LAST_OF_STREAM = range(3)  # as in floor.c
 
 @dataclass(slots=True)
 class Recorded:
-    """A command and its reply, as bytes. `sent` and `replied` number all events in their order."""
+    """A command and its reply, as bytes. `sent` and `replied` number all events in their order.
+
+    All commands of a transaction are `replied` when EXEC is, so that none of another connection, as XADD of
+    a request without a large body, gets between them.
+    """
 
     arguments: list[bytes]
     sent: int
@@ -112,6 +117,7 @@ class Proxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         redis_reader, redis_writer = await asyncio.open_connection(HOST, self._redis_port)
         unanswered: list[Recorded] = []
+        transaction: list[Recorded] = []  # MULTI, and what is queued behind it
         commands, replies = hiredis.Reader(notEnoughData=Proxy), _Splitter()
 
         def on_commands(data: bytes) -> None:
@@ -124,6 +130,12 @@ class Proxy:
                 recorded = unanswered.pop(0)
                 recorded.reply, recorded.replied = reply, next(self._numbers)
                 self.recorded.append(recorded)
+                if recorded.name == b"MULTI" or reply == b"+QUEUED\r\n":
+                    transaction.append(recorded)
+                elif recorded.name == b"EXEC":
+                    for queued in transaction:
+                        queued.replied = recorded.replied
+                    transaction.clear()
 
         for source, target, on_data in (
             (reader, redis_writer, on_commands),
