@@ -14,7 +14,8 @@ import pytest
 
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
-from carpool.store.connection import AsyncLink, Link, LinkError
+from carpool.store.async_link import AsyncLink
+from carpool.store.connection import Link, LinkError
 from carpool_cli.local import paste
 from conftest import SERVERS, name_of
 from support.configured import NO_PERSISTENCE, ConfiguredRedis

@@ -22,7 +22,8 @@ from typing import Any, Final
 from carpool.backoff import with_jitter
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
 from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
-from carpool.store.connection import AsyncLink, Command, CommandError, LinkError
+from carpool.store.async_link import AsyncLink
+from carpool.store.connection import Command, CommandError, LinkError
 
 MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
 READ_BLOCK_MS: Final = 2000

@@ -5,7 +5,8 @@ effect completely or not at all. (Registering a model and reading its state are 
 LinkError the caller does not know whether its command took effect. It repeats it, which does no harm, or
 reads the state. A batch whose fetch was lost that way is reclaimed when its lease ends.
 
-    connection  connections to Redis, and how scripts are run
+    connection  blocking connections to Redis, and how scripts are run
+    async_link  those of asyncio producers
     arguments   how lists are passed to scripts
     directory   which models there are, and their state; writes only an operator's overrides of settings
     batcher     lease, dispatch, refuse, and what a batcher reads

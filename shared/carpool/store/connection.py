@@ -1,4 +1,4 @@
-"""Connections to Redis. The only module that imports redis-py.
+"""Blocking connections to Redis. Only this module and `async_link` import redis-py.
 
 redis-py parses the URL, connects, sets up TLS and signs in. From then on commands and replies pass directly
 through hiredis. The rest of redis-py is not used:
@@ -20,117 +20,41 @@ pyproject.toml limits its version.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import os
-import re
 import socket
 import ssl
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
-from itertools import islice
 from typing import Any, Final
 
 import hiredis
 import redis
-import redis.asyncio
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from carpool.address import without_password
-from carpool.errors import UnavailableError
-from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
 from carpool.sentinel import Sentinels
-from carpool.store.redis_socket import LARGE_BYTES, RedisSocket, ReplyTooLargeError, pack
-from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414  (exported)
+from carpool.store.link_errors import LINK_ERROR_CODES, command_error, link_error, url_errors
+from carpool.store.link_errors import CommandError as CommandError  # noqa: PLC0414  (exported, as all such)
+from carpool.store.link_errors import LinkError as LinkError  # noqa: PLC0414
+from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414
+from carpool.store.redis_socket import RedisSocket, ReplyTooLargeError, pack
 
 Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
 SENTINEL_TIMEOUT_S: Final = 1.0  # then the next one is asked
 _TIMEVAL: Final = struct.Struct("@ll")
-_INCOMPLETE: Final = object()
-
-
-class LinkError(UnavailableError):
-    """The connection to Redis failed. It is not known whether a command that was sent took effect."""
-
-
-class CommandError(Exception):
-    """Redis replied with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-# Errors of the connection and not of the command: Redis loads its data, is (now) a replica, has lost its
-# cluster or is about to give a slot away, or the user's password was changed. To connect again, perhaps to
-# another server under this name, and to repeat the command is right for all of them.
-_LINK_ERROR_CODES: Final = frozenset(
-    ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOAUTH", "WRONGPASS")
-)
-
-
-# How Redis 6 reports an error of a command in a script; later ones begin with the command's own code.
-_ERROR_IN_SCRIPT: Final = re.compile(
-    r"ERR Error running script \(call to f_\w+\): @user_script:\d+: (?:@user_script: \d+: )?-?([A-Z]+) "
-)
-
-
-def _command_error(text: str) -> CommandError:
-    in_script = _ERROR_IN_SCRIPT.match(text)
-    return CommandError(text.split(" ", 1)[0] if in_script is None else in_script[1], text)
-
-
-# Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
-_REMEDIES: Final = (
-    ("rediss:", "mismatch", "connect by a host name that is in its certificate"),
-    (
-        "rediss:",
-        "CERTIFICATE_VERIFY_FAILED",
-        "set CARPOOL_REDIS_CA_FILE to the certificate of the CA that signed it, or add ?ssl_ca_certs=FILE",
-    ),
-    ("rediss:", "Timeout connecting", "if this port does not use TLS, the URL must begin with redis://"),
-    (
-        "rediss:",
-        "CERTIFICATE_REQUIRED|EOF occurred|Broken pipe|reset by peer|closed by server",
-        "if it requires a client certificate, set CARPOOL_REDIS_CERT_FILE and CARPOOL_REDIS_KEY_FILE, "
-        "or add ?ssl_certfile=FILE&ssl_keyfile=FILE to the URL",
-    ),
-    ("redis:", "reset by peer|closed by server", "if this port uses TLS, the URL must begin with rediss://"),
-    (
-        "",
-        "Authentication required",
-        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@",
-    ),
-    ("", "'select'", "`carpool acl` allows database 0 only: give each installation its own prefix instead"),
-)  # fmt: skip
-
-
-def _link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkError:
-    """`connecting`: the connection was not established yet, so the settings may be wrong: add a remedy."""
-    is_late = isinstance(error, BlockingIOError) or (isinstance(error, TimeoutError) and not connecting)
-    reason = "no answer in time" if is_late else str(error)
-    for scheme, pattern, remedy in _REMEDIES if connecting else ():
-        if url.startswith(scheme) and re.search(pattern, reason):
-            reason = f"{reason.rstrip('.')}; {remedy}"
-            break
-    return LinkError(f"Redis at {without_password(url)}: {reason}")
-
 
 # How the kernel finds out that the other host is gone: after 5 s without a word it asks every 2 s, and gives
 # up after 3 questions, or once something that was sent is not acknowledged for 10 s.
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
-def _keepalive(url: str) -> dict[str, Any]:
+def keepalive(url: str) -> dict[str, Any]:
     """Options that detect a host which is down; Unix sockets have none."""
     if url.startswith("unix:"):
         return {}
@@ -153,18 +77,6 @@ class Script:
         self.sha: Final = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
-@contextlib.contextmanager
-def _url_errors(url: str) -> Iterator[None]:
-    """Report what redis-py rejects in a URL. Its query may hold any of redis-py's own connection settings."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        raise LinkError(
-            f"Redis at {without_password(url)}: redis-py rejects the options (after the ?) or the database "
-            "(the number after the last /) in this URL"
-        ) from None
-
-
 class Link:
     """One blocking connection. Connects when first used, and again after it failed. Not for two threads.
 
@@ -178,14 +90,14 @@ class Link:
         self._name = name
         self._limits = () if reply_bytes_max is None else (reply_bytes_max,)
         self._timeout_s = timeout_s
-        self._sentinels = _sentinels(url)
+        self._sentinels = sentinels_of(url)
         self._connection: Any = None if self._sentinels else self._connection_to(url)
         self._socket: RedisSocket | None = None
         self._overdue_at_s = 0.0
 
     def _connection_to(self, url: str) -> Any:
         """A connection of redis-py to a server, not opened yet."""
-        with _url_errors(url):
+        with url_errors(url):
             pool = redis.ConnectionPool.from_url(
                 url,
                 protocol=2,
@@ -194,7 +106,7 @@ class Link:
                 socket_timeout=self._timeout_s,
                 socket_connect_timeout=self._timeout_s,
                 retry=Retry(NoBackoff(), 0),
-                **_keepalive(url),
+                **keepalive(url),
             )
             return pool.make_connection()
 
@@ -225,24 +137,24 @@ class Link:
             redis_socket.send(parts)
         except OSError as error:
             self.close()
-            raise _link_error(self._url, error) from error
+            raise link_error(self._url, error) from error
 
     def _connect(self) -> RedisSocket:
         """Connect, and set timeouts in the kernel: Python's cost a system call for each read and write."""
         if self._sentinels is not None:
-            self._connection = self._connection_to(_server_url(self._sentinels, self._url))
+            self._connection = self._connection_to(server_url(self._sentinels, self._url))
         try:
             self._connection.connect()
         except (redis.RedisError, OSError) as error:
             self.close()
-            raise _link_error(self._url, error, connecting=True) from error
+            raise link_error(self._url, error, connecting=True) from error
         sock = self._connection._sock
         if not isinstance(sock, ssl.SSLSocket):
             sock.settimeout(None)
             timeout = _TIMEVAL.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._socket = RedisSocket(sock, _command_error, *self._limits)
+        self._socket = RedisSocket(sock, command_error, *self._limits)
         return self._socket
 
     def receive(self, expected_bytes: int = 0) -> Any:
@@ -256,7 +168,7 @@ class Link:
             reply = self._socket.receive(expected_bytes)
         except (hiredis.ProtocolError, OSError) as error:
             self.close()
-            raise _link_error(self._url, error) from error
+            raise link_error(self._url, error) from error
         except ReplyTooLargeError:
             self.close()
             raise
@@ -266,9 +178,9 @@ class Link:
         raise reply
 
     def _raise_if_of_link(self, error: CommandError) -> None:
-        if error.code in _LINK_ERROR_CODES:
+        if error.code in LINK_ERROR_CODES:
             self.close()
-            raise _link_error(self._url, error)
+            raise link_error(self._url, error)
 
     def call_many(self, *commands: Command) -> list[Any]:
         """Send several commands in one write, then receive all replies. A CommandError is returned in its
@@ -293,7 +205,7 @@ class Link:
             replies = self._socket.receive_bounded(count, kept_bytes_max)
         except OSError as error:
             self.close()
-            raise _link_error(self._url, error) from error
+            raise link_error(self._url, error) from error
         for reply in replies:
             if type(reply) is CommandError:
                 self._raise_if_of_link(reply)
@@ -333,7 +245,7 @@ class Link:
         """
         if time.monotonic() > self._overdue_at_s:
             self.close()
-            raise _link_error(self._url, TimeoutError())
+            raise link_error(self._url, TimeoutError())
 
     def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
@@ -376,14 +288,14 @@ def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
     return [by_descriptor[descriptor] for descriptor in readable]
 
 
-def _sentinels(url: str) -> Sentinels | None:
+def sentinels_of(url: str) -> Sentinels | None:
     try:
         return Sentinels.of(url)
     except ValueError as error:
         raise LinkError(f"Redis at {without_password(url)}: {error}") from None
 
 
-def _server_url(sentinels: Sentinels, url: str) -> str:
+def server_url(sentinels: Sentinels, url: str) -> str:
     """The URL of the primary, as the sentinels of `url` know it. Raises LinkError."""
     try:
         return sentinels.server_url(_ask_sentinel)
@@ -401,173 +313,3 @@ def _ask_sentinel(url: str, command: tuple[str, ...]) -> Any:
         raise LookupError(f"{without_password(url)}: {error}") from None
     finally:
         link.close()
-
-
-class AsyncLink(asyncio.Protocol):
-    """One asyncio connection for pipelining: `write` does not wait, and `on_reply` gets the replies in order.
-
-    redis-py opens the connection and signs in. Then this protocol replaces its stream on the transport: a
-    reply costs a callback and not a task switch, which is most of the latency of a single request.
-    `on_lost` is called once, with the reason, when the connection is lost.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        name: str,
-        on_reply: Callable[[Any], None],
-        on_lost: Callable[[LinkError], None],
-    ) -> None:
-        self._url = url
-        self._on_reply = on_reply
-        self._on_lost = on_lost
-        self._name = name
-        self._sentinels = _sentinels(url)
-        self._connection: Any = None if self._sentinels else self._connection_to(url)
-        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=_command_error)
-        self._transport: Any = None
-        self._descriptor: int | None = None  # of the socket; None: only the transport can send (TLS)
-        self._unsent: deque[Buffer] = deque()  # what is to be sent when the transport's buffer is empty
-        self._is_paused = False
-        self.identity: int | None = None
-        self.server_run: str | None = None  # another one after each start of the server; None if unknown
-        self.heard_s = 0.0  # when something was received last, by the event loop's clock
-
-    def _connection_to(self, url: str) -> Any:
-        """A connection of redis-py to a server, not opened yet."""
-        with _url_errors(url):
-            pool = redis.asyncio.ConnectionPool.from_url(
-                url,
-                protocol=2,
-                client_name=self._name,
-                driver_info=None,
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                retry=AsyncRetry(NoBackoff(), 0),
-                **_keepalive(url),
-            )
-            return pool.make_connection()  # type: ignore[no-untyped-call]
-
-    async def connect(self) -> None:
-        """Connect and authenticate. Raises LinkError."""
-        if self._sentinels is not None:
-            server_url = await asyncio.to_thread(_server_url, self._sentinels, self._url)
-            self._connection = self._connection_to(server_url)
-        connection = self._connection
-        try:
-            await connection.connect()
-            self.identity = await _ask(connection, "CLIENT", "ID")
-            self.server_run = _run_id(await _ask(connection, "INFO", "server"))
-        except (redis.RedisError, OSError) as error:
-            await connection.disconnect(nowait=True)
-            raise _link_error(self._url, error, connecting=True) from error
-        self._loop = asyncio.get_running_loop()
-        self.heard_s = self._loop.time()
-        self._transport = connection._writer.transport
-        self._transport.set_protocol(self)
-        if self._transport.get_extra_info("sslcontext") is None:
-            self._descriptor = self._transport.get_extra_info("socket").fileno()
-            self._transport.set_write_buffer_limits(high=0)
-
-    def write(self, commands: Iterable[Command]) -> None:
-        """Send commands together. If the connection is lost meanwhile, `on_lost` reports it."""
-        if self._transport is None:
-            return
-        parts = [part for command in commands for part in pack(tuple(command))]
-        if self.congested or (
-            self._descriptor is not None and max(map(len, parts), default=0) >= LARGE_BYTES
-        ):
-            self._unsent += map(memoryview, parts)
-            self._send_unsent()
-        else:
-            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
-
-    def _send_unsent(self) -> None:
-        """Send as much as the socket takes, without copying it as the transport would.
-
-        The transport is only given a little of the rest. It calls `resume_writing` when it has sent that.
-        """
-        unsent = self._unsent
-        # A transport that is closing may have closed the descriptor, which then may be another file's.
-        while unsent and not (self._is_paused or self._transport.is_closing()):
-            if self._descriptor is not None:
-                with contextlib.suppress(OSError):  # the transport reports it
-                    drop_sent(unsent, os.writev(self._descriptor, list(islice(unsent, PARTS_MAX))))
-            if unsent:
-                part = unsent.popleft()
-                if len(part) > LARGE_BYTES:
-                    unsent.appendleft(part[LARGE_BYTES:])
-                self._transport.write(part[:LARGE_BYTES])
-
-    @property
-    def congested(self) -> bool:
-        """Whether something is unsent, because Redis does not keep up."""
-        return self._is_paused or bool(self._unsent)
-
-    @property
-    def unsent_bytes(self) -> int:
-        """What was written and is not in the kernel yet."""
-        buffered: int = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        return buffered + sum(map(len, self._unsent))
-
-    def close(self) -> None:
-        """Close the connection at once; `on_lost` is not called any more."""
-        transport, self._transport = self._transport, None
-        self._unsent.clear()
-        if transport is not None:
-            transport.abort()
-            self._detach()
-
-    # --- called by asyncio ---------------------------------------------------------------------------------
-
-    def data_received(self, data: bytes) -> None:
-        """Parse the data, and pass on every complete reply; errors as CommandError.
-
-        After an error of the connection itself, it is closed, and `on_lost` reports it.
-        """
-        self.heard_s = self._loop.time()
-        self._reader.feed(data)
-        while (reply := self._reader.gets()) is not _INCOMPLETE:
-            if type(reply) is CommandError and reply.code in _LINK_ERROR_CODES:
-                self.close()
-                self._on_lost(_link_error(self._url, reply))
-                return
-            self._on_reply(reply)
-
-    def pause_writing(self) -> None:
-        """The transport's buffer is not empty (with TLS: full)."""
-        self._is_paused = True
-
-    def resume_writing(self) -> None:
-        """The transport's buffer is empty (with TLS: has room) again."""
-        self._is_paused = False
-        if self._transport is not None:
-            self._send_unsent()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The transport was closed, by Redis or by an error."""
-        if self._transport is not None:
-            self._transport = None
-            self._unsent.clear()
-            self._detach()
-            self._on_lost(_link_error(self._url, exc or ConnectionError("connection closed by the server")))
-
-    def _detach(self) -> None:
-        """Keep redis-py from warning that its connection was not closed: it did not see that."""
-        self._connection._reader = self._connection._writer = None
-
-
-async def _ask(connection: Any, *command: str) -> Any:
-    """Redis's reply to a command; None if the role may not use it: then do without."""
-    await connection.send_command(*command)
-    try:
-        return await connection.read_response()
-    except redis.ResponseError:
-        return None
-
-
-def _run_id(info: bytes | None) -> str | None:
-    """The field `run_id` in Redis's reply to INFO."""
-    found = re.search(rb"^run_id:(\w+)", info or b"", re.MULTILINE)
-    return None if found is None else found[1].decode()

@@ -1,0 +1,90 @@
+"""What goes wrong with a connection to Redis, or with a command, and what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from carpool.address import without_password
+from carpool.errors import UnavailableError
+
+
+class LinkError(UnavailableError):
+    """The connection to Redis failed. It is not known whether a command that was sent took effect."""
+
+
+class CommandError(Exception):
+    """Redis replied with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# Errors of the connection and not of the command: Redis loads its data, is (now) a replica, has lost its
+# cluster or is about to give a slot away, or the user's password was changed. To connect again, perhaps to
+# another server under this name, and to repeat the command is right for all of them.
+LINK_ERROR_CODES: Final = frozenset(
+    ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOAUTH", "WRONGPASS")
+)
+
+
+# How Redis 6 reports an error of a command in a script; later ones begin with the command's own code.
+_ERROR_IN_SCRIPT: Final = re.compile(
+    r"ERR Error running script \(call to f_\w+\): @user_script:\d+: (?:@user_script: \d+: )?-?([A-Z]+) "
+)
+
+
+def command_error(text: str) -> CommandError:
+    in_script = _ERROR_IN_SCRIPT.match(text)
+    return CommandError(text.split(" ", 1)[0] if in_script is None else in_script[1], text)
+
+
+# Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
+_REMEDIES: Final = (
+    ("rediss:", "mismatch", "connect by a host name that is in its certificate"),
+    (
+        "rediss:",
+        "CERTIFICATE_VERIFY_FAILED",
+        "set CARPOOL_REDIS_CA_FILE to the certificate of the CA that signed it, or add ?ssl_ca_certs=FILE",
+    ),
+    ("rediss:", "Timeout connecting", "if this port does not use TLS, the URL must begin with redis://"),
+    (
+        "rediss:",
+        "CERTIFICATE_REQUIRED|EOF occurred|Broken pipe|reset by peer|closed by server",
+        "if it requires a client certificate, set CARPOOL_REDIS_CERT_FILE and CARPOOL_REDIS_KEY_FILE, "
+        "or add ?ssl_certfile=FILE&ssl_keyfile=FILE to the URL",
+    ),
+    ("redis:", "reset by peer|closed by server", "if this port uses TLS, the URL must begin with rediss://"),
+    (
+        "",
+        "Authentication required",
+        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@",
+    ),
+    ("", "'select'", "`carpool acl` allows database 0 only: give each installation its own prefix instead"),
+)  # fmt: skip
+
+
+def link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkError:
+    """`connecting`: the connection was not established yet, so the settings may be wrong: add a remedy."""
+    is_late = isinstance(error, BlockingIOError) or (isinstance(error, TimeoutError) and not connecting)
+    reason = "no answer in time" if is_late else str(error)
+    for scheme, pattern, remedy in _REMEDIES if connecting else ():
+        if url.startswith(scheme) and re.search(pattern, reason):
+            reason = f"{reason.rstrip('.')}; {remedy}"
+            break
+    return LinkError(f"Redis at {without_password(url)}: {reason}")
+
+
+@contextlib.contextmanager
+def url_errors(url: str) -> Iterator[None]:
+    """Report what redis-py rejects in a URL. Its query may hold any of redis-py's own connection settings."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise LinkError(
+            f"Redis at {without_password(url)}: redis-py rejects the options (after the ?) or the database "
+            "(the number after the last /) in this URL"
+        ) from None
