@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import structlog
 
 from carpool.address import without_password
+from carpool.cluster import is_cluster
 from carpool.health import serve_health
 from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.process_names import new_process_name
 from carpool.settings import BatcherSettings, read_settings
+from carpool_batcher.cluster import ClusterBatcher
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.policies import load_policies
 from carpool_batcher.service import BatcherService
@@ -29,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
     metrics = BatcherMetrics()
     try:
         policies = load_policies(settings.policies)
-        service = BatcherService(settings.redis_url, settings.prefix, name, metrics, policies)
+        kind = ClusterBatcher if is_cluster(settings.redis_url) else BatcherService
+        service = kind(settings.redis_url, settings.prefix, name, metrics, policies)
         serve_health(settings, metrics, service)
     except (OSError, ValueError) as error:
         log.error("batcher cannot start", reason=str(error))

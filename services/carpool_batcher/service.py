@@ -16,7 +16,8 @@ connection ends all sessions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
 
@@ -45,6 +46,14 @@ STOP_S_MAX: Final = 5.0
 LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration waits for 0.5 s, and Redis's timeout is 5 s
 
 
+@dataclass(slots=True)
+class Slot:
+    """A hash slot of a cluster: one of its keys, and the names of the models that were registered last."""
+
+    key: str
+    models: Set[str]
+
+
 class _Model:
     """A registered model: its batcher, and how it fails."""
 
@@ -64,6 +73,7 @@ class _Model:
 class BatcherService:
     """Serves every registered model; no list is configured. `run_once` is one iteration of the loop.
 
+    `slot`: of a cluster, only the models of this hash slot: see `cluster`.
     A model that is no longer registered is served until it is idle.
     """
 
@@ -74,16 +84,19 @@ class BatcherService:
         name: str,
         metrics: BatcherMetrics,
         policies: Policies,
+        slot: Slot | None = None,
     ) -> None:
         self._url = url
+        self._slot = slot
+        self._key = "" if slot is None else slot.key
         self._prefix = prefix
         self._name = name
         self._metrics = metrics
         self._policies = policies
         self._clock = RedisClock()
-        self._link = Link(url, name=f"{name}:moves")
+        self._link = Link(url, name=f"{name}:moves", key=self._key)
         self._upkeep = Upkeep(self._link, prefix, name, self._clock)
-        self._reader = StreamReader(url, name)
+        self._reader = StreamReader(url, name, key=self._key)
         self._models: dict[str, _Model] = {}
         self._subscribed: dict[Subscription, _Model] = {}  # those whose lease this batcher holds
         self._busy: dict[_Model, None] = {}
@@ -229,7 +242,7 @@ class BatcherService:
         """Know the registered models. If that fails, those known are served all the same."""
         self._upkeep.set_clock()
         try:
-            registered = self._upkeep.models()
+            registered = self._upkeep.models() if self._slot is None else self._slot.models
         except CommandError as error:
             self._discovery_error = str(error)
             self._metrics.error(error)
@@ -323,7 +336,7 @@ class BatcherService:
             self._end(model)
         self._link.close()
         self._reader.close()
-        self._reader = StreamReader(self._url, self._name)
+        self._reader = StreamReader(self._url, self._name, key=self._key)
         self._leases_at_s = 0.0
 
     def _report_error(self, error: Exception) -> None:
@@ -361,6 +374,11 @@ class BatcherService:
     def warnings(self) -> list[str]:
         """What a person should mend, although models are batched."""
         return [self._eviction_warning] if self._eviction_warning else []
+
+    @property
+    def serves_models(self) -> bool:
+        """Whether it serves any model now."""
+        return bool(self._models)
 
     # --- stopping ------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Grant(NamedTuple):
 
 # AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
+_CLUSTER: Final = Grant("find the node of a cluster that has a key", "cluster|slots")
 _CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
 _EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
 _DELIVER: Final = (
@@ -69,6 +70,7 @@ _COUNTS: Final = (
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "producer": (
         _CONNECT,
+        _CLUSTER,
         Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
         Grant("learn whether this is the server that accepted its requests", "info|server"),
         Grant("list the models", "smembers sismember", "models"),
@@ -81,6 +83,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     ),
     "batcher": (
         _CONNECT,
+        _CLUSTER,
         _CLOCK,
         _EVICTION,
         Grant("list the models", "smembers", "models"),
@@ -114,6 +117,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     ),
     "worker": (
         _CONNECT,
+        _CLUSTER,
         _CLOCK,
         _EVICTION,
         Grant("register the model", "sadd", "models"),

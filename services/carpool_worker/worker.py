@@ -201,7 +201,7 @@ class Worker:
         return WorkerStore(self._new_link(role), self._keys, self._clock)
 
     def _new_link(self, role: str) -> Link:
-        return Link(self._url, name=f"{self._name}:{role}")
+        return Link(self._url, name=f"{self._name}:{role}", key=self._keys.requests)
 
     def _register(self, store: WorkerStore) -> None:
         store.register(self._registration)

@@ -14,8 +14,11 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+from carpool.address import bracketed, with_port
+
 SCHEMES: Final = ("redis+sentinel", "rediss+sentinel")
 DEFAULT_PORT: Final = 26379
+_ADDRESS_ERROR: Final = "each sentinel must be HOST or HOST:PORT: redis+sentinel://HOST:26379/SERVICE"
 _OWN_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
 # A sentinel's reply to a command; LookupError, which says why, if there is none.
@@ -49,7 +52,8 @@ class Sentinels(NamedTuple):
         others = urlencode([option for option in options if option[0] not in _OWN_OPTIONS])
         user, password = (own.get(name, "") for name in _OWN_OPTIONS)
         login = f"{user}:{password}@" if own else ""
-        urls = [f"{scheme}://{login}{_with_port(address)}?{others}" for address in addresses.split(",")]
+        servers = [with_port(address, DEFAULT_PORT, _ADDRESS_ERROR) for address in addresses.split(",")]
+        urls = [f"{scheme}://{login}{server}?{others}" for server in servers]
         return cls(urls, service, scheme, credentials + at, f"/{database or 0}", others)
 
     def server_url(self, ask: Ask) -> str:
@@ -63,20 +67,6 @@ class Sentinels(NamedTuple):
                 continue
             if address:
                 host, port = (part.decode() for part in address)
-                return f"{self.scheme}://{self.credentials}{_bracketed(host)}:{port}{self.path}?{self.query}"
+                return f"{self.scheme}://{self.credentials}{bracketed(host)}:{port}{self.path}?{self.query}"
             reasons.append(f"a sentinel does not know the service {self.service!r}")
-        raise LookupError("; ".join(reasons))
-
-
-def _with_port(address: str) -> str:
-    """HOST:PORT of HOST or HOST:PORT; an IPv6 address is in brackets. Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or port.endswith("]"):
-        host, port = address, str(DEFAULT_PORT)
-    if not host or not port.isdigit():
-        raise ValueError("each sentinel must be HOST or HOST:PORT: redis+sentinel://HOST:26379/SERVICE")
-    return f"{host}:{port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+        raise LookupError(f"no sentinel names a primary: {'; '.join(reasons)}")

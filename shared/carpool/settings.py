@@ -25,16 +25,18 @@ from pydantic_settings import (
 )
 
 from carpool.address import without_password
+from carpool.cluster import Cluster
 from carpool.keys import DEFAULT_PREFIX
 from carpool.sentinel import Sentinels
 
 
 def _redis_url(url: str) -> str:
-    if Sentinels.of(url):
+    if Sentinels.of(url) or Cluster.of(url, ""):
         return url
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise ValueError(
-            "must begin with redis://, rediss://, unix:// or redis+sentinel://, as in redis://127.0.0.1:6379/0"
+            "must begin with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, as in "
+            "redis://127.0.0.1:6379/0"
         )
     try:
         _ = urlsplit(url).port
@@ -145,7 +147,7 @@ def _with_tls_files(url: str, settings: RedisSettings) -> str:
     if not files:
         return url
     parts = urlsplit(url)
-    if parts.scheme not in ("rediss", "rediss+sentinel"):
+    if parts.scheme not in ("rediss", "rediss+sentinel", "rediss+cluster"):
         raise ValueError(f"{_flag(min(files))} needs TLS: the URL must begin with rediss://")
     query = urlencode({_TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
     return parts._replace(query="&".join(filter(None, (parts.query, query)))).geturl()

@@ -20,6 +20,7 @@ from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.wire.tensors import tensor_head
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import EchoService, read_entry
+from support.transport import transport_of
 from support.waiting import wait_until
 
 MODEL: Final = "Echo"
@@ -368,7 +369,7 @@ def test_reconnection_loses_nothing(server: RedisWithSocket, loop: str) -> None:
             assert not client._awaited
 
     def connections(client: AsyncClient) -> list[Any]:
-        links = client._transport._writer, client._transport._reader
+        links = transport_of(client)._writer, transport_of(client)._reader
         return [link._transport for link in links if link._transport is not None]
 
     def progress() -> Callable[[], bool]:
@@ -383,7 +384,7 @@ async def test_what_did_not_arrive_is_sent_again_unless_it_was_cancelled(
     client: AsyncClient, service: EchoService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Any] = []
-    writer = client._transport._writer
+    writer = transport_of(client)._writer
     monkeypatch.setattr(writer, "write", written.extend)
     futures = [client.submit(MODEL, np.full(3, number)) for number in range(5)]
     many = asyncio.ensure_future(client.infer_many(MODEL, np.arange(200).reshape(100, 2)))

@@ -25,6 +25,7 @@ from carpool.store.connection import LinkError
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import Echo
 from support.streaming import StreamingService, failure, final
+from support.transport import transport_of
 
 MODEL: Final = "Vad"
 
@@ -445,7 +446,7 @@ async def test_requests_are_sent_again_with_their_ids_and_indexes(
     async with client.sequence(MODEL, "mic7") as sequence:
         futures = [sequence.submit(at) for at in range(3)]
         await asyncio.sleep(0)
-        client._transport._on_connection_lost(LinkError("lost"))  # before Redis has replied
+        transport_of(client)._on_connection_lost(LinkError("lost"))  # before Redis has replied
         requests = await take(service, 6)
         first, second = requests[:3], requests[3:]
         assert [request.correlation_id for request in first] == [request.correlation_id for request in second]
@@ -464,7 +465,7 @@ async def test_sequence_that_ended_is_ended_by_force_after_a_lost_connection(
         await first
         last = sequence.submit("b", end=True)
         await asyncio.sleep(0)
-        client._transport._on_connection_lost(LinkError("lost"))
+        transport_of(client)._on_connection_lost(LinkError("lost"))
         answer(service, (await take(service, 2))[0])
         assert await last == "b"
     assert await asyncio.to_thread(service.wait_for_end) == ["mic7"]
@@ -477,7 +478,7 @@ async def test_end_by_force_is_sent_once(client: AsyncClient, service: Streaming
         answer(service, *await take(service))
         await first
     await asyncio.sleep(0)
-    client._transport._on_connection_lost(LinkError("lost"))
+    transport_of(client)._on_connection_lost(LinkError("lost"))
     await client.models()
     service.read()
     assert service.ended == [["mic7"]]
@@ -493,7 +494,7 @@ async def test_request_without_an_index_is_not_sent_again(
         client.submit(MODEL, "c"),
     ]
     await asyncio.sleep(0)
-    client._transport._on_connection_lost(LinkError("lost"))
+    transport_of(client)._on_connection_lost(LinkError("lost"))
     with pytest.raises(UnavailableError, match="before Redis confirmed the request"):
         await sent[0]
     requests = await take(service, 5)

@@ -20,6 +20,7 @@ from carpool.messages import JSON, MSGPACK, RAW
 from carpool.rows import BODY_TTL_MS
 from carpool.wire.bodies import encode_body
 from support.stack import Stack, fixed_keys
+from support.transport import transport_of
 from support.waiting import wait_until
 
 LARGE: Final = LARGE_BODY_BYTES * 10
@@ -296,10 +297,10 @@ async def test_lost_connection_sends_the_body_again(stack: Stack) -> None:
         task = asyncio.ensure_future(client.infer_many("Ragged", images, in_flight=60))
         for _ in range(3):
             await asyncio.to_thread(
-                wait_until, lambda: client._transport._connected, description="it is connected"
+                wait_until, lambda: transport_of(client)._connected, description="it is connected"
             )
             await asyncio.sleep(0)  # it writes
-            client._transport._writer._transport.abort()
+            transport_of(client)._writer._transport.abort()
             await asyncio.sleep(0)  # it notices
         np.testing.assert_array_equal(await task, images)
     wait_until_deleted(stack, "Ragged")

@@ -20,6 +20,7 @@ from carpool.errors import DeadlineExceededError, ResourceExhaustedError, Unavai
 from support.checker import Checker
 from support.load import Load, final_report
 from support.stack import Stack, fixed_keys
+from support.transport import transport_of
 from support.waiting import wait_until
 
 MODEL = "Hashing"
@@ -202,7 +203,7 @@ async def test_what_timed_out_while_redis_was_away_is_kept_nowhere(stack: Stack)
             await asyncio.sleep(0)  # so that the next one has an entry of its own
             cancelled.cancel()
             await asyncio.sleep(0)
-        outbox = client._transport._outbox
+        outbox = transport_of(client)._outbox
         assert len(outbox) <= 300, "entries that nobody awaits pile up"
         assert [entry for entry in outbox if isinstance(entry, OutgoingEntry) and entry.runs] == []
 

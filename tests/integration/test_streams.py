@@ -30,6 +30,7 @@ from carpool.store.connection import LinkError
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import Echo
 from support.streaming import StreamingService, chunk, failure, final
+from support.transport import transport_of
 from support.waiting import wait_until
 
 MODEL: Final = "Writer"
@@ -258,7 +259,7 @@ async def test_chunks_are_removed_from_the_reply_stream_when_they_were_read(
     client: AsyncClient, service: StreamingService
 ) -> None:
     """At once, and not with what is sent next: workers merge the chunks of a stream that is not read."""
-    timer = client._transport._silence_timer
+    timer = transport_of(client)._silence_timer
     assert timer is not None
     timer.cancel()
     async with client.stream(MODEL, "x") as stream:
@@ -532,7 +533,7 @@ async def send_and_lose_the_reply(client: AsyncClient, service: StreamingService
     """
     await asyncio.sleep(0)
     requests = service.take(sent)
-    client._transport._on_connection_lost(LinkError("lost"))
+    transport_of(client)._on_connection_lost(LinkError("lost"))
     return requests
 
 
@@ -564,7 +565,7 @@ async def test_unconfirmed_stream_with_chunks_continues(
     accepted, lost = service.take(2)
     envelope = chunk(accepted, 0, pack("a"))
     client._awaited.on_results([b"results", pack([envelope])])  # over the other connection, before the reply
-    client._transport._on_connection_lost(LinkError("lost"))
+    transport_of(client)._on_connection_lost(LinkError("lost"))
     (request,) = await take(service)
     assert request.body == pack("y")
     service.write(accepted, envelope, final(accepted, pack("a"), index=1))

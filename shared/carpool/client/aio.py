@@ -19,6 +19,7 @@ from typing import Any, Final, Self, Unpack
 import numpy as np
 
 from carpool.client.awaited import AwaitedRequests
+from carpool.client.cluster import ClusterTransport
 from carpool.client.encoding import BodyEncoder, TensorHead
 from carpool.client.entries import (
     LARGE_BODY_BYTES,
@@ -46,6 +47,7 @@ from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, 
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
 from carpool.client.transport import Transport
+from carpool.cluster import is_cluster
 from carpool.errors import (
     CancelledRequestError,
     CarpoolError,
@@ -97,14 +99,16 @@ class AsyncClient:
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
         url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
-        self._transport = Transport(
-            url,
-            self._name,
-            self._awaited.on_results,
-            self._awaited.fail,
-            self._on_unconfirmed,
-            self._awaited.of_entries,
-        )
+        on_results, on_rejected = self._awaited.on_results, self._awaited.fail
+        parts = (url, self._name, on_results, on_rejected, self._on_unconfirmed)
+        unanswered = self._awaited.of_entries
+        self._transport: Transport | ClusterTransport
+        if is_cluster(url):
+            self._transport = ClusterTransport(
+                models_key(self._prefix), lambda key, of_node: Transport(*parts, of_node, key), unanswered
+            )
+        else:
+            self._transport = Transport(*parts, unanswered)
 
     @property
     def late_results(self) -> int:

@@ -68,7 +68,7 @@ class Transport:
     returns whether there were chunks in it.
     `on_rejected` is called with each entry that Redis did not accept, and `on_unconfirmed` with each that it
     may have accepted before a connection was lost, and that is sent again. `unanswered` returns all entries
-    of which a request has no result.
+    of which a request has no result. `key`: of a cluster, the node is used that has this key.
     """
 
     def __init__(
@@ -79,9 +79,11 @@ class Transport:
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
         on_unconfirmed: Callable[[OutgoingEntry], None],
         unanswered: Callable[[], Iterable[OutgoingEntry]],
+        key: str = "",
     ) -> None:
         self._url = url
         self._name = name
+        self._key = key
         self._on_results = on_results
         self._on_rejected = on_rejected
         self._on_unconfirmed = on_unconfirmed
@@ -197,8 +199,9 @@ class Transport:
 
     async def _connect(self) -> None:
         lost = self._on_connection_lost
-        writer = AsyncLink(self._url, name=f"{self._name}:w", on_reply=self._on_reply, on_lost=lost)
-        reader = AsyncLink(self._url, name=f"{self._name}:r", on_reply=self._on_read, on_lost=lost)
+        url, name, key = self._url, self._name, self._key
+        writer = AsyncLink(url, name=f"{name}:w", on_reply=self._on_reply, on_lost=lost, key=key)
+        reader = AsyncLink(url, name=f"{name}:r", on_reply=self._on_read, on_lost=lost, key=key)
         await writer.connect()
         try:
             await reader.connect()

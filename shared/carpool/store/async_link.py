@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
-from carpool.store.connection import TIMEOUT_S, Command, keepalive, sentinels_of, server_url
+from carpool.store.connection import TIMEOUT_S, Command, keepalive, server_url, servers_of
 from carpool.store.link_errors import (
     LINK_ERROR_CODES,
     CommandError,
@@ -37,7 +37,7 @@ class AsyncLink(asyncio.Protocol):
 
     redis-py opens the connection and signs in. Then this protocol replaces its stream on the transport: a
     reply costs a callback and not a task switch, which is most of the latency of a single request.
-    `on_lost` is called once, with the reason, when the connection is lost.
+    `on_lost` is called once, with the reason, when the connection is lost. `key`: see Link.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class AsyncLink(asyncio.Protocol):
         name: str,
         on_reply: Callable[[Any], None],
         on_lost: Callable[[LinkError], None],
+        key: str = "",
     ) -> None:
         self._url = url
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._name = name
-        self._sentinels = sentinels_of(url)
-        self._connection: Any = None if self._sentinels else self._connection_to(url)
+        self._servers = servers_of(url, key)
+        self._connection: Any = None if self._servers else self._connection_to(url)
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=command_error)
         self._transport: Any = None
         self._descriptor: int | None = None  # of the socket; None: only the transport can send (TLS)
@@ -80,8 +81,8 @@ class AsyncLink(asyncio.Protocol):
 
     async def connect(self) -> None:
         """Connect and authenticate. Raises LinkError."""
-        if self._sentinels is not None:
-            url = await asyncio.to_thread(server_url, self._sentinels, self._url)
+        if self._servers is not None:
+            url = await asyncio.to_thread(server_url, self._servers, self._url)
             self._connection = self._connection_to(url)
         connection = self._connection
         try:

@@ -35,6 +35,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from carpool.address import without_password
+from carpool.cluster import Cluster
 from carpool.readiness import wait_until_ready
 from carpool.sentinel import Sentinels
 from carpool.store.link_errors import LINK_ERROR_CODES, command_error, link_error, url_errors
@@ -46,7 +47,7 @@ from carpool.store.redis_socket import RedisSocket, ReplyTooLargeError, pack
 Command = Sequence[Argument]
 
 TIMEOUT_S: Final = 5.0
-SENTINEL_TIMEOUT_S: Final = 1.0  # then the next one is asked
+ASKING_TIMEOUT_S: Final = 1.0  # then the next sentinel or node is asked
 _TIMEVAL: Final = struct.Struct("@ll")
 
 # How the kernel finds out that the other host is gone: after 5 s without a word it asks every 2 s, and gives
@@ -81,17 +82,24 @@ class Link:
     """One blocking connection. Connects when first used, and again after it failed. Not for two threads.
 
     With `reply_bytes_max` a larger reply closes the connection, and `receive` raises ReplyTooLargeError.
+    `key`: of a cluster, the connection leads to the node that has this key. Without it, it cannot be opened.
     """
 
     def __init__(
-        self, url: str, *, name: str, timeout_s: float = TIMEOUT_S, reply_bytes_max: int | None = None
+        self,
+        url: str,
+        *,
+        name: str,
+        timeout_s: float = TIMEOUT_S,
+        reply_bytes_max: int | None = None,
+        key: str = "",
     ) -> None:
         self._url = url
         self._name = name
         self._limits = () if reply_bytes_max is None else (reply_bytes_max,)
         self._timeout_s = timeout_s
-        self._sentinels = sentinels_of(url)
-        self._connection: Any = None if self._sentinels else self._connection_to(url)
+        self._servers = servers_of(url, key)
+        self._connection: Any = None if self._servers else self._connection_to(url)
         self._socket: RedisSocket | None = None
         self._overdue_at_s = 0.0
 
@@ -123,6 +131,19 @@ class Link:
             raise reply
         return reply
 
+    def call_at(self, key: str, *command: Argument) -> Any:
+        """As `call`, for a command on a key that another node of a cluster may have.
+
+        There it connects to that node for this command.
+        """
+        if not isinstance(self._servers, Cluster):
+            return self.call(*command)
+        link = Link(self._url, name=self._name, timeout_s=self._timeout_s, key=key)
+        try:
+            return link.call(*command)
+        finally:
+            link.close()
+
     def send(self, *command: Argument) -> None:
         """Send one command without waiting for its reply."""
         self._send_parts(pack(command))
@@ -141,8 +162,8 @@ class Link:
 
     def _connect(self) -> RedisSocket:
         """Connect, and set timeouts in the kernel: Python's cost a system call for each read and write."""
-        if self._sentinels is not None:
-            self._connection = self._connection_to(server_url(self._sentinels, self._url))
+        if self._servers is not None:
+            self._connection = self._connection_to(server_url(self._servers, self._url))
         try:
             self._connection.connect()
         except (redis.RedisError, OSError) as error:
@@ -288,23 +309,24 @@ def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
     return [by_descriptor[descriptor] for descriptor in readable]
 
 
-def sentinels_of(url: str) -> Sentinels | None:
+def servers_of(url: str, key: str) -> Sentinels | Cluster | None:
+    """Who is to be asked for the server; None if the URL names it. `key`: see Link. Raises LinkError."""
     try:
-        return Sentinels.of(url)
+        return Sentinels.of(url) or Cluster.of(url, key)
     except ValueError as error:
         raise LinkError(f"Redis at {without_password(url)}: {error}") from None
 
 
-def server_url(sentinels: Sentinels, url: str) -> str:
-    """The URL of the primary, as the sentinels of `url` know it. Raises LinkError."""
+def server_url(servers: Sentinels | Cluster, url: str) -> str:
+    """The URL of the server, as the sentinels or nodes that `url` names know it. Raises LinkError."""
     try:
-        return sentinels.server_url(_ask_sentinel)
+        return servers.server_url(_ask)
     except LookupError as error:
-        raise LinkError(f"Redis at {without_password(url)}: no sentinel names a primary: {error}") from None
+        raise LinkError(f"Redis at {without_password(url)}: {error}") from None
 
 
-def _ask_sentinel(url: str, command: tuple[str, ...]) -> Any:
-    link = Link(url, name="carpool-sentinel", timeout_s=SENTINEL_TIMEOUT_S)
+def _ask(url: str, command: tuple[str, ...]) -> Any:
+    link = Link(url, name="carpool-asking", timeout_s=ASKING_TIMEOUT_S)
     try:
         return link.call(*command)
     except LinkError as error:

@@ -24,10 +24,13 @@ class CommandError(Exception):
 
 
 # Errors of the connection and not of the command: Redis loads its data, is (now) a replica, has lost its
-# cluster or is about to give a slot away, or the user's password was changed. To connect again, perhaps to
-# another server under this name, and to repeat the command is right for all of them.
+# cluster, has given a slot away or is about to, or the user's password was changed. To connect again, perhaps
+# to another server under this name, and to repeat the command is right for all of them.
 LINK_ERROR_CODES: Final = frozenset(
-    ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOAUTH", "WRONGPASS")
+    {
+        *("LOADING", "READONLY", "UNBLOCKED", "MASTERDOWN", "NOAUTH", "WRONGPASS"),
+        *("CLUSTERDOWN", "MOVED", "ASK", "TRYAGAIN"),
+    }
 )
 
 

@@ -121,10 +121,17 @@ class StreamReader:
     """Reads the streams of many models. Not for two threads. After a LinkError, close it and make another."""
 
     def __init__(
-        self, url: str, name: str, *, busy_block_ms: int = BUSY_BLOCK_MS, idle_block_ms: int = IDLE_BLOCK_MS
+        self,
+        url: str,
+        name: str,
+        *,
+        key: str = "",
+        busy_block_ms: int = BUSY_BLOCK_MS,
+        idle_block_ms: int = IDLE_BLOCK_MS,
     ) -> None:
-        busy = Link(url, name=f"{name}:reads", reply_bytes_max=SURPRISE_BYTES)
-        idle = Link(url, name=f"{name}:idle", reply_bytes_max=SURPRISE_BYTES)
+        """`key`: of a cluster, any key of the models, which all have one hash slot."""
+        busy = Link(url, name=f"{name}:reads", reply_bytes_max=SURPRISE_BYTES, key=key)
+        idle = Link(url, name=f"{name}:idle", reply_bytes_max=SURPRISE_BYTES, key=key)
         self._busy = _Watch(busy, busy_block_ms, ENTRIES_MAX)
         # One entry is enough to learn that a model is busy, and a reply with many would be large.
         self._idle = _Watch(idle, idle_block_ms, 1, awaits_all_settled=True)

@@ -113,10 +113,11 @@ class WorkerStore:
             self._link.call_many(("HDEL", self.keys.registration, *undeclared))
         replies = self._link.call_many(
             ("HSET", self.keys.registration, *fields),
-            ("SADD", models_key(self.keys.prefix), self.keys.model),
             ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),
         )
         no_errors([reply for reply in replies if getattr(reply, "code", "") != "BUSYGROUP"])
+        names = models_key(self.keys.prefix)
+        self._link.call_at(names, "SADD", names, self.keys.model)
 
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
