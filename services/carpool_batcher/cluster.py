@@ -17,7 +17,7 @@ import structlog
 from carpool.cluster import slot_of
 from carpool.keys import models_key
 from carpool.lifecycle import Loop
-from carpool.store.connection import CommandError, Link
+from carpool.store.connection import Link
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.policies import Policies
 from carpool_batcher.service import DISCOVERY_AGE_MAX_S, LOOP_SILENCE_MAX_S, STOP_S_MAX, BatcherService, Slot
@@ -67,8 +67,6 @@ class ClusterBatcher:
             service.start()
 
     def _report_error(self, error: Exception) -> None:
-        if isinstance(error, CommandError):
-            self._link.close()
         self._metrics.error(error)
         self._log.warning("model discovery failed, retrying", reason=str(error), kind=type(error).__name__)
 

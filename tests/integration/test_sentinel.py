@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool_cli.local.embedded import EmbeddedRedis, _free_port
+from carpool_cli.roles import rules
+from support.configured import major
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -45,6 +48,12 @@ class Sentinel:
         try:
             return bool(self.redis.execute_command("SENTINEL", "REPLICAS", "main"))
         except ConnectionError:
+            return False
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.redis.ping())
+        except RedisConnectionError:
             return False
 
     def primary_port(self) -> int:
@@ -105,6 +114,41 @@ async def test_load_goes_on_after_the_primary_was_killed(
             )
     finally:
         follower.close()
+        sentinel.stop()
+
+
+async def test_users_sign_in_with_server_and_sentinel(server: Path, tmp_path: Path) -> None:
+    """Given a user for each role, and one for the sentinel, expect results, and that nothing is denied."""
+    primary = EmbeddedRedis(binary=server)
+    sentinel = Sentinel(server, tmp_path, primary.port)
+    try:
+        environment: dict[str, dict[str, str]] = {}
+        with Stack(tmp_path / "stack", server=primary, environment=environment) as stack:
+            urls: dict[str, str] = {}
+            for role in ("producer", "batcher", "worker"):
+                of_role = rules(role, selectors=major(server) >= 7).split()
+                stack.redis.execute_command("ACL", "SETUSER", role, "on", ">of-the-server", *of_role)
+                urls[role] = (
+                    f"redis+sentinel://{role}:of-the-server@{HOST}:{sentinel.port}/main"
+                    "?sentinel_username=asker&sentinel_password=of-the-sentinel"
+                )
+                environment[role] = {"CARPOOL_REDIS_URL": urls[role]}
+            wait_until(sentinel.answers, description="the sentinel answers")
+            asker = (
+                "asker",
+                "on",
+                ">of-the-sentinel",
+                "+sentinel|get-master-addr-by-name",
+                "+client|setname",
+            )
+            sentinel.redis.execute_command("ACL", "SETUSER", *asker)
+            sentinel.redis.execute_command("ACL", "SETUSER", "default", "-sentinel")
+            stack.batcher()
+            stack.worker("hashing.py:Hashing")
+            async with AsyncClient(urls["producer"], timeout=40) as client:
+                assert len({await client.infer(MODEL, body) for body in "abc"}) == 3
+            assert stack.redis.acl_log() == []
+    finally:
         sentinel.stop()
 
 
