@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -162,6 +164,16 @@ def test_slots_are_those_of_redis(cluster: RedisCluster) -> None:
 def test_connection_without_a_key_is_refused(cluster: RedisCluster) -> None:
     with pytest.raises(LinkError, match="cannot be used with Redis Cluster"):
         Link(cluster.url, name="test").call("PING")
+
+
+@pytest.mark.parametrize(
+    "command", [["models"], ["top", "--once"], ["config", "a"], ["dead", "list"], ["up", "square"]]
+)
+def test_commands_that_cannot_use_a_cluster_say_so(command: list[str]) -> None:
+    argv = [sys.executable, "-m", "carpool_cli", *command, "--redis-url", "redis+cluster://nobody.example"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "this command cannot be used with Redis Cluster" in done.stderr
 
 
 def test_error_says_what_the_nodes_answered() -> None:
