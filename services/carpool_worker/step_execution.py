@@ -72,6 +72,7 @@ class StepExecution:
         self.run = execution.batch.runs[0]
         self.is_streamed = execution.batch.stream  # its producer wants chunks
         self.key = key
+        self.held_since_s = now_s
         self.kept = execution.chunks
         self.written = len(execution.chunks)
         self.first_us = execution.first_us

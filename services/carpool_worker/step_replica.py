@@ -134,10 +134,9 @@ class StepReplica(ReplicaLoop[Execution]):
         prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
         space = slots + prefetched - len(self._requests)
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
-            # A few at a time, because other workers may have free slots too; twice as many each time, if
-            # there are more.
-            wanted = max(prefetched, 2 * self._asked if self._is_part else 0)
-            self._asked = min(space, wanted)
+            # Not more than a share, because other processes may have free slots, too.
+            share = -(-space // self.model_processes)
+            self._asked = min(space, max(prefetched, share))
             self._take(self._fetcher.start(self._asked, wait=not self._is_part))
 
     @property

@@ -84,10 +84,11 @@ class Loaded(NamedTuple):
 
 class Renewal(NamedTuple):
     """What a renewal found: whether the model is still registered, whether the process's lease had not run
-    out before, and the IDs of batches that were lost."""
+    out before, how many model processes of all workers are live, and the IDs of batches that were lost."""
 
     is_registered: bool
     had_lease: bool
+    model_processes: int
     lost: set[str]
 
 
@@ -219,8 +220,8 @@ class WorkerStore:
         for batch_id, epoch in batches:
             args += [batch_id, epoch]
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]
-        registered, had_lease, *lost = self._link.run(_RENEW, keys, args)
-        return Renewal(bool(registered), bool(had_lease), {batch_id.decode() for batch_id in lost})
+        registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
+        return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
 
     def read_clock(self) -> None:
         """Set the clock from Redis's."""
