@@ -490,6 +490,9 @@ def test_given_redis_is_used_and_not_stopped(tmp_path: Path, source: str) -> Non
 def test_given_data_directory_is_kept(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with up(tmp_path, "square", "--data-dir", str(data)) as started:
+        second = carpool("up", "square", "--data-dir", str(data))
+        assert second.status == 1
+        assert f"{data} is in use by the Redis of process {started.process.pid}" in second.stderr
         assert started.end() == 0
     with EmbeddedRedis(data_dir=data) as server:
         (row,) = json.loads(carpool("models", "--json", url=server.url).stdout)
