@@ -25,6 +25,7 @@ from carpool.store.directory import Directory, ModelOverview
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table
 
 SHOWN_CHARS_MAX: Final = 60
@@ -111,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
     except (UnavailableError, CommandError) as error:
-        print(f"carpool config: {error}", file=sys.stderr)
+        print(f"carpool config: {explain(error)}", file=sys.stderr)
         return 1
     finally:
         directory.close()

@@ -20,6 +20,7 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, count, duration
 
 _HEADINGS: Final = ("model", "id", "age", "attempts", "body", "correlation ID", "reason")
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _ACTIONS[settings.action](settings, link)
     except (LinkError, CommandError) as error:
-        return _fail(str(error))
+        return _fail(explain(error))
     finally:
         link.close()
 

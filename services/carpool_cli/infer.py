@@ -18,8 +18,8 @@ from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import ConnectionSettings, read_settings
-from carpool.store.connection import LinkError
 from carpool.wire.bodies import encode_body
+from carpool_cli.refused import explain
 
 
 class InferSettings(ConnectionSettings):
@@ -87,16 +87,11 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(send(settings, read_body(settings.body, raw=settings.raw)))
     except BrokenPipeError:  # of standard output
         raise
-    except LinkError as error:
-        return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
-            "another with --redis-url (CARPOOL_REDIS_URL)"
-        )
     except DeadlineExceededError as error:
         advice = f"{_hint(settings)}`carpool models` shows whether requests wait and a worker is alive"
         return _failed(f"{error}\n    {advice}")
     except CarpoolError as error:  # before OSError, because some are both
-        return _failed(str(error))
+        return _failed(explain(error, model=settings.model))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     return 0

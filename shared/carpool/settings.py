@@ -24,27 +24,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from carpool.address import without_password
+from carpool.address import checked_url, without_password
 from carpool.keys import DEFAULT_PREFIX
-from carpool.sentinel import Sentinels
-
-
-def _redis_url(url: str) -> str:
-    if Sentinels.of(url):
-        return url
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError(
-            "must begin with redis://, rediss://, unix:// or redis+sentinel://, as in redis://127.0.0.1:6379/0"
-        )
-    try:
-        _ = urlsplit(url).port
-    except ValueError:  # not shown: it may quote part of a password that contains a slash
-        raise ValueError(
-            "the port after the host must be a number, as in redis://127.0.0.1:6379/0; a password with "
-            "special "
-            "characters must be percent-encoded, or be in a file (CARPOOL_REDIS_PASSWORD_FILE)"
-        ) from None
-    return url
 
 
 def _readable(path: Path | None) -> Path | None:
@@ -67,7 +48,7 @@ def _split_commas(value: object) -> object:
 
 
 Listed = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
-RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+RedisUrl = Annotated[str, AfterValidator(checked_url)]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -248,6 +229,15 @@ def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Setti
         message = f"{prog}: {error}"
     print(message, file=sys.stderr)
     raise SystemExit(2)
+
+
+def read_environment(kind: type[Settings]) -> Settings:
+    """Settings of `kind` without flags, for a library. Raises ValueError, whose message is that of a command
+    with these settings."""
+    try:
+        return kind()
+    except ValidationError as error:
+        raise ValueError(describe(error, kind, "settings")) from None
 
 
 def _source(kind: type[BaseSettings], prog: str) -> Any:

@@ -6,14 +6,15 @@ import os
 
 import pytest
 
-from carpool.errors import UnavailableError
-from carpool.store.connection import CommandError, LinkError
+from carpool.errors import PermissionDeniedError, UnavailableError
+from carpool.store.connection import CommandError, LinkError, SignInError
 from carpool_cli import infer, models
 from carpool_cli.__main__ import main
 
 UNREACHABLE = LinkError("Redis at redis://redis:6379/0: no answer in time")
+SIGNED_OUT = SignInError("Redis at redis://redis:6379/0: invalid username-password pair")
 NO_PERMISSION = CommandError("NOPERM", "this user has no permissions to run the 'time' command")
-NOT_ACCEPTED = UnavailableError("Redis rejected HGET: this user has no permissions to run it")
+NOT_ACCEPTED = PermissionDeniedError("Redis rejected HGET: this user has no permissions to run it")
 FROM_THE_MODEL = UnavailableError("its database is down", correlation_id="a")
 
 
@@ -87,17 +88,27 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("error", "advises"), [(UNREACHABLE, True), (NO_PERMISSION, False)], ids=["unreachable", "NOPERM"]
+    ("error", "printed", "advises"),
+    [
+        (UNREACHABLE, str(UNREACHABLE), True),
+        (SIGNED_OUT, str(SIGNED_OUT), False),
+        (NO_PERMISSION, f"PERMISSION_DENIED: {NO_PERMISSION}", False),
+    ],
+    ids=["unreachable", "wrong password", "NOPERM"],
 )
 def test_models_advises_to_start_a_stack_only_if_redis_cannot_be_reached(
-    error: Exception, advises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    printed: str,
+    advises: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(models, "read_models", fail)
     assert run("models") == 1
-    _check_advice(capsys.readouterr().err, f"carpool models: {error}", advises=advises)
+    _check_advice(capsys.readouterr().err, f"carpool models: {printed}", advises=advises)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ timeouts among it, is done for an entry.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -31,6 +30,7 @@ from carpool.client.entries import (
     OutgoingRun,
     SequencesEnded,
 )
+from carpool.client.environment import connection
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -45,7 +45,7 @@ from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
-from carpool.client.transport import Transport
+from carpool.client.transport import Transport, failure
 from carpool.errors import (
     CancelledRequestError,
     CarpoolError,
@@ -54,7 +54,7 @@ from carpool.errors import (
     NotFoundError,
     UnavailableError,
 )
-from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.keys import Keys, models_key
 from carpool.messages import MSGPACK
 from carpool.store.connection import CommandError, LinkError
 from carpool.wire.tensors import Array, to_bytes
@@ -62,12 +62,13 @@ from carpool.wire.tensors import Array, to_bytes
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
-DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 
 
 class AsyncClient:
     """A producer. Use it as `async with AsyncClient(url) as client:`; one per event loop is enough.
 
+    `url`: the address of Redis, with all that it takes to sign in. Without it, the settings of services and
+        commands are used: CARPOOL_REDIS_URL, CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE, ...
     `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
     `timed_out`: how many requests failed because no result came within their timeout.
     """
@@ -79,7 +80,7 @@ class AsyncClient:
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
+        url, self._prefix = connection(url, prefix)
         self._timeout_s = checked_timeout_s(timeout)
         self.timed_out = 0
         self._name = f"py-{secrets.token_hex(8)}"
@@ -96,7 +97,6 @@ class AsyncClient:
         self._timeouts = Timeouts(self._on_timeout)
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
-        url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
         self._transport = Transport(
             url,
             self._name,
@@ -324,7 +324,7 @@ class AsyncClient:
                 f"Redis did not reply to {command[0]} within {self._timeout_s:g} s"
             ) from None
         if isinstance(reply, CommandError):
-            raise UnavailableError(f"Redis rejected {command[0]}: {reply}")
+            raise failure(f"Redis rejected {command[0]}", reply)
         return reply
 
     # --- sending -------------------------------------------------------------------------------------------
