@@ -17,7 +17,7 @@ from carpool.client.aio import AsyncClient
 from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
-from carpool.settings import ConnectionSettings, read_settings
+from carpool.settings import ConnectionSettings, Seconds, read_settings
 from carpool.wire.bodies import encode_body
 from carpool_cli.refused import explain
 
@@ -34,7 +34,7 @@ class InferSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
-    timeout: float = Field(
+    timeout: Seconds = Field(
         30.0,
         gt=0,
         le=86_400,

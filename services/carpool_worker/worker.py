@@ -123,6 +123,8 @@ class Worker:
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
             )
+        for doubt in ModelSettings.from_mapping(ready.settings).doubts():
+            self._log.warning("setting of the model may be a mistake", reason=doubt)
         self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
         self._heartbeat = Heartbeat(
             self._replicas,
@@ -223,7 +225,9 @@ class Worker:
             self._metrics.error(error)
             if isinstance(error, ModelLoadError):
                 self._log.error(
-                    "model cannot be loaded again, stopping the worker", reason=str(error), trace=error.trace
+                    "model cannot be loaded again, stopping the worker",
+                    reason=str(error),
+                    **error.logged_trace(),
                 )
                 self.failed.set()
             else:

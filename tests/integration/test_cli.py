@@ -384,7 +384,11 @@ def test_up_exits_with_the_reason_if_a_model_cannot_be_loaded(tmp_path: Path) ->
     (tmp_path / "broken.py").write_text(BROKEN)
     with Up(tmp_path, "square", "broken.py:Broken", "--redis-port", str(embedded._free_port())) as started:
         assert started.process.wait(START_S) == 1
-        assert "no weights" in started.text()
+        (line,) = [line for line in started.text().splitlines() if "no weights" in line]
+        event = json.loads(line)  # the traceback is a part of it
+        assert event["event"] == "model cannot be loaded"
+        assert "in load" in event["exception"]
+        assert event["exception"].strip().endswith("OSError: no weights")
         assert "the worker of Broken ended with exit status 1" in started.text().splitlines()[-1]
         assert list(tmp_path.glob("carpool-*/*")) == []
 

@@ -7,9 +7,12 @@ import os
 import pytest
 
 from carpool.errors import PermissionDeniedError, UnavailableError
+from carpool.settings import WorkerSettings, read_settings
 from carpool.store.connection import CommandError, LinkError, SignInError
 from carpool_cli import infer, models
 from carpool_cli.__main__ import main
+from carpool_cli.local.up import UpSettings
+from carpool_cli.tuning.tune import TuneSettings
 
 UNREACHABLE = LinkError("Redis at redis://redis:6379/0: no answer in time")
 SIGNED_OUT = SignInError("Redis at redis://redis:6379/0: invalid username-password pair")
@@ -80,6 +83,26 @@ def test_wrong_setting_in_the_environment_is_named(
     monkeypatch.setenv("CARPOOL_REPLICAS", "many")
     assert run("up", "square") == 2
     assert "CARPOOL_REPLICAS) is 'many'" in capsys.readouterr().err
+
+
+def test_durations_may_have_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARPOOL_LEASE_MS", "2s")
+    worker = read_settings(WorkerSettings, ["square", "--drain-s", "1.5min", "--load-s-max=500ms"], "worker")
+    assert (worker.lease_ms, worker.drain_s, worker.load_s_max) == (2000, 90.0, 0.5)
+    assert read_settings(infer.InferSettings, ["square", "7", "--timeout", "2min"], "infer").timeout == 120
+    assert read_settings(TuneSettings, ["square", "--latency-ms", "1.5s"], "tune").latency_ms == 1500
+    assert read_settings(WorkerSettings, ["square", "--drain-s", "1.5"], "worker").drain_s == 1.5
+
+
+@pytest.mark.parametrize("value", ["5 sec", "none", "5GiB", "0.5 s s"])
+def test_duration_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("worker", "square", "--drain-s", value) == 2
+    assert "CARPOOL_DRAIN_S" in capsys.readouterr().err
+
+
+def test_port_of_redis_may_be_any_free_one() -> None:
+    assert read_settings(UpSettings, ["square", "--redis-port", "0"], "up").plan().redis_port is None
+    assert read_settings(UpSettings, ["square", "--redis-port", "7000"], "up").plan().redis_port == 7000
 
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
