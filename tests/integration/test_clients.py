@@ -433,6 +433,35 @@ def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
         blocker.result(10)
 
 
+def test_async_client_says_that_its_event_loop_is_another(stack: Stack) -> None:
+    client = AsyncClient(stack.url, timeout=15)
+
+    async def square(number: int) -> Any:
+        return await client.infer("square", number)
+
+    async def squares() -> Any:
+        return await client.infer_many("square", np.arange(3.0))
+
+    async def first_chunk() -> Any:
+        return await anext(aiter(client.stream("square", 2)))
+
+    with asyncio.Runner() as runner:
+        assert runner.run(square(7)) == 49
+        for call in (square(8), squares(), first_chunk(), client.models(), client.connect(), client.close()):
+            with pytest.raises(RuntimeError, match="is connected in another event loop"):
+                asyncio.run(call)
+        assert runner.run(square(9)) == 81
+        runner.run(client.close())
+
+
+def test_client_says_that_it_cannot_be_pickled(blocking: Client) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    for client in (blocking, AsyncClient()):
+        process = spawn.Process(target=print, args=(client,))
+        with pytest.raises(TypeError, match="cannot be pickled into another process: make one in each"):
+            process.start()
+
+
 def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: Client, gate: Path) -> None:
     """As with gunicorn --preload, Celery and multiprocessing. A thread does not survive a fork."""
     parents = blocking.submit("Single", blocking_body(gate))

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Ma
 from concurrent.futures import Future
 from itertools import count, islice
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, NoReturn, Self, Unpack
 
 import numpy as np
 
@@ -106,6 +106,11 @@ class AsyncClient:
             self._awaited.of_entries,
         )
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AsyncClient has connections, so it cannot be pickled into another process: make one in each"
+        )
+
     @property
     def late_results(self) -> int:
         """How many results of successful requests came after their timeout, or after they were cancelled."""
@@ -134,6 +139,7 @@ class AsyncClient:
         if self._opening is None:
             self._loop = asyncio.get_running_loop()
             self._opening = asyncio.ensure_future(self._transport.open())
+        self._check_loop()
         opening = self._opening
         try:
             await asyncio.shield(opening)
@@ -146,11 +152,21 @@ class AsyncClient:
         """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn."""
         if self._closed:
             return
+        if self._opening is not None:
+            self._check_loop()
         self._closed = True
         self._transport.send([entry for entry in self._collected if isinstance(entry, SequencesEnded)])
         await self._transport.close()
         self._awaited.fail_all(UnavailableError("the client was closed before there was a result"))
         self._timeouts.close()
+
+    def _check_loop(self) -> None:
+        """Raise RuntimeError in another event loop than that of the connections. Done for each entry."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "this AsyncClient is connected in another event loop (each asyncio.run has its own): make a "
+                "client in each event loop, or use Client, which any number of threads may share"
+            )
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -347,6 +363,7 @@ class AsyncClient:
         key = (channel, content_type, timeout_s, sink)
         entry = self._open.get(key)
         if entry is None:
+            self._check_loop()
             entry = self._open[key] = OutgoingEntry(channel, content_type, timeout_s, sink)
             self._collect(entry)
         if len(rest) < LARGE_BODY_BYTES:
@@ -408,6 +425,7 @@ class AsyncClient:
         in_flight: int,
     ) -> None:
         """Send the rows of an array, in entries of as many requests as the entries of other requests have."""
+        self._check_loop()
         timeout_s, fields = self._read_options(options)
         width = array.nbytes // len(array)
         step = max(1, min(channel.entry_requests_max, in_flight, MAX_ENTRY_BYTES // width))
