@@ -15,11 +15,12 @@ from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.keys import Keys
 from carpool.messages import JSON, KeptDeadLetter
-from carpool.settings import ConnectionSettings, read_settings
+from carpool.settings import ConnectionSettings, Seconds, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, count, duration
 
 _HEADINGS: Final = ("model", "id", "age", "attempts", "body", "correlation ID", "reason")
@@ -56,8 +57,8 @@ class DeadSettings(ConnectionSettings):
     )
     all: bool = Field(False, description="replay or drop all dead letters of the model that are meant")
     reason: str = Field("", description="only those whose reason contains this text")
-    older_s: float | None = Field(None, ge=0, description="only those given up more than this time ago (s)")
-    newer_s: float | None = Field(None, ge=0, description="only those given up less than this time ago (s)")
+    older_s: Seconds | None = Field(None, ge=0, description="only those given up more than this time ago (s)")
+    newer_s: Seconds | None = Field(None, ge=0, description="only those given up less than this time ago (s)")
     raw: bool = Field(False, description="with show: the bytes of the body and nothing else")
     as_json: bool = Field(False, description="with list and show: print JSON")
 
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _ACTIONS[settings.action](settings, link)
     except (LinkError, CommandError) as error:
-        return _fail(str(error))
+        return _fail(explain(error))
     finally:
         link.close()
 

@@ -17,9 +17,9 @@ from carpool.client.aio import AsyncClient
 from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
-from carpool.settings import ConnectionSettings, read_settings
-from carpool.store.connection import LinkError
+from carpool.settings import ConnectionSettings, Seconds, read_settings
 from carpool.wire.bodies import encode_body
+from carpool_cli.refused import explain
 
 
 class InferSettings(ConnectionSettings):
@@ -34,7 +34,7 @@ class InferSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
-    timeout: float = Field(
+    timeout: Seconds = Field(
         30.0,
         gt=0,
         le=86_400,
@@ -87,16 +87,11 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(send(settings, read_body(settings.body, raw=settings.raw)))
     except BrokenPipeError:  # of standard output
         raise
-    except LinkError as error:
-        return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
-            "another with --redis-url (CARPOOL_REDIS_URL)"
-        )
     except DeadlineExceededError as error:
         advice = f"{_hint(settings)}`carpool models` shows whether requests wait and a worker is alive"
         return _failed(f"{error}\n    {advice}")
     except CarpoolError as error:  # before OSError, because some are both
-        return _failed(str(error))
+        return _failed(explain(error, model=settings.model))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     return 0

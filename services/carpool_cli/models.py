@@ -20,6 +20,7 @@ from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, duration
 
 _HEADINGS: Final = (
@@ -84,13 +85,9 @@ def main(argv: Sequence[str]) -> int:
     link = Link(settings.redis_url, name=f"carpool-models-{os.getpid()}")
     try:
         states, warning = read_models(link, settings.prefix), eviction_warning(link)
-    except LinkError as error:
-        return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up MODEL`, or name another with "
-            "--redis-url (CARPOOL_REDIS_URL)"
-        )
-    except CommandError as error:
-        return _failed(str(error))
+    except (LinkError, CommandError) as error:
+        print(f"carpool models: {explain(error)}", file=sys.stderr)
+        return 1
     finally:
         link.close()
     if settings.as_json:
@@ -100,11 +97,6 @@ def main(argv: Sequence[str]) -> int:
     if warning:
         print(f"carpool models: {warning}", file=sys.stderr)
     return 0
-
-
-def _failed(error: str) -> int:
-    print(f"carpool models: {error}", file=sys.stderr)
-    return 1
 
 
 def read_models(link: Link, prefix: str) -> list[ModelState]:

@@ -66,19 +66,21 @@ _COUNTS: Final = (
     ),
 )
 
+# What a producer needs beside a connection.
+_PRODUCE: Final = (
+    Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
+    Grant("learn whether this is the server that accepted its requests", "info|server"),
+    Grant("list the models", "smembers sismember", "models"),
+    Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
+    Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
+    Grant("send a request together with its large body", "multi exec"),
+    Grant("store a large body", "set", "body"),
+    Grant("read a result from its list", "blpop blmove", "result"),
+    Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
+)
+
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
-    "producer": (
-        _CONNECT,
-        Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
-        Grant("learn whether this is the server that accepted its requests", "info|server"),
-        Grant("list the models", "smembers sismember", "models"),
-        Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
-        Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
-        Grant("send a request together with its large body", "multi exec"),
-        Grant("store a large body", "set", "body"),
-        Grant("read a result from its list", "blpop blmove", "result"),
-        Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
-    ),
+    "producer": (_CONNECT, *_PRODUCE),
     "batcher": (
         _CONNECT,
         _CLOCK,
@@ -151,6 +153,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (
         _CONNECT,
+        *_PRODUCE,
         *_COUNTS,
         Grant("read the age of the first waiting request", "xrange xinfo|stream", "requests"),
         Grant("read batches in flight", "xrange xinfo|stream", "batches settled"),
@@ -158,8 +161,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool simulate --record: read arrival times", "xread", "batches"),
         Grant("read and delete dead letters", "xrange xrevrange xdel xtrim xinfo|stream", "dead"),
         Grant("carpool dead replay: send each once", "multi exec watch unwatch", "dead"),
-        Grant("send a dead letter's request again, and withdraw one", "xadd xdel", "requests"),
-        Grant("read its result", "blpop blmove", "result"),
         Grant("find unused keys of any name", "scan"),
         Grant("remove a model that is no longer served", "srem", "models"),
         Grant("remove its keys", "del", "registration config requests batches settled dead workers"),

@@ -15,6 +15,7 @@ from carpool.errors import (
     INVALID_ARGUMENT,
     NOT_FOUND,
     OK,
+    PERMISSION_DENIED,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     UNIMPLEMENTED,
@@ -34,7 +35,9 @@ _REASONS: Final = {
     INTERNAL: "model",
 }
 # Statuses that only a model returns. All others that it makes up are counted together as "other".
-_MODEL_STATUSES: Final = frozenset((RESOURCE_EXHAUSTED, CANCELLED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND))
+_MODEL_STATUSES: Final = frozenset(
+    (RESOURCE_EXHAUSTED, CANCELLED, PERMISSION_DENIED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND)
+)
 
 
 class StepCounts(NamedTuple):

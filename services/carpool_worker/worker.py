@@ -55,6 +55,10 @@ from carpool_worker.retirement import LastSuccess
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
 
+_SIGN_IN_AS_WORKER: Final = (
+    ": a worker needs the role worker (CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE), with the rules that "
+    "this version's `carpool acl` writes"
+)
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -119,6 +123,8 @@ class Worker:
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
             )
+        for doubt in ModelSettings.from_mapping(ready.settings).doubts():
+            self._log.warning("setting of the model may be a mistake", reason=doubt)
         self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
         self._heartbeat = Heartbeat(
             self._replicas,
@@ -153,7 +159,9 @@ class Worker:
             except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
                 self._metrics.error(error)
                 self._waiting_for = str(error)
-                self._log.warning("cannot register with Redis, retrying", reason=str(error))
+                if isinstance(error, CommandError) and error.code == "NOPERM":
+                    self._waiting_for += _SIGN_IN_AS_WORKER
+                self._log.warning("cannot register with Redis, retrying", reason=self._waiting_for)
                 stop.wait(1.0)
             else:
                 if self._eviction_warning:
@@ -217,7 +225,9 @@ class Worker:
             self._metrics.error(error)
             if isinstance(error, ModelLoadError):
                 self._log.error(
-                    "model cannot be loaded again, stopping the worker", reason=str(error), trace=error.trace
+                    "model cannot be loaded again, stopping the worker",
+                    reason=str(error),
+                    **error.logged_trace(),
                 )
                 self.failed.set()
             else:

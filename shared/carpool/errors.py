@@ -15,6 +15,7 @@ RESOURCE_EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
 CANCELLED: Final = "CANCELLED"
 INTERNAL: Final = "INTERNAL"
 ABORTED: Final = "ABORTED"
+PERMISSION_DENIED: Final = "PERMISSION_DENIED"
 UNAVAILABLE: Final = "UNAVAILABLE"
 UNIMPLEMENTED: Final = "UNIMPLEMENTED"
 NOT_FOUND: Final = "NOT_FOUND"
@@ -70,6 +71,12 @@ class AbortedError(CarpoolError):
     status = ABORTED
 
 
+class PermissionDeniedError(CarpoolError, PermissionError):
+    """The user with which this program signed in to Redis may not do this."""
+
+    status = PERMISSION_DENIED
+
+
 class UnavailableError(CarpoolError, ConnectionError):
     """Redis could not be reached, or the client was closed."""
 
@@ -103,6 +110,7 @@ _BY_STATUS: Final[dict[str, type[CarpoolError]]] = {
         CancelledRequestError,
         InternalError,
         AbortedError,
+        PermissionDeniedError,
         UnavailableError,
         UnimplementedError,
         NotFoundError,

@@ -39,6 +39,7 @@ LATENESS_MAX_S: Final = 0.6
 MODELS: Final = (
     "square",
     "plain.py:Echo",
+    "plain.py:Counts",
     "plain.py:Single",
     "plain.py:Few",
     "plain.py:Noop",
@@ -85,6 +86,11 @@ async def test_infer_returns_the_value(client: AsyncClient) -> None:
     assert await client.infer("Echo", {"a": [1, None, "ü"]}) == {"a": [1, None, "ü"]}
     assert await client.infer("Echo", b"\x00\xff") == b"\x00\xff"
     assert await client.infer("Echo", 1.5, content_type="application/json") == 1.5
+
+
+async def test_names_in_maps_of_a_result_are_what_the_model_returned(client: AsyncClient) -> None:
+    assert await client.infer("Counts", [7, 7, -1]) == {7: 2, -1: 1}
+    assert await client.infer("Counts", [7, 7], content_type="application/json") == {"7": 2}
 
 
 async def test_arrays_are_sent_and_returned(client: AsyncClient) -> None:
@@ -225,6 +231,26 @@ async def test_timeout_fails_the_call_in_time_and_withdraws_the_request(
     )
     gate.touch()
     await asyncio.gather(*blockers)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("nan"), float("-inf"), "soon", 1e9])
+async def test_timeout_in_which_there_can_be_no_result_is_refused(
+    client: AsyncClient, stack: Stack, timeout: Any
+) -> None:
+    sent = stack.redis.xinfo_stream(Keys("square").requests)["last-generated-id"]
+    for call in (client.infer, client.infer_many):
+        with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: timeout: .*or None for no limit"):
+            await call("square", [1], timeout=timeout)
+    with pytest.raises(InvalidArgumentError, match="timeout: "):
+        AsyncClient(stack.url, timeout=timeout)
+    assert stack.redis.xinfo_stream(Keys("square").requests)["last-generated-id"] == sent
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "redis://localhost:port"])
+def test_url_that_cannot_be_one_of_redis_is_refused(url: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: url: .*redis://127.0.0.1:6379/0"):
+            kind(url)
 
 
 async def test_cancelling_withdraws_only_the_cancelled_requests(
@@ -405,6 +431,35 @@ def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
     gate.touch()
     for blocker in blockers:
         blocker.result(10)
+
+
+def test_async_client_says_that_its_event_loop_is_another(stack: Stack) -> None:
+    client = AsyncClient(stack.url, timeout=15)
+
+    async def square(number: int) -> Any:
+        return await client.infer("square", number)
+
+    async def squares() -> Any:
+        return await client.infer_many("square", np.arange(3.0))
+
+    async def first_chunk() -> Any:
+        return await anext(aiter(client.stream("square", 2)))
+
+    with asyncio.Runner() as runner:
+        assert runner.run(square(7)) == 49
+        for call in (square(8), squares(), first_chunk(), client.models(), client.connect(), client.close()):
+            with pytest.raises(RuntimeError, match="is connected in another event loop"):
+                asyncio.run(call)
+        assert runner.run(square(9)) == 81
+        runner.run(client.close())
+
+
+def test_client_says_that_it_cannot_be_pickled(blocking: Client) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    for client in (blocking, AsyncClient()):
+        process = spawn.Process(target=print, args=(client,))
+        with pytest.raises(TypeError, match="cannot be pickled into another process: make one in each"):
+            process.start()
 
 
 def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: Client, gate: Path) -> None:

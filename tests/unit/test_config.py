@@ -130,6 +130,13 @@ def test_changes_are_all_made_or_none() -> None:
     assert len(directory.configured) == 1
 
 
+def test_override_is_written_without_units() -> None:
+    directory: Any = FakeDirectory(REGISTERED, {})
+    configure(directory, "m", ["max_queue_bytes=1GiB", "result_ttl_ms=5min", 'tenant_weights={"a": 2}'])
+    written = {"max_queue_bytes": str(1 << 30), "result_ttl_ms": "300000", "tenant_weights": "a:2"}
+    assert directory.configured == [("m", written, [])]
+
+
 PREFERRING: Final = ModelSettings(max_batch_size=16, preferred_batch_sizes=(4, 16)).as_text()
 
 

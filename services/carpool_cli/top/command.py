@@ -21,6 +21,7 @@ from carpool.store.directory import Directory
 from carpool.store.eviction import eviction_warning
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, full_screen, plain_lines
 from carpool_cli.top.figures import Figures, ModelSample, figures
 from carpool_cli.top.page import Page
@@ -101,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 0  # the usual way to end it
     except (UnavailableError, CommandError, TopError) as error:
-        print(f"carpool top: {error}", file=sys.stderr)
+        print(f"carpool top: {explain(error)}", file=sys.stderr)
         return 1
     finally:
         directory.close()

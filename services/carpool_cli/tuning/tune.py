@@ -15,7 +15,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
 from carpool.model_settings import POLICIES
-from carpool.settings import ConnectionSettings, read_settings
+from carpool.settings import ConnectionSettings, Milliseconds, read_settings
 from carpool_cli.infer import read_body
 from carpool_cli.screen import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
@@ -71,7 +71,7 @@ class TuneSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field("", description="the body of a typical request")
-    latency_ms: float = Field(
+    latency_ms: Milliseconds = Field(
         gt=0, le=3_600_000, description="latency that 99% of the requests may take at most"
     )
     rate: float | None = Field(

@@ -8,13 +8,12 @@ timeouts among it, is done for an entry.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from itertools import count, islice
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, NoReturn, Self, Unpack
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from carpool.client.entries import (
     OutgoingRun,
     SequencesEnded,
 )
+from carpool.client.environment import connection
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -45,7 +45,7 @@ from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
-from carpool.client.transport import Transport
+from carpool.client.transport import Transport, failure
 from carpool.errors import (
     CancelledRequestError,
     CarpoolError,
@@ -54,7 +54,7 @@ from carpool.errors import (
     NotFoundError,
     UnavailableError,
 )
-from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.keys import Keys, models_key
 from carpool.messages import MSGPACK
 from carpool.store.connection import CommandError, LinkError
 from carpool.wire.tensors import Array, to_bytes
@@ -62,12 +62,13 @@ from carpool.wire.tensors import Array, to_bytes
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
-DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 
 
 class AsyncClient:
     """A producer. Use it as `async with AsyncClient(url) as client:`; one per event loop is enough.
 
+    `url`: the address of Redis, with all that it takes to sign in. Without it, the settings of services and
+        commands are used: CARPOOL_REDIS_URL, CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE, ...
     `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
     `timed_out`: how many requests failed because no result came within their timeout.
     """
@@ -79,7 +80,7 @@ class AsyncClient:
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
+        url, self._prefix = connection(url, prefix)
         self._timeout_s = checked_timeout_s(timeout)
         self.timed_out = 0
         self._name = f"py-{secrets.token_hex(8)}"
@@ -96,7 +97,6 @@ class AsyncClient:
         self._timeouts = Timeouts(self._on_timeout)
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
-        url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
         self._transport = Transport(
             url,
             self._name,
@@ -104,6 +104,11 @@ class AsyncClient:
             self._awaited.fail,
             self._on_unconfirmed,
             self._awaited.of_entries,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AsyncClient has connections, so it cannot be pickled into another process: make one in each"
         )
 
     @property
@@ -134,6 +139,7 @@ class AsyncClient:
         if self._opening is None:
             self._loop = asyncio.get_running_loop()
             self._opening = asyncio.ensure_future(self._transport.open())
+        self._check_loop()
         opening = self._opening
         try:
             await asyncio.shield(opening)
@@ -146,11 +152,21 @@ class AsyncClient:
         """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn."""
         if self._closed:
             return
+        if self._opening is not None:
+            self._check_loop()
         self._closed = True
         self._transport.send([entry for entry in self._collected if isinstance(entry, SequencesEnded)])
         await self._transport.close()
         self._awaited.fail_all(UnavailableError("the client was closed before there was a result"))
         self._timeouts.close()
+
+    def _check_loop(self) -> None:
+        """Raise RuntimeError in another event loop than that of the connections. Done for each entry."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "this AsyncClient is connected in another event loop (each asyncio.run has its own): make a "
+                "client in each event loop, or use Client, which any number of threads may share"
+            )
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -324,7 +340,7 @@ class AsyncClient:
                 f"Redis did not reply to {command[0]} within {self._timeout_s:g} s"
             ) from None
         if isinstance(reply, CommandError):
-            raise UnavailableError(f"Redis rejected {command[0]}: {reply}")
+            raise failure(f"Redis rejected {command[0]}", reply)
         return reply
 
     # --- sending -------------------------------------------------------------------------------------------
@@ -347,6 +363,7 @@ class AsyncClient:
         key = (channel, content_type, timeout_s, sink)
         entry = self._open.get(key)
         if entry is None:
+            self._check_loop()
             entry = self._open[key] = OutgoingEntry(channel, content_type, timeout_s, sink)
             self._collect(entry)
         if len(rest) < LARGE_BODY_BYTES:
@@ -408,6 +425,7 @@ class AsyncClient:
         in_flight: int,
     ) -> None:
         """Send the rows of an array, in entries of as many requests as the entries of other requests have."""
+        self._check_loop()
         timeout_s, fields = self._read_options(options)
         width = array.nbytes // len(array)
         step = max(1, min(channel.entry_requests_max, in_flight, MAX_ENTRY_BYTES // width))

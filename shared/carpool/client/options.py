@@ -71,13 +71,15 @@ class RequestOptions(TypedDict, total=False):
 
 
 def checked_timeout_s(timeout_s: float | None) -> float | None:
-    """A valid timeout. Infinity becomes None; a negative one becomes 0. Raises InvalidArgumentError."""
+    """A valid timeout; infinity becomes None. Raises InvalidArgumentError: with 0 or less, the request could
+    only expire."""
     if timeout_s is None or timeout_s == math.inf:
         return None
-    if isinstance(timeout_s, int | float) and -TIMEOUT_MAX_S <= timeout_s <= TIMEOUT_MAX_S:  # false for NaN
-        return max(0.0, timeout_s)
+    if isinstance(timeout_s, int | float) and 0 < timeout_s <= TIMEOUT_MAX_S:  # false for NaN
+        return timeout_s
     raise InvalidArgumentError(
-        f"timeout: {timeout_s!r:.60} must be a number of seconds, at most {TIMEOUT_MAX_S}, or None"
+        f"timeout: {timeout_s!r:.60} must be a number of seconds, more than 0 and at most {TIMEOUT_MAX_S}, "
+        "or None for no limit"
     )
 
 

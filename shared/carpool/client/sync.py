@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar, Unpack
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar, Unpack
 
 import numpy as np
 
@@ -233,6 +233,11 @@ class Client:
     @property
     def _client(self) -> _ThreadClient:
         return self._thread.client
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Client has connections, so it cannot be pickled into another process: make one in each"
+        )
 
     def __enter__(self) -> Self:
         try:

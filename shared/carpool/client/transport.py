@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from carpool.backoff import with_jitter
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
-from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
+from carpool.errors import CarpoolError, PermissionDeniedError, ResourceExhaustedError, UnavailableError
 from carpool.store.connection import AsyncLink, Command, CommandError, LinkError
 
 MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
@@ -350,7 +350,7 @@ class Transport:
     def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
         """Redis accepted or rejected an entry."""
         if isinstance(reply, CommandError):
-            self._on_rejected(entry, _rejection(reply))
+            self._on_rejected(entry, failure("Redis did not accept the request", reply))
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -404,7 +404,9 @@ def _withdraw(channel: Channel) -> Command:
     return ("XADD", channel.keys.requests, "*", "withdraw", " ".join(ids))
 
 
-def _rejection(reply: CommandError) -> CarpoolError:
+def failure(what: str, reply: CommandError) -> CarpoolError:
+    """The error for what Redis did not do: `what`, a sentence without its end."""
     if reply.code == "OOM" or (reply.code == "EXECABORT" and ": OOM " in str(reply)):
         return ResourceExhaustedError(f"Redis is out of memory: {reply}")
-    return UnavailableError(f"Redis did not accept the request: {reply}")
+    kind = PermissionDeniedError if reply.code == "NOPERM" else UnavailableError
+    return kind(f"{what}: {reply}")

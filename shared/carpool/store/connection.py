@@ -62,6 +62,10 @@ class LinkError(UnavailableError):
     """The connection to Redis failed. It is not known whether a command that was sent took effect."""
 
 
+class SignInError(LinkError):
+    """Redis does not accept the user name and password, or there are none and it wants them."""
+
+
 class CommandError(Exception):
     """Redis replied with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
 
@@ -76,6 +80,7 @@ class CommandError(Exception):
 _LINK_ERROR_CODES: Final = frozenset(
     ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOAUTH", "WRONGPASS")
 )
+_SIGN_IN_ERROR_CODES: Final = frozenset(("NOAUTH", "WRONGPASS"))
 
 
 # How Redis 6 reports an error of a command in a script; later ones begin with the command's own code.
@@ -108,7 +113,14 @@ _REMEDIES: Final = (
     (
         "",
         "Authentication required",
-        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@",
+        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@ (a client "
+        "that is given a URL reads no settings)",
+    ),
+    (
+        "",
+        "invalid username-password|invalid password|WRONGPASS",
+        "the user name or the password is wrong: see CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or "
+        "the URL",
     ),
     ("", "'select'", "`carpool acl` allows database 0 only: give each installation its own prefix instead"),
 )  # fmt: skip
@@ -116,13 +128,17 @@ _REMEDIES: Final = (
 
 def _link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkError:
     """`connecting`: the connection was not established yet, so the settings may be wrong: add a remedy."""
+    is_signed_out = isinstance(error, redis.AuthenticationError) or (
+        isinstance(error, CommandError) and error.code in _SIGN_IN_ERROR_CODES
+    )
     is_late = isinstance(error, BlockingIOError) or (isinstance(error, TimeoutError) and not connecting)
     reason = "no answer in time" if is_late else str(error)
     for scheme, pattern, remedy in _REMEDIES if connecting else ():
         if url.startswith(scheme) and re.search(pattern, reason):
             reason = f"{reason.rstrip('.')}; {remedy}"
             break
-    return LinkError(f"Redis at {without_password(url)}: {reason}")
+    kind = SignInError if is_signed_out else LinkError
+    return kind(f"Redis at {without_password(url)}: {reason}")
 
 
 # How the kernel finds out that the other host is gone: after 5 s without a word it asks every 2 s, and gives

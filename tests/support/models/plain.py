@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -75,6 +76,13 @@ class Lengths:
 
     def predict(self, batch: list[Any]) -> list[int]:
         return [len(body) for body in batch]
+
+
+class Counts:
+    """How often each number occurs in a body: a map whose names are whole numbers."""
+
+    def predict(self, batch: list[list[int]]) -> list[dict[int, int]]:
+        return [dict(Counter(body)) for body in batch]
 
 
 class Single(Echo):
