@@ -127,7 +127,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "workers batches settled registration progress dead order held result replies body "
             "sequence sequences draining",
         ),
-        Grant("join.lua, leave.lua, renew.lua: leases", "zadd zrem zscore zremrangebyscore", "workers"),
+        Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
         Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
         Grant("see which worker has a batch; reclaim.lua, renew.lua: claim it", "xpending xclaim", "batches"),
         Grant("step.lua: how much of a stream is unread", "llen", "result"),

@@ -64,7 +64,7 @@ class Heartbeat:
                 continue
             batches = replica.batches()
             renewal = self._store.renew(consumer, self._lease_ms, batches, revive=replica.can_be_revived)
-            replica.model_processes = max(1, renewal.model_processes)
+            replica.model_processes = renewal.model_processes
             if not renewal.had_lease:
                 replica.on_lease_lost(consumer)
             if not renewal.is_registered:

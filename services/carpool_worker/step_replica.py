@@ -135,7 +135,7 @@ class StepReplica(ReplicaLoop[Execution]):
         space = slots + prefetched - len(self._requests)
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
             # Not more than a share, because other processes may have free slots, too.
-            share = -(-space // self.model_processes)
+            share = -(-space // self.model_processes) if self.model_processes else 0
             self._asked = min(space, max(prefetched, share))
             self._take(self._fetcher.start(self._asked, wait=not self._is_part))
 

@@ -170,27 +170,27 @@ def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
 
 
 def test_the_only_process_asks_for_all(bench: Bench) -> None:
+    bench.replica.model_processes = 1
     bench.fetcher.parts = [SLOTS + ASKED]
     bench.run(2)
     assert bench.admitted() == [SLOTS + ASKED]
     assert bench.fetcher.asked == [SLOTS + ASKED]
 
 
-def test_one_of_many_asks_for_a_few(bench: Bench) -> None:
-    bench.replica.model_processes = 100
+@pytest.mark.parametrize("model_processes", [100, pytest.param(0, id="unknown")])
+def test_one_of_many_asks_for_a_few(bench: Bench, model_processes: int) -> None:
+    bench.replica.model_processes = model_processes
     bench.run(1)
     assert bench.fetcher.asked == [ASKED]
 
 
 def test_process_that_has_requests_is_not_made_to_wait(bench: Bench) -> None:
-    bench.replica.model_processes = 100
     bench.fetcher.parts = [1, ASKED, ASKED]
     bench.run(4)
     assert bench.admitted() == [1, ASKED, ASKED]
 
 
 def test_what_is_not_there_is_not_waited_for(bench: Bench) -> None:
-    bench.replica.model_processes = 100
     bench.fetcher.parts = [ASKED]
     bench.run(3)
     assert bench.admitted() == [ASKED]

@@ -84,7 +84,7 @@ class Loaded(NamedTuple):
 
 class Renewal(NamedTuple):
     """What a renewal found: whether the model is still registered, whether the process's lease had not run
-    out before, how many model processes of all workers are live, and the IDs of batches that were lost."""
+    out before, how many model processes of all workers are live (0: unknown), and the IDs of lost batches."""
 
     is_registered: bool
     had_lease: bool
