@@ -583,10 +583,10 @@ FORBIDDEN: Final = {
         f"HMGET {Q} state", f"HGET {Q} state", f"ZREM {K} x",
     ],
     "admin": [
-        f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me",
+        f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
         f"ZADD {Z} 1 me", f"HSET {P} answered:0 1", f"RPUSH {A} forged",
         f"HGETALL {P}", "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
-        f"SET {T} x", f"HGET {Q} state", f"GETRANGE {G} 0 1",
+        f"GETRANGE {G} 0 1",
     ],
 }  # fmt: skip
 
@@ -611,6 +611,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
     "admin": [
         f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}",
         f"XREAD STREAMS {R} 0", f"HSET {Q} state x", f"HGETALL {Q}", f"HMGET {Q} state",
+        f"HGET {Q} state", f"SET {L} me", f"SET {T} x",
     ],
 }  # fmt: skip
 
