@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from carpool.model_settings import ModelKind
-from carpool_worker.model_process import frames, main
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frames import MessageReader, Ready, pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.step_frames import Admit, Drop, Resume, Step
@@ -299,4 +300,4 @@ def test_unusable_stepping_model_is_refused(
 
 
 def test_model_that_executes_batches_is_not_stepping() -> None:
-    assert main._ready(load_model(len, "cpu")).kind is ModelKind.PLAIN
+    assert description_of(load_model(len, "cpu")).kind is ModelKind.PLAIN
