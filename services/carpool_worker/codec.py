@@ -10,6 +10,7 @@ import contextlib
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -35,7 +36,7 @@ from carpool.wire.tensors import (
     are_bools,
     array_of,
     check_bools,
-    datatype_of,
+    converted,
     tensor_head,
     to_bytes,
 )
@@ -44,6 +45,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
 from carpool_worker.raising_producers import RaisingProducers
 
+_NAMES_SHOWN: Final = 10  # of those in a body, in an error
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 _OTHER_KIND: Final = (
@@ -214,8 +216,10 @@ class Codec:
         if len(inputs) == 1 and not (isinstance(value, dict) and value.keys() == {inputs[0].name}):
             value = {inputs[0].name: value}
         if not isinstance(value, dict) or value.keys() != {spec.name for spec in inputs}:
+            given = f"a map of {_names_of(value)}" if isinstance(value, dict) else "no map"
             raise InvalidArgumentError(
-                f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}"
+                f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}; "
+                f"it is {given}"
             )
         parts: list[Part] = []
         data: list[bytes] = []
@@ -437,11 +441,12 @@ def _take_bodies(
 def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
     """The shape and bytes of a decoded numeric tensor, as `spec` declares it. Raises InvalidArgumentError."""
     field_name = f"body.{spec.name}"
-    if not hasattr(value, "dtype"):
+    if type(value) is dict:
+        raise _no_tensor(value, spec)
+    if hasattr(value, "dtype"):
+        value = converted(value, spec.datatype, field_name)
+    else:
         value = array_of(value, spec.datatype, field_name)
-    datatype = datatype_of(value)
-    if datatype != spec.datatype and not (spec.datatype == "BF16" and datatype == "FP32"):
-        raise InvalidArgumentError(f"{field_name}.datatype: {datatype}, but this model takes {spec.datatype}")
     if not spec.admits(value.shape):
         raise _wrong_shape(value.shape, spec)
     return value.shape, to_bytes(value, spec.datatype)
@@ -449,6 +454,8 @@ def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
 
 def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
     """As `_numbers`, for BYTES. A flat list takes the declared shape if that is unambiguous."""
+    if type(value) is dict:
+        raise _no_tensor(value, spec)
     array = np.array(value, object)
     if not all(type(text) is str for text in array.flat):
         raise InvalidArgumentError(f"body.{spec.name}.data: BYTES takes strings only")
@@ -459,6 +466,18 @@ def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
             raise _wrong_shape(shape, spec)
         shape = inferred
     return shape, _pack(array.ravel().tolist())
+
+
+def _no_tensor(value: Mapping[Any, Any], spec: TensorSpec) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"body.{spec.name}: must be a tensor, which is a map of datatype, shape and data, or a list; "
+        f"it is a map of {_names_of(value)}"
+    )
+
+
+def _names_of(value: Mapping[Any, Any]) -> str:
+    """The names in a map, for an error; of too many or too long ones the first."""
+    return f"{', '.join(sorted(map(str, islice(value, _NAMES_SHOWN)))):.200}" or "nothing"
 
 
 def _infer_shape(declared: tuple[int, ...], size: int) -> tuple[int, ...] | None:

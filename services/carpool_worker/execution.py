@@ -17,6 +17,7 @@ from carpool.errors import ABORTED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
 from carpool.parts import Buffer
 from carpool.rows import Rows
+from carpool.wire.field_hints import warnings_of
 from carpool_worker.model_process.frames import FrameHeader
 
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
@@ -175,6 +176,7 @@ class Execution:
             self.batch.size,
             self.queue_us(run),
             self.compute_us,
+            warnings=warnings_of(run.extra) if run.extra else (),
         )
 
     def succeed(
@@ -191,7 +193,8 @@ class Execution:
             ids = [ids[at] for at in indexes]
             tickets = None if tickets is None else tickets.select(indexes)
         served = (self.batch.size, self.queue_us(run), self.compute_us)
-        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served))
+        warnings = warnings_of(run.extra) if run.extra else ()
+        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served, warnings))
 
     def queue_us(self, run: BatchedRun) -> int:
         """How long the requests of this run waited until they were dispatched."""

@@ -15,6 +15,7 @@ from carpool.errors import CANCELLED, INTERNAL, OK, InternalError
 from carpool.messages import Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body
+from carpool.wire.field_hints import warnings_of
 from carpool_worker.codec import RESULT_BYTES_MAX
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
@@ -213,6 +214,7 @@ class StepExecution:
             size,
             self.execution.queue_us(run),
             self.execution.compute_us,
+            warnings=warnings_of(run.extra or ()),
         )
 
     # --- Redis ---------------------------------------------------------------------------------------------

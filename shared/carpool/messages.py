@@ -400,7 +400,7 @@ class Result(NamedTuple):
     """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK.
 
     Of a streamed request: `index` is the number of its chunks; `first_us` the time from its arrival to the
-    first of them, None if there is none.
+    first of them, None if there is none. `warnings`: sentences for its producer about the request.
     """
 
     correlation_id: str
@@ -413,6 +413,7 @@ class Result(NamedTuple):
     compute_us: int = 0
     index: int | None = None  # type: ignore[assignment]  # hides tuple.index
     first_us: int | None = None
+    warnings: Sequence[str] = ()
 
 
 class Chunk(NamedTuple):
@@ -460,17 +461,19 @@ class RunResults(NamedTuple):
     batch_size: int
     queue_us: int
     compute_us: int
+    warnings: Sequence[str] = ()  # to each of them
 
     @property
     def are_columns(self) -> bool:
         """Whether they are written as columns: several rows, for a producer that reads columns."""
         run = self.run
-        has_rows = type(self.bodies) is Rows and len(self.correlation_ids) > 1
+        has_rows = type(self.bodies) is Rows and len(self.correlation_ids) > 1 and not self.warnings
         return has_rows and run.reply_columns and run.reply_to is not None
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        return _results(self.correlation_ids, self.run.content_type, self.bodies, self[5:])
+        of_run = _results(self.correlation_ids, self.run.content_type, self.bodies, self[5:8])
+        return [result._replace(warnings=self.warnings) for result in of_run] if self.warnings else of_run
 
 
 def _results(
@@ -505,6 +508,7 @@ class Refusal(NamedTuple):
     run: Run | None = None  # what is refused; None if it could not be decoded
     body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
     breaks: SequencePart | None = None  # the sequence that is broken by it: so recorded with the answer
+    warnings: Sequence[str] = ()  # to its producer, if it could not be decoded
 
     def where_it_is(self) -> Refusal:
         """This refusal, with the entry in which the run is now: it may have been put back in another one."""

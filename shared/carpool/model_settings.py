@@ -170,6 +170,7 @@ WEIGHTS: Final = Kind(
     _read_weights,
     lambda weights: ",".join(f"{name}:{WEIGHT.read(weight)}" for name, weight in weights.items()),
 )
+UNKNOWN_FIELDS: Final = _choice("pass", "refuse")
 EXPIRATION_ACTION: Final = _choice("reject", "delay")
 POLICIES: Final = ("eager", "deferred")
 POLICY: Final = Kind(_read_policy)
@@ -302,6 +303,11 @@ class ModelSettings:
     )
     max_sequence_idle_ms: int = _setting(
         60_000, _integer(1, MILLISECONDS), "after which time without requests a sequence is ended"
+    )
+    unknown_fields: str = _setting(
+        "pass",
+        UNKNOWN_FIELDS,
+        "fields that Carpool does not define: passed on to the model, or the request is refused",
     )
     max_execution_ms: int | None = _setting(
         None,

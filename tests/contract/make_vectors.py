@@ -247,6 +247,12 @@ def refused_requests() -> list[Case]:
             content_type=MSGPACK,
         ),
         case(
+            "an unknown field, for a model that refuses these",
+            "prioritty",
+            *("body", "7", "tenant", "a", "prioritty", "9"),
+            settings={"unknown_fields": "refuse"},
+        ),
+        case(
             "a refusal of an octet-stream request has a msgpack envelope",
             "body",
             *("content_type", RAW, "correlation_id", "c1"),
@@ -364,6 +370,7 @@ def withdrawals() -> list[Case]:
             becomes=[{"withdrawal": ["a-1", "b", "c:2"]}],
         ),
         entry("an empty withdrawal", "withdraw", "", becomes=[{"withdrawal": []}]),
+        entry("a withdrawal with commas", "withdraw", "a,b", becomes=[refusal("withdraw")]),
         entry(
             "a withdrawal of names that no request can have",
             *("withdraw", b"a \xff b"),
@@ -830,7 +837,7 @@ def stored_bodies() -> list[Case]:
 # --- results -----------------------------------------------------------------------------------------------
 
 
-def success(correlation_id: str, content_type: str, body: bytes, **served: int) -> Case:
+def success(correlation_id: str, content_type: str, body: bytes, **served: int | list[str]) -> Case:
     """A successful result: the fields of its envelope, with the body as bytes of its content type."""
     return {
         "correlation_id": correlation_id,
@@ -857,7 +864,7 @@ def envelope(result: Case, body: bytes | None, detail: str) -> Case:
     if result["status"] == "OK":
         middle = {"content_type": result["content_type"], "body": body}
     head = {name: result[name] for name in ("correlation_id", "status")}
-    served = ("batch_size", "queue_us", "compute_us", "index", "first_us")
+    served = ("batch_size", "queue_us", "compute_us", "index", "first_us", "warnings")
     tail = {name: result[name] for name in served if name in result}
     return head | middle | {"final": True} | tail
 
@@ -891,6 +898,13 @@ def results() -> list[Case]:
         msgpack_case("after 3 chunks", success("a", RAW, b"abc", index=3, first_us=4120), b"abc"),
         json_case("a stream without chunks, in JSON", success("a", JSON, b"null", index=0)),
         msgpack_case("a stream without chunks", success("a", MSGPACK, b"\xc0", index=0), b"\xc0"),
+        json_case("with a warning, in JSON", success("a", JSON, b"49", warnings=["misspelt"]), 49),
+        msgpack_case("with a warning", success("a", RAW, b"", warnings=["misspelt"]), b""),
+        json_case(
+            "an error with warnings",
+            failure("a", JSON, "INVALID_ARGUMENT", "no") | {"warnings": ["ß", "b"]},
+            detail="no",
+        ),
     ]
 
 

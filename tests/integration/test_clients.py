@@ -43,6 +43,7 @@ MODELS: Final = (
     "plain.py:Single",
     "plain.py:Few",
     "plain.py:Noop",
+    "plain.py:Lengths",
     "faulty.py:Faulty",
     "hashing.py:Hashing",
 )
@@ -123,6 +124,46 @@ async def test_options_reach_the_model(client: AsyncClient) -> None:
     assert seen == ["mine-2", "de", {"tenant": "acme"}]
     seen = await client.infer("Echo", "about", tenant="acme", correlation_id="mine-9")
     assert seen == ["mine-9", "", {"tenant": "acme"}]
+
+
+async def test_misspelt_field_is_warned_of_in_the_result(
+    client: AsyncClient, stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    warning = "'prioritty' is not a field that Carpool knows: did you mean 'priority'?"
+    for body, status in (("7", "OK"), ('"x"', "INVALID_ARGUMENT")):
+        entry_id = stack.send("square", body=body, prioritty=9)
+        result = stack.result("square", entry_id)
+        assert (result["status"], result["warnings"]) == (status, [warning])
+    assert "warnings" not in stack.result("square", stack.send("square", body="7", tenant="a", user="b"))
+    assert stack.result("square", stack.send("square", Body="7"))["warnings"] == [
+        "'Body' is not a field that Carpool knows: did you mean 'body'?"
+    ]
+    for number in (7, 8):
+        assert await client.infer("square", number, fields={"prioritty": "9"}) == number * number
+    assert [record.getMessage() for record in caplog.records if "prioritty" in record.getMessage()] == [
+        f"a request was sent with a mistake: {warning}"
+    ]
+    rows = np.zeros((8, 128), np.float32)  # whose results would come as columns
+    np.testing.assert_array_equal(await client.infer_many("Noop", rows, fields={"Lane": "b"}), rows)
+    assert "'Lane' is not a field" in caplog.records[-1].getMessage()
+    result = stack.result("square", stack.send("square", withdraw="t4,t5"))
+    assert result["detail"].startswith("withdraw: 't4,t5' is no correlation ID")
+
+
+async def test_model_may_refuse_unknown_fields(client: AsyncClient, stack: Stack) -> None:
+    stack.configure("Lengths", unknown_fields="refuse")
+    with pytest.raises(InvalidArgumentError, match=r"'prioritty': .*did you mean 'priority'"):
+        await client.infer("Lengths", "abc", fields={"prioritty": "9"})
+    assert await client.infer("Lengths", "abc", tenant="a") == 3
+
+
+async def test_float64_is_taken_where_float32_is_declared(client: AsyncClient) -> None:
+    numbers = np.linspace(0, 1, 128)
+    result = await client.infer("Noop", numbers)
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, await client.infer("Noop", numbers.tolist()))
+    many = await client.infer_many("Noop", np.tile(numbers, (10, 1)))
+    np.testing.assert_array_equal(many, np.tile(result, (10, 1)))
 
 
 async def test_correlation_id_in_flight_is_rejected(client: AsyncClient, gate: Path) -> None:
@@ -237,6 +278,7 @@ async def test_timeout_fails_the_call_in_time_and_withdraws_the_request(
 async def test_timeout_in_which_there_can_be_no_result_is_refused(
     client: AsyncClient, stack: Stack, timeout: Any
 ) -> None:
+    await client.infer("square", 1)
     sent = stack.redis.xinfo_stream(Keys("square").requests)["last-generated-id"]
     for call in (client.infer, client.infer_many):
         with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: timeout: .*or None for no limit"):

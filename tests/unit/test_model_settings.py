@@ -60,6 +60,7 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "reader_idle_ms",
         "max_candidate_sequences",
         "max_sequence_idle_ms",
+        "unknown_fields",
         "max_execution_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
@@ -101,6 +102,7 @@ def test_settings_not_given_have_defaults() -> None:
         *[("allow_expiration_override", value, True) for value in (True, "true", "True", "1", "yes", 1)],
         *[("allow_expiration_override", value, False) for value in (False, "false", "FALSE", "0", "no", 0)],
         *[("expiration_action", value, value) for value in ("reject", "delay")],
+        *[("unknown_fields", value, value) for value in ("pass", "refuse")],
         *[("policy", value, value) for value in ("eager", "deferred", "my.module:Mine")],
         *[
             ("tenant_weights", value, {"gold": 4, "a:b": 0.5})
@@ -161,6 +163,7 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
             for value in ("", "maybe", 2, 1.5, b"true", [True])
         ],
         *[("expiration_action", value, "must be reject or delay") for value in ("", "Reject", "drop", True)],
+        *[("unknown_fields", value, "must be pass or refuse") for value in ("", "reject", True)],
         *[("policy", value, "eager, deferred") for value in ("", "lazy", ":", "module:", True, b"eager")],
         *[
             ("tenant_weights", value, "such as gold:4,silver:2")

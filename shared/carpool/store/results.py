@@ -263,7 +263,7 @@ def _ordered_payload(parts: Sequence[_Part]) -> tuple[str, bytes]:
 def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunResults]) -> Iterator[Group]:
     by_stream: dict[str, list[ResultColumns]] = {}
     in_order: dict[str, list[_Part]] = {}
-    for run, _, ids, bodies, tickets, *served in columns:
+    for run, _, ids, bodies, tickets, *served, _ in columns:
         assert run.reply_to is not None and isinstance(bodies, Rows)
         of_run = ResultColumns(ids, run.content_type, bodies, *served)
         if tickets is None:

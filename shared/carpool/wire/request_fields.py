@@ -24,10 +24,8 @@ MAX_COST: Final = 1 << 40
 MAX_NAMES_BYTES: Final = 1 << 20  # of requests that are withdrawn, or of sequences that are ended
 
 SEQUENCE_FIELDS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "sequence_index"})
-# Fields that are not passed on to the model. All others are, and are kept when a request is put back: so is
-# `tenant`, although the batcher reads it. (`slots` and `sequence_place` are read only in an
-# entry put back: see `wire.put_back`.)
-CARPOOL_FIELDS: Final = frozenset(
+# What a producer may send, but for the fields of columns and of stored bodies.
+PRODUCER_FIELDS: Final = frozenset(
     {
         "body",
         "content_type",
@@ -40,13 +38,16 @@ CARPOOL_FIELDS: Final = frozenset(
         "reply_columns",
         "stream",
         *SEQUENCE_FIELDS,
-        "sequence_place",
         "requests",
-        "arrival",
         "withdraw",
         "end_sequences",
     }
 )
+# Fields that are not passed on to the model. All others are, and are kept when a request is put back.
+# (`slots` and `sequence_place` are read only in an entry put back: see `wire.put_back`.)
+CARPOOL_FIELDS: Final = PRODUCER_FIELDS | {"sequence_place", "arrival"}
+# These are passed on, although Carpool defines them, and the batcher reads the first.
+PASSED_ON_FIELDS: Final = frozenset({"tenant", "traceparent"})
 # These two sets are read only where there is no `body`. Beside a `body` they are the producer's own fields.
 COLUMN_FIELDS: Final = frozenset({"correlation_ids", "row_head", "rows", "bodies"})
 STORED_BODY_FIELDS: Final = frozenset({"body_key", "body_bytes"})

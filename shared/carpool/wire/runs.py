@@ -6,7 +6,7 @@ request costs almost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,9 +15,11 @@ from carpool.keys import CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
 from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
+from carpool.wire.field_hints import meant_field, warnings_of
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     MAX_COST,
+    PASSED_ON_FIELDS,
     STORED_BODY_FIELDS,
     Fields,
     count_ids,
@@ -73,10 +75,20 @@ def decode_attributes(run: Run, raw: Fields, settings: ModelSettings) -> None:
         if not raw.keys() <= CARPOOL_FIELDS:
             run.tenant = read_name(raw, "tenant", "") or ""
             run.extra = read_extra_fields(raw)
+            if settings.unknown_fields == "refuse":
+                _refuse_unknown(run.extra)
         run.sequence = read_sequence(raw)
     expiration_ms = settings.expiration_ms(run.priority, asked_ms)
     if expiration_ms is not None:
         run.deadline_us = run.arrival_us + expiration_ms * 1000
+
+
+def _refuse_unknown(extra: Iterable[str]) -> None:
+    for name in extra:
+        if name not in PASSED_ON_FIELDS:
+            meant = meant_field(name)
+            hint = f"did you mean {meant!r}?" if meant else "this model takes no others (unknown_fields)"
+            raise InvalidArgumentError(f"{name!r:.60}: is not a field that Carpool knows; {hint}")
 
 
 def _read_body(raw: Fields, settings: ModelSettings) -> Body:
@@ -172,6 +184,7 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
         error.detail,
         body_names=_stored_names_in(raw),
         breaks=read_valid_sequence(raw),
+        warnings=() if raw.keys() <= CARPOOL_FIELDS else warnings_of(map(str, raw.keys() - CARPOOL_FIELDS)),
     )
 
 
