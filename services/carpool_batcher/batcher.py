@@ -249,6 +249,8 @@ class ModelBatcher:
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     self._meter.settled(batch, settled_us)
+                    if event.failures is not None:
+                        self._meter.failed(event.failures, settled_us)
                     if event.streamed is not None:
                         self._meter.stream_ended(event.streamed, settled_us)
                     if is_awaited:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -42,6 +42,7 @@ class ModelsSettings(ConnectionSettings):
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly
+    failed      requests that workers answered with errors, and what the model raised last, below the table
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -72,6 +73,9 @@ class ModelState(NamedTuple):
     unheeded: str  # why the batcher rejects the model's settings; empty if it does not
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     sequences: SequencesReport | None = None  # None: it has no sequences, or no batcher reports them
+    failed: Mapping[str, int] = {}  # requests that workers answered with errors, by status, as it reports
+    last_error: str | None = None  # what the model raised last
+    last_error_ms: int | None = None  # how long ago that was
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -130,6 +134,9 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         report.unheeded if report else "",
         stepping,
         report.sequences if report else None,
+        dict(report.failed) if report else {},
+        report.last_error[0] if report and report.last_error else None,
+        max(0, clock.now_us() - report.last_error[1]) // 1000 if report and report.last_error else None,
     )
 
 
@@ -160,6 +167,20 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
                 f"{state.unheeded}"
             )
+        if state.failed:
+            screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
+
+
+def _failures(state: ModelState) -> str:
+    """What failed since the batcher became active, and how to find out why."""
+    numbers = ", ".join(f"{number:,} {status}" for status, number in sorted(state.failed.items()))
+    if state.last_error is None or state.last_error_ms is None:
+        return f"{numbers}, since the batcher became active"
+    ago = duration(state.last_error_ms / 1000)
+    return (
+        f"{numbers}, since the batcher became active. The last error, {ago} ago: {state.last_error}; "
+        "the log of its worker has the traceback"
+    )
 
 
 def _row(state: ModelState) -> tuple[str, ...]:

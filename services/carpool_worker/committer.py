@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from carpool.messages import Result
+from carpool.messages import Executed, Failures, Result
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore
@@ -68,11 +68,14 @@ class Committer:
             batch,
             singles,
             execution.dead_letters,
-            execution.compute_us,
+            Executed(
+                execution.compute_us,
+                execution.executed_together,
+                execution.waited_us,
+                execution.overhead_us,
+                Failures(execution.failed(), execution.error),
+            ),
             execution.of_runs,
-            execution.executed_together,
-            execution.waited_us,
-            execution.overhead_us,
             execution.changes(),
         )
 

@@ -70,6 +70,7 @@ class Execution:
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames
+    error: str = ""  # the name of what the model raised last; empty if it did not
     chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
     first_us: int | None = None  # the time from its arrival to the first of these
     # The states of the sequences, by position: those that were loaded, and after the execution the new ones.
@@ -247,6 +248,10 @@ class Execution:
             of_singles = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
             of_runs += [(self.batch.runs[at], number) for at, number in of_singles.items()]
         return ResultCounts(statuses, of_runs)
+
+    def failed(self) -> dict[str, int]:
+        """How many results are errors, by status."""
+        return dict(Counter([result.status for result in self.results.values() if result.status != OK]))
 
 
 def _why_broken(correlation_id: str, status: str) -> str:

@@ -5,12 +5,8 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from carpool.errors import OK, InternalError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
@@ -22,13 +18,13 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.description import description_of, kind_of
 from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
+from carpool_worker.model_process.raised import followed, trace_of
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepper import Stepper
 
 STEPS_MAX: Final = 1000
 UNFINISHED: Final = "UNFINISHED"  # the status of a request that was still being generated after these
 _ENTRY: Final = "1-0"
-_PACKAGE: Final = str(Path(__file__).parent) + os.sep
 
 
 class Rehearsed(NamedTuple):
@@ -52,7 +48,7 @@ class Rehearsal:
             raise ValueError("it binds sequences: each of their requests depends on those before it")
         self.traces: dict[str, None] = {}
         self._codec = Codec(description_of(model))
-        self._model = self._recording(model)
+        self._model = model if isinstance(model, SteppingModel) else followed(model, self._keep)
 
     def execute(self, bodies: Sequence[bytes], content_type: str) -> Rehearsed:
         """Execute these in one batch; of a model that keeps states, each as the start of its own sequence.
@@ -73,7 +69,7 @@ class Rehearsal:
 
     def _generate(self, model: SteppingModel, execution: Execution) -> Rehearsed:
         """Step requests until all have ended."""
-        stepper, compute_us, steps = Stepper(model), 0, 0
+        stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
         for position in execution.unanswered:
             frame = self._codec.frame_of(execution, position, 0)
             if frame is not None:
@@ -94,23 +90,8 @@ class Rehearsal:
                 execution.fail(position, UNFINISHED, detail)
         return Rehearsed(_in_order(execution), compute_us, steps)
 
-    def _recording(self, model: LoadedModel | SteppingModel) -> LoadedModel | SteppingModel:
-        recorded = self._recorded
-        if isinstance(model, SteppingModel):
-            return dataclasses.replace(model, begin=recorded(model.begin), step=recorded(model.step))
-        return dataclasses.replace(model, run=recorded(model.run))
-
-    def _recorded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook, which also keeps the traceback of what it raises."""
-
-        def call(*arguments: Any) -> Any:
-            try:
-                return hook(*arguments)
-            except BaseException as error:
-                self.traces.setdefault(_trace_of(error))
-                raise
-
-        return call
+    def _keep(self, error: BaseException) -> None:
+        self.traces.setdefault(trace_of(error))
 
 
 def _run_of(number: int, body: bytes, content_type: str, keeps_states: bool) -> BatchedRun:
@@ -137,11 +118,3 @@ def _take(execution: Execution, advance: Advance) -> None:
 
 def _in_order(execution: Execution) -> list[Result]:
     return [execution.results[position] for position in execution.unanswered]
-
-
-def _trace_of(error: BaseException) -> str:
-    """The traceback of an exception, without the lines of this package."""
-    described = traceback.TracebackException.from_exception(error)
-    own = [frame for frame in described.stack if not frame.filename.startswith(_PACKAGE)]
-    described.stack = traceback.StackSummary.from_list(own)
-    return "".join(described.format())

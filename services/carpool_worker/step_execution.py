@@ -251,6 +251,7 @@ class StepExecution:
             self.has_passed,
             self._streamed(first_us, now_us if chunks else self.chunk_us) if self.result else None,
             bool(chunks) and now_us >= self._renew_us,
+            execution.error,
         )
 
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:

@@ -269,6 +269,8 @@ class StepReplica(ReplicaLoop[Execution]):
             request = self._requests.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
+                if advance.failure is not None:
+                    request.execution.error = step.error
                 if request is self._alone and request.stepped_alone():
                     self._alone = None
         self._running = step.running

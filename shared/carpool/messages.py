@@ -573,6 +573,24 @@ class Streamed(NamedTuple):
         return self.first_to_last_us // (self.chunks - 1)
 
 
+class Failures(NamedTuple):
+    """How many requests of a batch have an error as their result, by status; and what the model raised last,
+    such as `KeyError at model.py:14`, which tells nothing of a request."""
+
+    statuses: Mapping[str, int] = {}
+    error: str = ""
+
+
+class Executed(NamedTuple):
+    """How a batch was executed: see `BatchSettled`. `requests`: how many the model executed together."""
+
+    compute_us: int = 0
+    requests: int = 0
+    waited_us: int = 0
+    overhead_us: int = 0
+    failures: Failures = Failures()
+
+
 class BatchSettled(NamedTuple):
     """A batch was committed at `settled_us`, by Redis's clock. `compute_us` is 0 if none of its requests was
     executed.
@@ -583,6 +601,7 @@ class BatchSettled(NamedTuple):
     `streamed`: only of a streamed request, which is alone in its batch.
     `broken`: the IDs of sequences whose request in the batch did not succeed.
     `overhead_us`: for which it occupied its process beside `compute_us`; 0 if that was not measured.
+    `failures`: what failed; None if nothing did.
     """
 
     batch_id: str
@@ -595,6 +614,7 @@ class BatchSettled(NamedTuple):
     streamed: Streamed | None = None
     broken: Sequence[str] = ()
     overhead_us: int = 0
+    failures: Failures | None = None
 
 
 class ModelProcessesChanged(NamedTuple):

@@ -17,6 +17,7 @@ from carpool_worker.model_process import main as model_process
 from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frames import OutcomeHeader, Ready
 from carpool_worker.model_process.model import LoadedModel, adapt
+from carpool_worker.model_process.raised import RaisedLog
 
 NOW_US: Final = 10_000_000
 
@@ -108,7 +109,7 @@ def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_message(ours, frame.header, *frame.payload)
-        model_process._execute_next(frames.MessageReader(theirs), theirs, model)
+        model_process._execute_next(frames.MessageReader(theirs), theirs, model, RaisedLog())
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 

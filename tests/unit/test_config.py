@@ -294,7 +294,7 @@ class DirectoryWithBatcher(FakeDirectory):
     def overview(self, model: str) -> ModelOverview:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
         report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, (), None, policies=("mine.py:Balanced",))
-        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode())
+        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode(), 0)
 
 
 def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
@@ -341,7 +341,7 @@ class ReportingDirectory(FakeDirectory):
 
     def overview(self, model: str) -> ModelOverview:
         report = self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
-        return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None)
+        return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None, 0)
 
 
 BEFORE: Final = replace(REPORT, at_us=9, unheeded="")

@@ -70,6 +70,11 @@ class TopSettings(ConnectionSettings):
     refused requests: answered with an error by this batcher since it became active, and the rate now
                 (early: could not have met the deadline; waiting, in_flight: where the request expired or,
                 of a stepping model, was withdrawn)
+    failed requests: answered with an error by a worker since the batcher became active, by status, and the
+                rate now; last error: what the model raised, and where. The log of its worker has the
+                traceback
+    dead letters: requests given up because their model process or worker died repeatedly: see
+                `carpool dead list`
     missed deadlines: why, as the batcher knows when the batch has settled
                 early: refused, because it was not expected to be in time
                 waiting: its deadline passed before it was dispatched
@@ -167,6 +172,7 @@ def _sample_model(directory: Directory, model: str) -> ModelSample:
         overview.model_processes,
         overview.batcher,
         report,
+        overview.dead,
     )
 
 

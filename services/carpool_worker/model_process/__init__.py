@@ -6,6 +6,7 @@
     executor         runs the model on a frame's items and isolates the failures
     outcomes         from what the model returned to what is sent
     failures         from what the model raised to a status and a detail
+    raised           what the model raised, for the log and for operators
     model            a user's model, adapted to one interface
     description      what a loaded model declares, as its worker gets it
     loader           from a model's name on the command line to the model

@@ -29,6 +29,7 @@ from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
+from carpool_worker.model_process.raised import RaisedLog, followed
 from carpool_worker.model_process.step_loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
@@ -100,16 +101,19 @@ def _leave_signals_to_the_worker() -> None:
 
 
 def _execute_all(sock: socket.socket, model: LoadedModel) -> None:
-    reader = frames.MessageReader(sock)
+    reader, raised = frames.MessageReader(sock), RaisedLog()
+    model = followed(model, raised.observe)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:
-            _execute_next(reader, sock, model)
+            _execute_next(reader, sock, model, raised)
 
 
-def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: LoadedModel) -> None:
+def _execute_next(
+    reader: frames.MessageReader, sock: socket.socket, model: LoadedModel, raised: RaisedLog
+) -> None:
     fields, payload = reader.receive()
     header, data = execute_frame(model, FrameHeader(*fields), payload)
-    frames.send_message(sock, header, *data)
+    frames.send_message(sock, raised.named(header), *data)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result, RunResults, SequenceChange
+from carpool.messages import Batch, DeadLetter, Executed, Result, RunResults, SequenceChange
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
@@ -25,7 +25,7 @@ from carpool.store.results import (
     result_groups,
 )
 from carpool.store.sequences import change_args
-from carpool.wire.batches import decode_batch, encode_dead_letter
+from carpool.wire.batches import decode_batch, encode_dead_letter, failures_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
 
 DEAD_ENTRIES_MAX: Final = 10_000
@@ -248,18 +248,15 @@ class WorkerStore:
         batch: Batch,
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
-        compute_us: int,
+        executed: Executed,
         of_runs: Sequence[RunResults] = (),
-        executed: int = 0,
-        waited_us: int = 0,
-        overhead_us: int = 0,
         changes: Sequence[SequenceChange] = (),
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
         `results` of single requests by position, each with its address, and `of_runs` those of requests of
-        one run. All other positions were answered ahead. `executed`, `waited_us`, `overhead_us`:
-        see `BatchSettled`. `changes`: what all of these results do to sequences.
+        one run. All other positions were answered ahead. `changes`: what all of these results do to
+        sequences.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
@@ -273,10 +270,12 @@ class WorkerStore:
             left_out = left_out.difference(*(of_run.positions for of_run in of_runs))
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
         args: list[Argument] = [
-            consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us, executed,
-            waited_us, overhead_us, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
+            consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, executed.compute_us,
+            executed.requests, executed.waited_us, executed.overhead_us,
+            SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
             " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
-            len(left_out), *left_out, len(body_keys), *body_keys,
+            len(left_out), *left_out, *list_args(failures_fields(executed.failures)),
+            len(body_keys), *body_keys,
         ]  # fmt: skip
         args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
