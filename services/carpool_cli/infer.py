@@ -40,6 +40,7 @@ class InferSettings(ConnectionSettings):
         le=86_400,
         description="seconds to wait for the result; the request expires after the same time",
     )
+    not_before: Seconds = Field(0.0, ge=0, description="seconds in which the request is not dispatched")
     priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="0 to 9; higher is served first")
     lane: str = Field("", description="lane of the request; only requests of the same lane share a batch")
     tenant: str = Field(
@@ -66,6 +67,7 @@ class InferSettings(ConnectionSettings):
     def options(self) -> RequestOptions:
         """The options of the request."""
         return {
+            "not_before": self.not_before,
             "priority": self.priority,
             "lane": self.lane or None,
             "tenant": self.tenant or None,

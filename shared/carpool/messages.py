@@ -90,6 +90,8 @@ class Run:
     tickets: Tickets | None = None  # the places in the order of results, if that is preserved
     stream: bool = False  # the producer wants partial results
     sequence: SequencePart | None = None  # then it is a run of one
+    # How long it is delayed after its entry arrived; then `arrival_us` is the end of that time.
+    not_before_ms: int = 0
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
@@ -164,6 +166,7 @@ class Run:
             tickets,
             self.stream,
             self.sequence,
+            self.not_before_ms,
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:

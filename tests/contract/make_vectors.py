@@ -86,7 +86,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "stream": False,
         "fields": {},
     }
-    assert others.keys() <= {*understood, "sequence"}
+    assert others.keys() <= {*understood, "sequence", "not_before_ms"}
     return {"request": understood | others}
 
 
@@ -186,6 +186,45 @@ def expirations() -> list[Case]:
             *("expiration", str(2**53)),
             max_expiration_ms=1000,
         ),
+    ]
+
+
+def delays() -> list[Case]:
+    """Requests that are put off. They arrive at the end of that time, but expire as all others."""
+
+    def case(name: str, delay_ms: int, *flat: str, deadline_ms: int | None = None) -> Case:
+        delayed = request(arrival_ms=ARRIVAL_MS + delay_ms, deadline_ms=deadline_ms, not_before_ms=delay_ms)
+        return entry(name, "body", "7", "not_before", str(delay_ms), *flat, becomes=[delayed])
+
+    def refused(name: str, delay: str, *flat: str, **settings: int | bool) -> Case:
+        fields = ("body", "7", "not_before", delay, *flat)
+        return entry(name, *fields, settings=settings, becomes=[refusal("not_before")])
+
+    put_back = request("a", arrival_ms=ARRIVAL_MS - 500, deadline_ms=ARRIVAL_MS + 1000, not_before_ms=1500)
+    again = pack([{"correlation_id": "a", "body": b"7", "not_before": 1500, "expiration": 3000}])
+    return [
+        case("a delay", 60_000),
+        case("the shortest delay", 1),
+        case("the longest delay", 24 * 3600 * 1000),
+        case(
+            "a delay that ends before the request expires",
+            250,
+            "expiration",
+            "251",
+            deadline_ms=ARRIVAL_MS + 251,
+        ),
+        entry("no delay", "body", "7", "not_before", "0", becomes=[request()]),
+        entry(
+            "a delayed request that was put back",
+            *("requests", again, "arrival", str(ARRIVAL_MS - 2000)),
+            becomes=[put_back],
+        ),
+        *(refused(f"not_before {delay!r}", delay) for delay in ("-1", "", "1.5", "soon", str(2**53 + 1))),
+        refused("a delay above max_expiration_ms", "1001", max_expiration_ms=1000),
+        refused("a delay that ends as the request expires", "250", "expiration", "250"),
+        refused("a delay that ends after the model's expiration", "250", default_expiration_ms=100),
+        refused("a delay where results come in order", "250", preserve_ordering=True),
+        refused("a delay in a sequence", "250", "sequence_id", "mic7", "sequence_start", "1"),
     ]
 
 
@@ -1314,7 +1353,7 @@ def files() -> dict[str, dict[str, list[Case]]]:
     """Every file's lists of cases."""
     return {
         "requests.json": {
-            "cases": [*understood_requests(), *expirations(), *refused_requests(), *withdrawals()]
+            "cases": [*understood_requests(), *expirations(), *delays(), *refused_requests(), *withdrawals()]
         },
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
         "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},

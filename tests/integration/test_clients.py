@@ -45,6 +45,7 @@ MODELS: Final = (
     "plain.py:Noop",
     "plain.py:Lengths",
     "faulty.py:Faulty",
+    "faulty.py:Unsteady",
     "hashing.py:Hashing",
 )
 
@@ -383,6 +384,38 @@ async def test_full_queue_is_resource_exhausted_and_withdrawal_is_cancelled(
     gate.touch()
     assert await waiting[0] == 0
     await asyncio.gather(*blockers)
+
+
+async def test_request_is_sent_again_until_it_succeeds(
+    client: AsyncClient, stack: Stack, gate: Path, tmp_path: Path
+) -> None:
+    assert await client.infer("Unsteady", [str(tmp_path / "a"), 2], retries=2) == 3
+    assert (await client.request("Unsteady", [str(tmp_path / "b"), 1], retries=5)).value == 2
+    assert await client.submit("Unsteady", [str(tmp_path / "c"), 1], retries=1) == 2
+    with pytest.raises(InternalError, match="call 2 fails"):
+        await client.infer("Unsteady", [str(tmp_path / "d"), 2], retries=1)
+    with pytest.raises(InvalidArgumentError, match="must be a number"):
+        await client.infer("square", "x", retries=5)
+    assert (tmp_path / "d").stat().st_size == 2
+
+    blockers = [client.submit("Few", blocking_body(gate)) for _ in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Few").batches) == 2, "Few is blocked")
+    blockers += [client.submit("Few", number) for number in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Few").requests) >= 1, "its queue is full")
+    patient = client.submit("Few", "patient", retries=50)
+    with pytest.raises(ResourceExhaustedError):
+        await client.infer("Few", "not patient", retries=0)
+    gate.touch()
+    assert await patient == "patient"
+    await asyncio.gather(*blockers)
+
+
+def test_blocking_client_sends_again(blocking: Client, tmp_path: Path) -> None:
+    assert blocking.infer("Unsteady", [str(tmp_path / "a"), 1], retries=1) == 2
+    assert blocking.submit("Unsteady", [str(tmp_path / "b"), 1], retries=1).result(15) == 2
+    for call in (blocking.infer_many, blocking.map, blocking.stream):
+        with pytest.raises(InvalidArgumentError, match="retries: is an option of infer"):
+            list(call("square", [1], retries=1))
 
 
 async def test_closed_client_and_unreachable_redis_are_unavailable(stack: Stack, gate: Path) -> None:

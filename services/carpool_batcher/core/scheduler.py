@@ -34,6 +34,8 @@
    waiting request takes part in rules 1 to 3; all of them in the others.
 9. Of a bound model each sequence stays with one process (`core.space`). A batch has requests of the sequences
    of one process, and is dispatched when that has no other.
+10. A request that its producer put off (`not_before`) waits outside of its lane until then (`core.delayed`).
+   It counts against the limits of rule 5, and can be withdrawn; to all other rules it arrives at that time.
 
 A request is in exactly one state:
 
@@ -347,6 +349,8 @@ class Scheduler:
     def poll(self, now_us: int) -> list[Decision]:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
+        if self._queue.delayed:
+            self._release(now_us)
         decisions = self._deadlines.run_due(self._settings, now_us)
         if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
@@ -355,6 +359,12 @@ class Scheduler:
         decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
         decisions += self._decide_sequences(now_us)  # requests may have been refused
         return decisions
+
+    def _release(self, now_us: int) -> None:
+        """Let delayed runs take part from now on, if their time has come."""
+        for run in self._queue.release(now_us):
+            if run.deadline_us is not None:
+                self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
 
     def _decide_sequences(self, now_us: int) -> list[Decision]:
         decided = self.sequences.decide(now_us)
@@ -366,6 +376,7 @@ class Scheduler:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
         dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
+        wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self._queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from itertools import count, islice
 from types import TracebackType
@@ -41,6 +41,7 @@ from carpool.client.options import (
     checked_timeout_s,
     optional_fields,
 )
+from carpool.client.retries import with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
@@ -176,6 +177,8 @@ class AsyncClient:
         `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model unchanged.
         Cancelling withdraws the request if it is still waiting.
         """
+        if "retries" in options:
+            return await self._retry(self.infer, model, body, options)
         channel = self._channels.get(model) or await self._open_channel(model)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
@@ -187,6 +190,9 @@ class AsyncClient:
 
     async def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, but also return how the request was executed."""
+        if "retries" in options:
+            retried: Reply = await self._retry(self.request, model, body, options)
+            return retried
         channel = self._channels.get(model) or await self._open_channel(model)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._replies, future)
@@ -200,7 +206,7 @@ class AsyncClient:
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         channel = self._channels.get(model)
-        if channel is None:
+        if channel is None or "retries" in options:
             return asyncio.ensure_future(self.infer(model, body, **options))
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
@@ -208,6 +214,14 @@ class AsyncClient:
             lambda done: self._withdraw(correlation_id, done) if done.cancelled() else None
         )
         return future
+
+    async def _retry(
+        self, call: Callable[..., Awaitable[Any]], model: str, body: Any, options: RequestOptions
+    ) -> Any:
+        def send(others: RequestOptions) -> Awaitable[Any]:
+            return call(model, body, **others)
+
+        return await with_retries(send, options, self._timeout_s, lambda: self._closed)
 
     async def infer_many(
         self,
@@ -473,7 +487,8 @@ class AsyncClient:
         """The timeout, and the options that are sent as fields of the request."""
         if not options:
             return self._timeout_s, NO_FIELDS
-        return checked_timeout_s(options.get("timeout", self._timeout_s)), optional_fields(options)
+        timeout_s = checked_timeout_s(options.get("timeout", self._timeout_s))
+        return timeout_s, optional_fields(options, timeout_s)
 
     # --- sequences -----------------------------------------------------------------------------------------
 

@@ -31,7 +31,13 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar, Unpack
 import numpy as np
 
 from carpool.client.aio import AsyncClient
-from carpool.client.options import DEFAULT_TIMEOUT_S, IN_FLIGHT, RequestOptions, check_in_flight
+from carpool.client.options import (
+    DEFAULT_TIMEOUT_S,
+    IN_FLIGHT,
+    RequestOptions,
+    check_in_flight,
+    check_no_retries,
+)
 from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink
 from carpool.client.streams import Stream, StreamTarget
@@ -281,6 +287,8 @@ class Client:
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
+        if "retries" in options:
+            return self._start(self._client.infer(model, body, **options))
         future: Future[Any] = Future()
         self._submit(_Submission(future, model, body, options))
         return future
@@ -323,6 +331,7 @@ class Client:
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         check_in_flight(in_flight)
+        check_no_retries(options)
         window: deque[Future[Any]] = deque()
         try:
             for body in bodies:

@@ -32,6 +32,7 @@ PRODUCER_FIELDS: Final = frozenset(
         "correlation_id",
         "reply_to",
         "expiration",
+        "not_before",
         "priority",
         "lane",
         "cost",

@@ -33,7 +33,14 @@ from carpool.wire.request_fields import (
     Fields,
     count_ids,
 )
-from carpool.wire.runs import body_field, check_requests, decode_attributes, decode_request, refuse
+from carpool.wire.runs import (
+    body_field,
+    check_requests,
+    decode_attributes,
+    decode_request,
+    delay_from,
+    refuse,
+)
 from carpool.wire.sequence_fields import (
     Decoded,
     divide_sequences,
@@ -110,7 +117,7 @@ def decode_entry(
     if arrival is not None and not is_put_back:
         entry.arrival_us = arrived_us
         for run in entry.runs:
-            run.arrival_us = arrived_us
+            delay_from(run, arrived_us)
     return entry, decoded
 
 
