@@ -63,6 +63,11 @@ class Keys:
         return self._of("dead")
 
     @property
+    def dead_dropped(self) -> str:
+        """Hash: how many dead letters were dropped, by the bound that they were over (`bound_dead.lua`)."""
+        return self._of("dead_dropped")
+
+    @property
     def registration(self) -> str:
         """Hash: what the workers registered (`carpool:{MODEL}:model`)."""
         return self._of("model")
