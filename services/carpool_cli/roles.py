@@ -168,9 +168,13 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool dead replay: send each once", "multi exec watch unwatch", "dead"),
         Grant("find unused keys of any name", "scan"),
         Grant("remove a model that is no longer served", "srem", "models"),
-        Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
-        Grant("remove its remaining results", "del", "order held result replies body"),
-        Grant("remove its sequences", "del", "sequence sequences inbox draining"),
+        Grant("carpool forget: only if nobody uses it meanwhile", "watch", "requests batches workers"),
+        Grant(
+            "remove its keys, and what remains of its requests and sequences",
+            "del",
+            "registration config requests batches settled dead dead_dropped workers "
+            "order held result replies body progress sequence sequences inbox draining",
+        ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),

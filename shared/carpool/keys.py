@@ -42,6 +42,11 @@ class Keys:
         return f"{self.prefix}:{{{self.model}}}:{name}"
 
     @property
+    def of_model(self) -> str:
+        """What the name of every key of this model begins with."""
+        return self._of("")
+
+    @property
     def requests(self) -> str:
         """Stream: the waiting requests. XLEN is the depth of the queue."""
         return self._of("requests")

@@ -477,6 +477,18 @@ def test_metrics_role_counts(no_denials: Secured) -> None:
     metrics.close()
 
 
+def test_admin_forgets_a_model(no_denials: Secured) -> None:
+    redis, keys = no_denials.stack.redis, Keys("unserved")
+    redis.sadd("carpool:models", keys.model)
+    for key in (keys.registration, keys.sequence("s"), keys.body("b"), keys.progress("1-1")):
+        redis.hset(key, "a", "b")
+    redis.zadd(keys.sequences, {"s": 1})
+    done = carpool(no_denials, "admin", "forget", keys.model)
+    assert done.returncode == 0, done.stderr
+    assert "5 keys: body, model, progress, sequence, sequences" in done.stdout
+    assert "is not removed" in carpool(no_denials, "admin", "forget", "square").stderr
+
+
 def test_admin_operates_redis_and_rotates_passwords(no_denials: Secured, admin: Any) -> None:
     """The old password is valid until the next run of `carpool acl`."""
     for command_line in (
