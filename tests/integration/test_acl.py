@@ -596,7 +596,7 @@ FORBIDDEN: Final = {
     "admin": [
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
         f"ZADD {Z} 1 me", f"RPUSH {A} forged",
-        f"HGETALL {P}", "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
+        "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
         f"GETRANGE {G} 0 1",
     ],
 }  # fmt: skip
@@ -624,6 +624,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
         f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}",
         f"XREAD STREAMS {R} 0", f"HSET {Q} state x", f"HGETALL {Q}", f"HMGET {Q} state",
         f"HGET {Q} state", f"SET {L} me", f"SET {T} x", f"HSET {P} answered:0 1",
+        f"HGETALL {P}",
     ],
 }  # fmt: skip
 
