@@ -117,6 +117,7 @@ class ModelBatcher:
         self._session: LeaseSession | None = None
         self._last_event_us = 0
         self._turned_us = 0  # when the last turn was
+        self._waiting_entries = 0  # in Redis, at the last look
         self._renew_bodies_at_us = 0
         self._log = structlog.get_logger().bind(model=keys.model)
         self._answer_log = AnswerLog(self._log)
@@ -138,6 +139,7 @@ class ModelBatcher:
     def begin(self, snapshot: ModelSnapshot, reader: StreamReader) -> None:
         """It holds the lease: serve the model."""
         settings = self._settings.read(snapshot, None)
+        self._waiting_entries = snapshot.waiting_entries
         settled_after = self._store.last_settled_id()
         scheduler = Scheduler(settings, kind=kind_of(snapshot.registration))
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
@@ -239,6 +241,14 @@ class ModelBatcher:
         if self._session.early.due_us is not None:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
+
+    def has_requests(self) -> bool:
+        """Whether requests wait or are in flight, or results are withheld, as far as it knows."""
+        if self._session is None:
+            return False
+        scheduler = self._session.scheduler
+        known = scheduler.waiting or scheduler.withheld or scheduler.in_flight()
+        return bool(known or self._waiting_entries)
 
     def _settle(self, session: LeaseSession, settled: Sequence[RawEntry], now_us: int) -> None:
         scheduler, is_awaited = session.scheduler, session.subscription.awaits_settled
@@ -474,7 +484,7 @@ class ModelBatcher:
         session.missing_batches.forget(
             self._store, scheduler, snapshot.batches_in_flight, settled_read, now_us
         )
-        waiting = snapshot.waiting_entries
+        self._waiting_entries = waiting = snapshot.waiting_entries
         session.missing_entries.forget(self._store, scheduler, entries, waiting)
         cursor = session.subscription.requests.after
         session.lowest_unread.verify(self._store, waiting, len(entries), cursor, now_us)

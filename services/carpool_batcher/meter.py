@@ -279,6 +279,15 @@ class Meter:
         for gauge in self._metrics.gauges:
             gauge.remove(self._model)
 
+    def forget(self) -> None:
+        """The model is removed: export nothing of it any more. After `deactivated`."""
+        metrics = self._metrics
+        for histogram in (metrics.queue, metrics.size, metrics.fill, metrics.lease_lateness):
+            histogram.forget(self._model)
+        counters = (metrics.batches, metrics.missed, metrics.answered, metrics.sequences.changes)
+        for family in (*counters, metrics.active):
+            family.remove_by_labels({"model": self._model})
+
     def _counter_of(self, status: str, reason: str) -> Counter:
         counter = self._answered.get((status, reason))
         if counter is None:

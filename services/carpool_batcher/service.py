@@ -64,7 +64,7 @@ class _Model:
 class BatcherService:
     """Serves every registered model; no list is configured. `run_once` is one iteration of the loop.
 
-    A model that is no longer registered is served until it is idle.
+    A model that is no longer registered is served until it has no more requests, and then forgotten.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class BatcherService:
         for name in registered - self._models.keys() - self._invalid_names:
             self._add(name)
         ended = [self._models[name] for name in self._models.keys() - registered]
-        self._remove([model for model in ended if model not in self._busy])
+        self._remove([model for model in ended if not model.batcher.has_requests()])
         self._discovery_error, self._discovered_s = "", time.monotonic()
 
     def _look_for_eviction(self) -> None:
@@ -265,7 +265,9 @@ class BatcherService:
         self._give_back_leases(models)
         for model in models:
             self._end(model)
+            model.meter.forget()
             del self._models[model.batcher.keys.model]
+            self._log.info("model forgotten", model=model.batcher.keys.model)
 
     def _give_back_leases(self, models: Sequence[_Model]) -> None:
         held = [model for model in models if model.batcher.active]

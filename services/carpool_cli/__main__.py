@@ -19,6 +19,7 @@ _COMMANDS: Final = {
     "top": "carpool_cli.top.command",
     "config": "carpool_cli.config",
     "dead": "carpool_cli.dead",
+    "forget": "carpool_cli.forget",
     "simulate": "carpool_cli.tuning.simulate",
     "tune": "carpool_cli.tuning.tune",
     "check": "carpool_cli.check",
@@ -40,6 +41,7 @@ Carpool: dynamic batching for models over Redis streams.
   carpool top                  show load, latency and dispatch reasons of each model, live
   carpool config MODEL         show a model's settings; KEY=VALUE changes one while the model is served
   carpool dead list            list requests that were given up; dead show, replay and drop for single ones
+  carpool forget MODEL         remove a model that is no longer served
   carpool simulate             predict the effect of settings, with --model for a live model
   carpool tune MODEL BODY      measure a model and find the best settings for a latency (--latency-ms)
   carpool demo                 serve a documentation search here, send it 5,000 requests, check the results

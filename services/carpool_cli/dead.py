@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
@@ -112,14 +112,13 @@ def _fail(error: str, status: int = 1) -> int:
 
 def _list(settings: DeadSettings, link: Link) -> int:
     models = Directory(link, settings.prefix).models()
-    if settings.model and settings.model not in models:
-        # It may have been forgotten, with dead letters left
-        if not link.call("XLEN", Keys(settings.model, settings.prefix).dead):
-            return _fail(describe_unregistered(settings.model, models))
-        models = [settings.model]
+    is_unknown = settings.model and settings.model not in models
+    if is_unknown and not link.call("XLEN", Keys(settings.model, settings.prefix).dead):
+        return _fail(describe_unregistered(settings.model, models))
+    chosen = [settings.model] if settings.model else models
     listed = [
         _listed(model, letter, now_ms)
-        for model in ([settings.model] if settings.model else models)
+        for model in chosen
         for letter, now_ms in _chosen(settings, link, model)
     ]
     if settings.as_json:
@@ -128,7 +127,15 @@ def _list(settings: DeadSettings, link: Link) -> int:
         Screen().print_table(build_table([_HEADINGS, *map(_row, listed)], has_prose=True))
     else:
         Screen().print("there are no such dead letters")
+    for model in chosen:
+        _tell_dropped(model, DeadLetters(link, Keys(model, settings.prefix)).dropped())
     return 0
+
+
+def _tell_dropped(model: str, dropped: Mapping[str, int]) -> None:
+    if dropped:
+        by_setting = ", ".join(f"{number:,} over {name}" for name, number in dropped.items())
+        print(f"carpool dead: older ones of {model} were dropped: {by_setting}", file=sys.stderr)
 
 
 def _chosen(settings: DeadSettings, link: Link, model: str) -> Iterator[tuple[KeptDeadLetter, int]]:

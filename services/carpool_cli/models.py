@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -16,6 +17,7 @@ from carpool.keys import Keys
 from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.wire.kinds import kind_of
@@ -41,7 +43,8 @@ class ModelsSettings(ConnectionSettings):
     processes   model processes; one that was killed counts until its lease runs out
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
-    dead        dead letters: requests given up because their model process or worker died repeatedly
+    dead        dead letters: requests given up because their model process or worker died repeatedly; how
+                many others were dropped, because there were too many or they grew old
     failed      requests that workers answered with errors, and what the model raised last, below the table
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
@@ -68,6 +71,7 @@ class ModelState(NamedTuple):
     workers: int
     batcher: bool
     dead: int
+    dead_dropped: int
     max_batch_size: int | None  # of a stepping model, the slots of each process
     policy: str | None  # the one in force; None if no batcher reports it
     unheeded: str  # why the batcher rejects the model's settings; empty if it does not
@@ -114,6 +118,9 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     snapshot = take_snapshot(link, keys, clock)
     arrival_us = directory.oldest_arrival_us(keys.model)
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
+    dropped: dict[str, int] = {}
+    with suppress(CommandError):  # an ACL file older than this count forbids to read it
+        dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
     size = snapshot.registration.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
@@ -129,6 +136,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         len(snapshot.model_processes),
         bool(batcher),
         dead,
+        sum(dropped.values()),
         max_batch_size,
         (report and report.policy) or None,
         report.unheeded if report else "",
@@ -193,7 +201,7 @@ def _row(state: ModelState) -> tuple[str, ...]:
         f"{state.workers:,}",
         "yes" if state.batcher else "none",
         state.policy or "-",
-        f"{state.dead:,}",
+        _dead(state),
         "?" if state.max_batch_size is None else f"up to {state.max_batch_size}",
     )
 
@@ -209,7 +217,7 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
         f"{state.batches_in_flight - slots_in_use:,}",
         f"{state.workers:,}",
         "yes" if state.batcher else "none",
-        f"{state.dead:,}",
+        _dead(state),
         *_times(stepping.first_us),
         *_times(stepping.gap_us),
     )
@@ -221,6 +229,10 @@ def _sequences(report: SequencesReport | None) -> str:
     waiting, slots = report.waiting_to_start, report.slots
     kept = f"{report.kept:,}" if slots is None else f"{report.kept:,} of {slots:,} slots"
     return kept + (f", {waiting:,} wait to start" if waiting else "")
+
+
+def _dead(state: ModelState) -> str:
+    return f"{state.dead:,}" + (f", {state.dead_dropped:,} dropped" if state.dead_dropped else "")
 
 
 def _age(state: ModelState) -> str:

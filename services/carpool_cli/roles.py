@@ -55,6 +55,7 @@ _COUNTS: Final = (
     Grant(
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
     ),
+    Grant("count dead letters that were dropped", "hgetall", "dead_dropped"),
     Grant("count results that are to be delivered in order", "llen", "order"),
     Grant("count sequences that are kept", "zcard", "sequences"),
     Grant("list the processes of a bound model that drain", "smembers", "draining"),
@@ -122,10 +123,11 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
-            "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over, drain",
+            "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over, drain, "
+            "bound_dead",
             "evalsha eval",
-            "workers batches settled registration progress dead order held result replies body "
-            "sequence sequences draining",
+            "workers batches settled registration config progress dead dead_dropped order held result "
+            "replies body sequence sequences draining",
         ),
         Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
         Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
@@ -140,7 +142,10 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua: remove the batch", "xack xdel", "batches"),
         Grant("commit.lua: delete large bodies", "unlink", "body"),
         Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
-        Grant("commit.lua: add dead letters", "xadd", "dead"),
+        Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
+        Grant("bound_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
+        Grant("bound_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
+        Grant("bound_dead.lua: how many are too many", "hget", "registration config"),
         Grant(
             "answer.lua, reclaim.lua, commit.lua, step.lua: requests answered or begun, and chunks",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
@@ -163,9 +168,13 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool dead replay: send each once", "multi exec watch unwatch", "dead"),
         Grant("find unused keys of any name", "scan"),
         Grant("remove a model that is no longer served", "srem", "models"),
-        Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
-        Grant("remove its remaining results", "del", "order held result replies body"),
-        Grant("remove its sequences", "del", "sequence sequences inbox draining"),
+        Grant("carpool forget: only if nobody uses it meanwhile", "watch", "requests batches workers"),
+        Grant(
+            "remove its keys, and what remains of its requests and sequences",
+            "del",
+            "registration config requests batches settled dead dead_dropped workers "
+            "order held result replies body progress sequence sequences inbox draining",
+        ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
@@ -187,6 +196,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "batches": keys.batches,
         "settled": keys.settled,
         "dead": keys.dead,
+        "dead_dropped": keys.dead_dropped,
         "registration": keys.registration,
         "config": keys.config,
         "workers": keys.workers,

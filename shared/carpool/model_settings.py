@@ -19,6 +19,7 @@ from carpool.units import BYTES, MILLISECONDS, number_in
 
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
 _RESULT_TTL_MS_DOUBTED: Final = 1000
+DEAD_LETTERS_MAX: Final = 100_000  # of one model, whatever its settings are
 _TEXTS_FOR_NONE: Final = ("", "none", "null")
 
 
@@ -56,11 +57,13 @@ def _setting(default: Any, kind: Kind, meaning: str) -> Any:
 _NO_UNITS: Final[Mapping[str, int]] = {}
 
 
-def _integer(lowest: int, units: Mapping[str, int] = _NO_UNITS) -> Kind:
+def _integer(lowest: int, units: Mapping[str, int] = _NO_UNITS, *, highest: int = _NUMBER_MAX - 1) -> Kind:
+    valid = f"of at least {lowest}" if highest == _NUMBER_MAX - 1 else f"from {lowest} to {highest}"
+
     def read(value: Any) -> int:
         number = _to_float(value, units)
-        if number is None or not number.is_integer() or not lowest <= number < _NUMBER_MAX:
-            raise ValueError(f"must be a whole number of at least {lowest}{_or_with_a_unit(units)}")
+        if number is None or not number.is_integer() or not lowest <= number <= highest:
+            raise ValueError(f"must be a whole number {valid}{_or_with_a_unit(units)}")
         return int(number)
 
     return Kind(read)
@@ -313,6 +316,17 @@ class ModelSettings:
         None,
         _optional(_integer(1, MILLISECONDS)),
         "longest execution of a batch, or of a step; a model process that takes longer is replaced",
+    )
+    max_dead_letters: int = _setting(
+        10_000,
+        _integer(1, highest=DEAD_LETTERS_MAX),
+        "number of dead letters that are kept; the oldest go first",
+    )
+    max_dead_letter_bytes: int = _setting(
+        64 * 1024 * 1024, _integer(1, BYTES), "bytes of Redis's memory that dead letters may take together"
+    )
+    max_dead_letter_age_ms: int = _setting(
+        7 * 24 * 3600 * 1000, _integer(1, MILLISECONDS), "how long a dead letter is kept"
     )
 
     def __post_init__(self) -> None:

@@ -39,7 +39,8 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "infer", "models", "top", "config", "health", "demo", "acl", "worker", "batcher"]
+    "command",
+    ["up", "infer", "models", "forget", "top", "config", "health", "demo", "acl", "worker", "batcher"],
 )
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["help", command], [command, "--help"]):

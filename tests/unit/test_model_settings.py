@@ -62,6 +62,9 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "max_sequence_idle_ms",
         "unknown_fields",
         "max_execution_ms",
+        "max_dead_letters",
+        "max_dead_letter_bytes",
+        "max_dead_letter_age_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
     assert all(ModelSettings.meanings().values())

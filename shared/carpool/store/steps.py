@@ -15,11 +15,12 @@ from carpool.clock import RedisClock
 from carpool.errors import OK
 from carpool.keys import Keys
 from carpool.messages import Batch, Chunk, DeadLetter, Failures, Result, Streamed
+from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.store.arguments import ScriptKeys
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import PROGRESS_TTL_MS, Owner, Start, answer_ahead
-from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
+from carpool.store.worker import Progress
 from carpool.wire.batches import encode_dead_letter, encode_streamed, failures_fields
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
@@ -94,7 +95,7 @@ class StepStore:
         finals: list[Argument] = []
         requests = [self._element(script_keys, finals, write) for write in writes]
         packed = msgpack.packb(requests, use_bin_type=False)  # Lua's cmsgpack does not know the type bin
-        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, packed, *finals]
+        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX, packed, *finals]
         replies = self._link.run(_STEP, script_keys.keys, args)
         pairs = zip(replies[::2], replies[1::2], strict=True)
         return [StepReply(_STATES[state], unread) for state, unread in pairs]

@@ -9,9 +9,11 @@ from typing import Final, NamedTuple, Self
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.messages import Batch, DeadLetter, Executed, Result, RunResults, SequenceChange
+from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
+from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -27,8 +29,6 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.wire.batches import decode_batch, encode_dead_letter, failures_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
-
-DEAD_ENTRIES_MAX: Final = 10_000
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
 _RENEW: Final = Script("renew")
@@ -223,6 +223,10 @@ class WorkerStore:
         registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
         return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
 
+    def bound_dead_letters(self) -> dict[str, int]:
+        """Drop the dead letters over the model's settings. Returns how many, by setting."""
+        return DeadLetters(self._link, self.keys).bound()
+
     def read_clock(self) -> None:
         """Set the clock from Redis's."""
         sent_ns = time.monotonic_ns()
@@ -272,7 +276,7 @@ class WorkerStore:
         args: list[Argument] = [
             consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, executed.compute_us,
             executed.requests, executed.waited_us, executed.overhead_us,
-            SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
+            SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX,
             " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
             len(left_out), *left_out, *list_args(failures_fields(executed.failures)),
             len(body_keys), *body_keys,
