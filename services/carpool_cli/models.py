@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
+from carpool.store.unregistered import Unserved, find_unregistered
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.refused import explain
@@ -40,7 +42,8 @@ class ModelsSettings(ConnectionSettings):
     waiting     entries of the request stream; an entry is one request, or several that were sent together
     oldest      age of the entry that has waited longest
     in flight   batches dispatched and not settled
-    processes   model processes; one that was killed counts until its lease runs out
+    processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
+                the model
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly; how
@@ -80,6 +83,7 @@ class ModelState(NamedTuple):
     failed: Mapping[str, int] = {}  # requests that workers answered with errors, by status, as it reports
     last_error: str | None = None  # what the model raised last
     last_error_ms: int | None = None  # how long ago that was
+    loading: bool = False  # a worker is loading it
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -92,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(ModelsSettings, argv, "carpool models")
     link = Link(settings.redis_url, name=f"carpool-models-{os.getpid()}")
     try:
-        states, warning = read_models(link, settings.prefix), eviction_warning(link)
+        states, unserved = read_models(link, settings.prefix)
+        warning = eviction_warning(link)
     except (LinkError, CommandError) as error:
         print(f"carpool models: {explain(error)}", file=sys.stderr)
         return 1
@@ -102,15 +107,32 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([state.as_json() for state in states]))
     else:
         show(states, Screen())
+    for stream in unserved:
+        print(f"carpool models: {_why_unserved(stream, states)}", file=sys.stderr)
     if warning:
         print(f"carpool models: {warning}", file=sys.stderr)
     return 0
 
 
-def read_models(link: Link, prefix: str) -> list[ModelState]:
-    """The present state of every registered model."""
+def read_models(link: Link, prefix: str) -> tuple[list[ModelState], list[Unserved]]:
+    """The present state of every model that is registered, or is being loaded; and request streams that
+    nobody reads."""
     directory = Directory(link, prefix)
-    return [_read_model(link, directory, Keys(model, prefix)) for model in directory.models()]
+    registered = directory.models()
+    unregistered = find_unregistered(link, prefix, registered)
+    models = sorted([*registered, *unregistered.loading])
+    return [_read_model(link, directory, Keys(model, prefix)) for model in models], unregistered.unserved
+
+
+def _why_unserved(stream: Unserved, states: Sequence[ModelState]) -> str:
+    """What is wrong with a request stream that nobody reads."""
+    waiting = f"requests in {stream.key} are read by nobody: "
+    names = [state.model for state in states]
+    if not stream.has_braces:
+        return f"{waiting}the name of the model needs braces, as in carpool:{{{stream.model}}}:requests"
+    similar = difflib.get_close_matches(stream.model, names, n=1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ", and none loads it"
+    return f"{waiting}no worker has registered a model {stream.model!r}{hint}"
 
 
 def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
@@ -145,7 +167,14 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         dict(report.failed) if report else {},
         report.last_error[0] if report and report.last_error else None,
         max(0, clock.now_us() - report.last_error[1]) // 1000 if report and report.last_error else None,
+        _is_loading(link, keys),
     )
+
+
+def _is_loading(link: Link, keys: Keys) -> bool:
+    with suppress(CommandError):  # an ACL file that is older than this
+        return bool(link.call("EXISTS", keys.loading))
+    return False
 
 
 def describe_unregistered(model: str, registered: Sequence[str]) -> str:
@@ -198,7 +227,7 @@ def _row(state: ModelState) -> tuple[str, ...]:
         f"{state.waiting_entries:,}",
         _age(state),
         f"{state.batches_in_flight:,}",
-        f"{state.workers:,}",
+        _processes(state),
         "yes" if state.batcher else "none",
         state.policy or "-",
         _dead(state),
@@ -215,7 +244,7 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
         _age(state),
         f"{slots_in_use:,} of {stepping.slots:,}",
         f"{state.batches_in_flight - slots_in_use:,}",
-        f"{state.workers:,}",
+        _processes(state),
         "yes" if state.batcher else "none",
         _dead(state),
         *_times(stepping.first_us),
@@ -233,6 +262,12 @@ def _sequences(report: SequencesReport | None) -> str:
 
 def _dead(state: ModelState) -> str:
     return f"{state.dead:,}" + (f", {state.dead_dropped:,} dropped" if state.dead_dropped else "")
+
+
+def _processes(state: ModelState) -> str:
+    if not state.loading:
+        return f"{state.workers:,}"
+    return f"{state.workers:,}, loading" if state.workers else "loading"
 
 
 def _age(state: ModelState) -> str:

@@ -46,6 +46,7 @@ from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.inbox import Inbox
+from carpool_worker.loading import LoadingNotice
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
@@ -107,6 +108,10 @@ class Worker:
 
         Raises ModelLoadError. Returns early when `stop` is set.
         """
+        with LoadingNotice(self._new_link("loading"), self._keys, self._name, self._lease_ms):
+            self._start(stop)
+
+    def _start(self, stop: threading.Event) -> None:
         started_s = time.monotonic()
         for process in self._processes:
             process.spawn()

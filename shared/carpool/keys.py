@@ -78,6 +78,11 @@ class Keys:
         return self._of("model")
 
     @property
+    def loading(self) -> str:
+        """Hash that expires: `worker`, the name of one that is loading the model."""
+        return self._of("loading")
+
+    @property
     def config(self) -> str:
         """Hash: an operator's overrides of registered settings."""
         return self._of("config")

@@ -93,10 +93,11 @@ def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
 
 
 def _leave_signals_to_the_worker() -> None:
-    """Ctrl-C, and systemd's SIGTERM, reach all processes of a group: the worker drains first, then ends this
-    process. Processes that the model starts can still be terminated."""
+    """Ctrl-C, a closed terminal, and systemd's SIGTERM reach all processes of a group: the worker drains
+    first, then ends this process. Processes that the model starts can still be terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

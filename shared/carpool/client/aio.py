@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from itertools import count, islice
@@ -31,6 +32,7 @@ from carpool.client.entries import (
     SequencesEnded,
 )
 from carpool.client.environment import connection
+from carpool.client.lookup import POLL_S, ModelLookup
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -52,10 +54,9 @@ from carpool.errors import (
     CarpoolError,
     DeadlineExceededError,
     InvalidArgumentError,
-    NotFoundError,
     UnavailableError,
 )
-from carpool.keys import Keys, models_key
+from carpool.keys import Keys
 from carpool.messages import MSGPACK
 from carpool.store.connection import CommandError, LinkError
 from carpool.wire.tensors import Array, to_bytes
@@ -93,6 +94,7 @@ class AsyncClient:
         self._collected: list[OutgoingEntry | SequencesEnded] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
+        self._lookup = ModelLookup(self._call, self._prefix)
         self._values, self._replies, self._streams = FutureSink(), ReplySink(), StreamSink()
         self._lookups: set[asyncio.Task[None]] = set()  # of models, for streams
         self._timeouts = Timeouts(self._on_timeout)
@@ -179,7 +181,9 @@ class AsyncClient:
         """
         if "retries" in options:
             return await self._retry(self.infer, model, body, options)
-        channel = self._channels.get(model) or await self._open_channel(model)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
         try:
@@ -193,7 +197,9 @@ class AsyncClient:
         if "retries" in options:
             retried: Reply = await self._retry(self.request, model, body, options)
             return retried
-        channel = self._channels.get(model) or await self._open_channel(model)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._replies, future)
         try:
@@ -244,7 +250,9 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "infer_many")
-        channel = self._channels.get(model) or await self._open_channel(model)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         size = (
             len(bodies) if isinstance(bodies, np.ndarray) and bodies.ndim and not return_exceptions else None
         )
@@ -278,7 +286,9 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "map")
-        channel = self._channels.get(model) or await self._open_channel(model)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         window = Window(self._loop)
         source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
         try:
@@ -320,27 +330,36 @@ class AsyncClient:
 
     async def models(self) -> list[str]:
         """Names of the registered models."""
-        names = await self._call("SMEMBERS", models_key(self._prefix))
-        return sorted(name.decode() for name in names)
+        return await self._lookup.models()
+
+    async def wait_ready(self, model: str, timeout: float | None = None) -> None:
+        """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
+
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        """
+        await self._lookup.wait_ready(model, checked_timeout_s(timeout))
 
     # --- commands beside the requests ----------------------------------------------------------------------
 
-    async def _open_channel(self, model: str) -> Channel:
-        """Look up a model, and read its results from now on. Raises NotFoundError."""
-        try:
-            keys = Keys(model, self._prefix)
-        except ValueError as error:
-            raise NotFoundError(str(error)) from None
-        size = await self._call("HGET", keys.registration, "max_batch_size")
-        if size is None:
-            names = ", ".join(await self.models()) or "none"
-            raise NotFoundError(f"no worker has registered a model {model!r}; registered: {names}")
+    async def _open_channel(self, model: str, timeout_s: float | None) -> Channel:
+        """Look up a model, and read its results from now on. Raises CarpoolErrors."""
+        size = await self._lookup.batch_size(model, timeout_s)
         channel = self._channels.get(model)
         if channel is None:
-            requests_max = max(1, min(int(size), MAX_ENTRY_REQUESTS)) if size.isdigit() else 1
+            keys, requests_max = Keys(model, self._prefix), max(1, min(size, MAX_ENTRY_REQUESTS))
             channel = self._channels[model] = Channel(keys, keys.replies(self._name).encode(), requests_max)
             self._transport.add_channel(channel)
         return channel
+
+    async def _find(self, model: str, options: RequestOptions) -> tuple[Channel, RequestOptions]:
+        """The channel of a model that is new to this client. If a worker is loading it, that is waited for,
+        and the options have what is left of the timeout."""
+        timeout_s, started_s = self._read_options(options)[0], time.monotonic()
+        channel = await self._open_channel(model, timeout_s)
+        waited_s = time.monotonic() - started_s
+        if timeout_s is not None and waited_s > POLL_S:
+            options = {**options, "timeout": max(0.001, timeout_s - waited_s)}
+        return channel, options
 
     async def _call(self, *command: str) -> Any:
         """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""
@@ -406,7 +425,7 @@ class AsyncClient:
     ) -> None:
         """Look the model up, then send the request."""
         try:
-            channel = await self._open_channel(model)
+            channel, options = await self._find(model, options)
         except Exception as error:
             target.fail(error)
         else:
@@ -499,7 +518,7 @@ class AsyncClient:
     async def _enter_sequence(self, progress: SequenceProgress) -> None:
         """Look its model up. From then on requests are sent without waiting, in the order of the calls."""
         if progress.model not in self._channels:
-            await self._open_channel(progress.model)
+            await self._open_channel(progress.model, self._timeout_s)
         progress.begin()
 
     def _send_in_sequence(

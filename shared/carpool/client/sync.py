@@ -76,11 +76,11 @@ class _ThreadClient(AsyncClient):
     async def send_to_new_model(self, submission: _Submission) -> None:
         """Look the model up, then send the request."""
         try:
-            await self._open_channel(submission.model)
+            _, options = await self._find(submission.model, submission.options)
         except Exception as error:
             submission.fail(error)
         else:
-            self.send(submission)
+            self.send(submission._replace(options=options))
 
     def send(self, submission: _Submission) -> bool:
         """Send a request. Returns False if the model has to be looked up first."""
@@ -370,6 +370,13 @@ class Client:
             lambda progress: self._wait(self._start(client.restart_sequence(progress))),
             lambda progress: self._wait(self._start(client.end_sequence(progress))),
         )
+
+    def wait_ready(self, model: str, timeout: float | None = None) -> None:
+        """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
+
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        """
+        self._wait(self._start(self._client.wait_ready(model, timeout)))
 
     def models(self) -> list[str]:
         """Names of the registered models."""
