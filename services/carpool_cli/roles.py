@@ -72,6 +72,7 @@ _COUNTS: Final = (
 _PRODUCE: Final = (
     Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
     Grant("learn whether this is the server that accepted its requests", "info|server"),
+    Grant("wait until replicas have its requests (durability)", "wait"),
     Grant("list the models", "smembers sismember", "models"),
     Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
     Grant("wait until a model is loaded", "exists", "loading"),

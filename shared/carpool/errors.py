@@ -95,6 +95,22 @@ class NotFoundError(CarpoolError, LookupError):
     status = NOT_FOUND
 
 
+class UnknownOutcomeError(CarpoolError):
+    """It is not known what becomes of the request: it may have been accepted, and may be executed.
+
+    Every other error is definite: the request has this result, or was never accepted. After this one it may
+    be sent again under the same correlation ID.
+    """
+
+
+class UnconfirmedError(UnknownOutcomeError, UnavailableError):
+    """Redis did not confirm the request as was asked for, or the client was closed before its result."""
+
+
+class NoResultError(UnknownOutcomeError, DeadlineExceededError):
+    """The request was sent, and the client's timeout ended before there was a result."""
+
+
 class Unhealthy(Exception):  # noqa: N818 (it says what the process is)
     """A model raises it when its process cannot go on, with a sentence that says why: for example because its
     accelerator is broken. No request fails of it. Another process replaces this one, and executes again what

@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn, Self, Unpack
 import numpy as np
 
 from carpool.client.awaited import AwaitedRequests
+from carpool.client.durability import Durability
 from carpool.client.encoding import BodyEncoder, TensorHead
 from carpool.client.entries import (
     LARGE_BODY_BYTES,
@@ -54,7 +55,9 @@ from carpool.errors import (
     CarpoolError,
     DeadlineExceededError,
     InvalidArgumentError,
+    NoResultError,
     UnavailableError,
+    UnconfirmedError,
 )
 from carpool.keys import Keys
 from carpool.messages import MSGPACK
@@ -72,6 +75,8 @@ class AsyncClient:
     `url`: the address of Redis, with all that it takes to sign in. Without it, the settings of services and
         commands are used: CARPOOL_REDIS_URL, CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE, ...
     `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
+    `durability`: when a request counts as accepted. "none": when Redis has it in memory; "replicas=N": when N
+        replicas have it, too; "fsync": when it is on the disk of Redis. See `flush`.
     `timed_out`: how many requests failed because no result came within their timeout.
     """
 
@@ -81,6 +86,7 @@ class AsyncClient:
         *,
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        durability: str = "none",
     ) -> None:
         url, self._prefix = connection(url, prefix)
         self._timeout_s = checked_timeout_s(timeout)
@@ -107,7 +113,9 @@ class AsyncClient:
             self._awaited.fail,
             self._on_unconfirmed,
             self._awaited.of_entries,
+            Durability.of(durability),
         )
+        self._model_lookups: set[asyncio.Future[None]] = set()  # under way
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -136,7 +144,8 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
+        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, and
+        UnimplementedError if it cannot give the `durability`."""
         if self._closed:
             raise UnavailableError("this client is closed")
         if self._opening is None:
@@ -152,7 +161,8 @@ class AsyncClient:
             raise
 
     async def close(self) -> None:
-        """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn."""
+        """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn: those that
+        were sent with UnconfirmedError."""
         if self._closed:
             return
         if self._opening is not None:
@@ -160,8 +170,22 @@ class AsyncClient:
         self._closed = True
         self._transport.send([entry for entry in self._collected if isinstance(entry, SequencesEnded)])
         await self._transport.close()
-        self._awaited.fail_all(UnavailableError("the client was closed before there was a result"))
+        self._awaited.fail_all("the client was closed before there was a result")
         self._timeouts.close()
+
+    async def flush(self) -> None:
+        """Wait until Redis has accepted all requests that were sent before, as `durability` demands.
+
+        From then on they need this program no more: whoever reads their results gets them. Those that Redis
+        refused have failed by then, and so have those that it could not confirm, with UnconfirmedError.
+        Raises UnavailableError.
+        """
+        await asyncio.sleep(0)  # requests to models that were not used before begin with a look-up
+        while self._model_lookups:
+            await asyncio.wait(self._model_lookups)
+            await asyncio.sleep(0)
+        self._send_collected()
+        await self._call("PING")  # replied to after all that was written before
 
     def _check_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of the connections. Done for each entry."""
@@ -343,6 +367,15 @@ class AsyncClient:
 
     async def _open_channel(self, model: str, timeout_s: float | None) -> Channel:
         """Look up a model, and read its results from now on. Raises CarpoolErrors."""
+        lookup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._model_lookups.add(lookup)
+        try:
+            return await self._look_up(model, timeout_s)
+        finally:
+            self._model_lookups.discard(lookup)
+            lookup.cancel()
+
+    async def _look_up(self, model: str, timeout_s: float | None) -> Channel:
         size = await self._lookup.batch_size(model, timeout_s)
         channel = self._channels.get(model)
         if channel is None:
@@ -577,7 +610,8 @@ class AsyncClient:
         self.timed_out += len(entry.awaited)
         error = self._transport.connection_error
         cause = f" ({error.detail})" if error else ""
-        self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
+        kind = NoResultError if entry.sent else DeadlineExceededError
+        self._awaited.fail(entry, kind(f"no result within {entry.timeout_s:g} s{cause}"))
         self._transport.drop_unawaited()
 
     def _on_unconfirmed(self, entry: OutgoingEntry) -> None:
@@ -618,8 +652,8 @@ class AsyncClient:
                 self._transport.withdraw(entry.channel, correlation_ids)
 
 
-def _unconfirmed(correlation_id: str) -> UnavailableError:
-    return UnavailableError(
+def _unconfirmed(correlation_id: str) -> UnconfirmedError:
+    return UnconfirmedError(
         "the connection was lost before Redis confirmed the request", correlation_id=correlation_id
     )
 

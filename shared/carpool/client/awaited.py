@@ -11,7 +11,14 @@ from carpool.client.reading import ResultReader
 from carpool.client.sinks import Sink, rows_of
 from carpool.client.streams import StreamSink
 from carpool.client.timeouts import Timeouts
-from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError
+from carpool.errors import (
+    OK,
+    CarpoolError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+    UnconfirmedError,
+)
 from carpool.messages import ResultColumns
 from carpool.wire.results import check_envelope, columns_of, decode_results
 
@@ -173,10 +180,10 @@ class AwaitedRequests:
             del self.entries[correlation_id]
             entry.sink.fail(target, type(error)(error.detail, correlation_id=correlation_id))
 
-    def fail_all(self, error: CarpoolError) -> None:
-        """Fail all requests."""
+    def fail_all(self, detail: str) -> None:
+        """Fail all requests: no result of them is read any more."""
         for entry in set(self.entries.values()):
-            self.fail(entry, error)
+            self.fail(entry, UnconfirmedError(detail) if entry.sent else UnavailableError(detail))
 
     def rename(self, entry: OutgoingEntry, names: Mapping[str, str]) -> None:
         """Give requests of an entry other correlation IDs: `names` has these by their present ones. Of this

@@ -143,8 +143,8 @@ class _ThreadClient(AsyncClient):
 class _ClientThread:
     """An `AsyncClient` on a thread of its own, which starts with the first use."""
 
-    def __init__(self, url: str | None, prefix: str | None, timeout: float | None) -> None:
-        self.client = _ThreadClient(url, prefix=prefix, timeout=timeout)
+    def __init__(self, url: str | None, prefix: str | None, timeout: float | None, durability: str) -> None:
+        self.client = _ThreadClient(url, prefix=prefix, timeout=timeout, durability=durability)
         self._loop = _new_event_loop()
         self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
         self._submission_scheduled = False
@@ -219,8 +219,9 @@ class Client:
         *,
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        durability: str = "none",
     ) -> None:
-        self._new_thread = partial(_ClientThread, url, prefix, timeout)
+        self._new_thread = partial(_ClientThread, url, prefix, timeout, durability)
         # By process ID. That of a parent is kept: to destroy it would change what the parent waits for.
         self._threads = {os.getpid(): self._new_thread()}
         self._closed = False
@@ -276,6 +277,10 @@ class Client:
     def connect(self) -> None:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
         self._start(self._client.connect()).result()
+
+    def flush(self) -> None:
+        """As AsyncClient.flush."""
+        self._start(self._client.flush()).result()
 
     def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """Send a request and return the model's result; options and errors as for AsyncClient.infer."""
