@@ -28,6 +28,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.permissions import reason_of
 from carpool.store.reader import StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher
@@ -309,7 +310,7 @@ class BatcherService:
         self._log.warning(
             "batcher failed, starting over",
             model=model.batcher.keys.model,
-            reason=str(error),
+            reason=reason_of(error, "batcher"),
             kind=type(error).__name__,
         )
 
@@ -330,7 +331,11 @@ class BatcherService:
 
     def _report_error(self, error: Exception) -> None:
         self._metrics.error(error)
-        self._log.warning("batcher failed, starting over", reason=str(error), kind=type(error).__name__)
+        self._log.warning(
+            "batcher failed, starting over",
+            reason=reason_of(error, "batcher"),
+            kind=type(error).__name__,
+        )
 
     # --- health --------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class ModelsSettings(ConnectionSettings):
     """List the registered models.
 
     waiting     entries of the request stream; an entry is one request, or several that were sent together
-    oldest      age of the entry that has waited longest
+    oldest      age of the entry that has waited longest, also if it is delayed
     in flight   batches dispatched and not settled
     processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
                 the model

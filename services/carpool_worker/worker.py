@@ -36,6 +36,7 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
 from carpool.store.eviction import eviction_warning
+from carpool.store.permissions import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
@@ -56,10 +57,6 @@ from carpool_worker.retirement import LastSuccess
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
 
-_SIGN_IN_AS_WORKER: Final = (
-    ": a worker needs the role worker (CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE), with the rules that "
-    "this version's `carpool acl` writes"
-)
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -163,9 +160,7 @@ class Worker:
                 self._eviction_warning = eviction_warning(self._control)
             except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
                 self._metrics.error(error)
-                self._waiting_for = str(error)
-                if isinstance(error, CommandError) and error.code == "NOPERM":
-                    self._waiting_for += _SIGN_IN_AS_WORKER
+                self._waiting_for = reason_of(error, "worker")
                 self._log.warning("cannot register with Redis, retrying", reason=self._waiting_for)
                 stop.wait(1.0)
             else:

@@ -434,7 +434,7 @@ def test_request_that_the_role_may_not_send_is_denied(secured: Secured) -> None:
         client.infer("square", 7)
 
 
-def test_worker_with_the_role_of_a_producer_says_so(
+def test_service_with_the_role_of_a_producer_says_so(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = secured.stack
@@ -445,7 +445,12 @@ def test_worker_with_the_role_of_a_producer_says_so(
     assert "NOPERM" in event["reason"]
     assert "a worker needs the role worker" in event["reason"]
     assert worker.terminate() == 0
-    assert "Traceback" not in worker.log.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "environment", {"batcher": secured.environment("producer")})
+        batcher = stack.batcher(ready=False)
+    assert "a batcher needs the role batcher" in batcher.wait_for("batcher failed, starting over")["reason"]
+    assert batcher.terminate() == 0
+    assert "Traceback" not in worker.log.read_text() + batcher.log.read_text()
 
 
 def carpool(secured: Secured, role: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from carpool.messages import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.messages import Refusal, Run
 from support.scheduler_harness import MS, SchedulerHarness, run
 
 
@@ -102,3 +106,68 @@ def test_many_that_are_withdrawn_are_not_kept() -> None:
         harness.withdraw(f"r{number}")
     assert len(harness.scheduler._queue.delayed._heap) < 100
     assert harness.poll(50) == []
+
+
+class Requests:
+    """Requests of a scheduler, each of which leaves it once, and not before it may. `due`: those that wait,
+    by the millisecond from which on they may be dispatched."""
+
+    def __init__(self, queue_delay_ms: int) -> None:
+        self.harness = SchedulerHarness(processes=2, max_batch_size=4, max_queue_delay_ms=queue_delay_ms)
+        self.due: dict[str, int] = {}
+        self.now = 0
+        self.number = 0
+
+    def offer(self, count: int, delay_ms: int, lane: str) -> None:
+        names = [f"r{self.number + at}" for at in range(count)]
+        self.number += count
+        one = run(" ".join(names), self.now + delay_ms, f"{self.number}-0", lane=lane)
+        one.not_before_ms = delay_ms
+        self.due |= dict.fromkeys(names, self.now + delay_ms)
+        assert self.harness.offer_runs([one], at=self.now) == []
+
+    def withdraw(self, number: int) -> None:
+        self._withdrawn(self.harness.withdraw(f"r{number}", at=self.now))
+
+    def _withdrawn(self, refusals: Iterable[Refusal]) -> None:
+        for name in [name for refused in refusals for name in refused.correlation_ids]:
+            del self.due[name]
+
+    def settle(self) -> None:
+        for batch in list(self.harness.scheduler.in_flight()):
+            self.harness.settle(int(batch), at=self.now)
+
+    def time_passes(self, passes_ms: int) -> None:
+        self.now += passes_ms
+
+    def poll(self) -> None:
+        scheduler = self.harness.scheduler
+        self._withdrawn(scheduler.carry_out_withdrawals(self.now * MS).refusals)
+        for name in [name for line in self.harness.poll(self.now) for name in line.split(" ")[1:]]:
+            assert self.due.pop(name) <= self.now
+        assert scheduler.waiting == scheduler.waiting_bytes == len(self.due)
+        assert scheduler._queue.undelayed == sum(at <= self.now for at in self.due.values())
+
+
+steps = st.one_of(
+    st.tuples(st.just(Requests.offer), st.integers(1, 3), st.sampled_from((0, 1, 20)), st.sampled_from("xy")),
+    st.tuples(st.just(Requests.withdraw), st.integers(0, 8)),
+    st.tuples(st.just(Requests.settle)),
+    st.tuples(st.just(Requests.time_passes), st.sampled_from((0, 1, 10, 30))),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(steps, max_size=40), st.sampled_from((0, 5)))
+def test_each_request_leaves_once_and_is_never_dispatched_early(
+    taken: list[Any], queue_delay_ms: int
+) -> None:
+    requests = Requests(queue_delay_ms)
+    for step, *values in taken:
+        step(requests, *values)
+        requests.poll()
+    for _ in range(1 + 2 * requests.number):  # until all are served
+        requests.settle()
+        requests.now = max(requests.now, int(requests.harness.wake_at_ms() or 0) + 1)
+        requests.poll()
+    assert requests.due == {}

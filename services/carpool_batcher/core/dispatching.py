@@ -45,7 +45,7 @@ class Dispatcher:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
         self._update_index(settings, now_us)
-        while self._queue.undelayed and self._capacity.has_capacity():
+        while self._queue.count and self._capacity.has_capacity():
             claim = self._index.first(self._open_gates(now_us), now_us)
             if claim is None:
                 break

@@ -349,7 +349,7 @@ class Scheduler:
     def poll(self, now_us: int) -> list[Decision]:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
-        if self._queue.delayed:
+        if self._queue.delayed.requests:
             self._release(now_us)
         decisions = self._deadlines.run_due(self._settings, now_us)
         if not self._has_sequences:
@@ -376,7 +376,8 @@ class Scheduler:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
         dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
-        wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
+        if self._queue.delayed.requests:
+            wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self._queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)
