@@ -9,7 +9,7 @@ JOBS   ?= 3
 PIP    := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock audit bench fuzz profile soak clean
+.PHONY: help install demo test check lock audit bench fuzz profile soak chaos clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -43,6 +43,10 @@ fuzz: install ## Try a million inputs on what decodes producers' bytes (FUZZ="--
 
 profile: install ## Write where each microsecond of a request goes into docs/profile.md
 	@$(GRID) grid.profile $(PYTHONS) --write
+
+CHAOS ?=
+chaos: install ## Kill and freeze everything under load: is a request lost? (CHAOS=--help)
+	@cd tests && ../$(BIN)/python -m support.chaos.main $(CHAOS)
 
 SOAK_MINUTES ?= 60
 soak: install ## Run a mixed load for SOAK_MINUTES (default 60): does memory grow?
