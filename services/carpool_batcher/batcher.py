@@ -43,6 +43,7 @@ from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, OversizedEntry, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
+from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_entry, refuse_oversized
@@ -555,9 +556,10 @@ _WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]:
     """The answers to a run in flight, whose first request is at position `first`."""
     of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
+    content_type = answer_type(run.content_type, run.extra)
     for position, (correlation_id, ticket) in enumerate(of_each, first):
         warnings = warnings_of(run.extra or ())
-        result = Result(correlation_id, status, run.content_type, detail=detail, warnings=warnings)
+        result = Result(correlation_id, status, content_type, detail=detail, warnings=warnings)
         part, change = run.sequence, None
         if part is not None:
             change = SequenceChange(part, correlation_id, "broken", did_not_succeed(correlation_id))

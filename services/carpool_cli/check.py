@@ -96,7 +96,7 @@ def _failed(error: str) -> int:
 def _bodies(argument: str, *, raw: bool) -> list[Any]:
     """The bodies that BODY names. Raises OSError, CarpoolError and ValueError."""
     if not (argument.startswith("@") and argument.endswith(LINES_SUFFIX)) or raw:
-        return [read_body(argument, raw=raw)]
+        return [read_body(argument, RAW if raw else JSON)]
     lines = Path(argument[1:]).read_text().splitlines()
     bodies = [read_body(line) for line in lines if line.strip()]
     if not bodies:

@@ -28,7 +28,8 @@ from carpool.errors import (
 from carpool.messages import MSGPACK, RAW, Batch, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
-from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.bodies import decode_body, encode_body, result_type
+from carpool.wire.content_types import accepted, is_value
 from carpool.wire.tensors import (
     Array,
     HeadMemo,
@@ -210,8 +211,8 @@ class Codec:
 
     def _decode_tensors(self, content_type: str, body: bytes) -> _Decoded:
         inputs = self.inputs
-        if content_type == RAW:
-            return self._raw_tensor(body)
+        if not is_value(content_type):
+            return self._raw_tensor(content_type, body)
         value = decode_body(content_type, body)
         if len(inputs) == 1 and not (isinstance(value, dict) and value.keys() == {inputs[0].name}):
             value = {inputs[0].name: value}
@@ -234,11 +235,11 @@ class Codec:
             self._memo.remember(body, parts[0][1], parts[0][2], len(data[0]))
         return tuple(parts), data[0]
 
-    def _raw_tensor(self, body: bytes) -> tuple[tuple[Part, ...], bytes]:
+    def _raw_tensor(self, content_type: str, body: bytes) -> tuple[tuple[Part, ...], bytes]:
         """An octet-stream body, for a model with one tensor of fixed shape: the tensor's bytes."""
         spec = self.inputs[0]
         expected_bytes = spec.fixed_bytes
-        if len(self.inputs) > 1 or expected_bytes is None:
+        if content_type != RAW or len(self.inputs) > 1 or expected_bytes is None:
             raise InvalidArgumentError(
                 "content_type: this model's tensors need application/msgpack or application/json"
             )
@@ -311,8 +312,8 @@ class Codec:
             if len(values) != len(succeeded):
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
             for run, start, of_run in _by_run(execution, succeeded):
-                encoded = [_encode(run.content_type, value) for value in values[of_run.start : of_run.stop]]
-                _take_bodies(execution, run, start, succeeded[of_run.start : of_run.stop], encoded)
+                of_values = values[of_run.start : of_run.stop]
+                _take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
 
     def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
         """Take the new states of these requests from a payload. Returns its other part."""
@@ -332,19 +333,19 @@ class Codec:
         view = memoryview(payload)
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
-            head = heads.get(run.content_type)
+            wanted = accepted(run.extra)
+            head = heads.get(wanted or run.content_type)
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
-                bodies = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
-            elif 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
-                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-                execution.succeed(run, start, positions[of_run.start : of_run.stop], rows)
+                of_values = [_row(arrays, index) for index in of_run]
+                _take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
                 continue
-            else:
-                bodies = [
-                    b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
-                ]
-            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies)
+            if 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
+                execution.succeed(run, start, positions[of_run.start : of_run.stop], rows, wanted)
+                continue
+            bodies = [b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run]
+            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies, wanted)
 
 
 class _ResultHead(NamedTuple):
@@ -415,16 +416,32 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
     return found
 
 
+def _take_values(
+    execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], values: Sequence[Any]
+) -> None:
+    """Results of requests of one run, which may have several content types."""
+    content_type, wanted = run.content_type, accepted(run.extra)
+    if wanted or is_value(content_type):  # the usual case: all have one
+        bodies = [_encode(wanted or content_type, value) for value in values]
+        _take_bodies(execution, run, start, positions, bodies, wanted)
+        return
+    for position, value in zip(positions, values, strict=True):
+        of_result = result_type(content_type, wanted, value)
+        _take_bodies(execution, run, start, [position], [_encode(of_result, value)], of_result)
+
+
 def _take_bodies(
     execution: Execution,
     run: BatchedRun,
     start: int,
     positions: Sequence[int],
     bodies: Sequence[bytes | CarpoolError],
+    content_type: str,
 ) -> None:
-    """Results of requests of one run. An error in place of a body fails its request."""
+    """Results of requests of one run. An error in place of a body fails its request. `content_type`: of the
+    bodies; empty if it is that of the run."""
     taken: list[int] = []
-    accepted: list[bytes] = []
+    fitting: list[bytes] = []
     for position, body in zip(positions, bodies, strict=True):
         if type(body) is not bytes:
             assert isinstance(body, CarpoolError)
@@ -434,9 +451,9 @@ def _take_bodies(
             execution.fail(position, INTERNAL, detail)
         else:
             taken.append(position)
-            accepted.append(body)
-    if accepted:
-        execution.succeed(run, start, taken, accepted)
+            fitting.append(body)
+    if fitting:
+        execution.succeed(run, start, taken, fitting, content_type)
 
 
 def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:

@@ -17,6 +17,7 @@ from carpool.errors import ABORTED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
 from carpool.parts import Buffer
 from carpool.rows import Rows
+from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool_worker.model_process.frames import FrameHeader
 
@@ -171,7 +172,7 @@ class Execution:
         self.results[position] = Result(
             run.correlation_ids[index],
             status,
-            run.content_type,
+            answer_type(run.content_type, run.extra),
             None,
             detail,
             self.batch.size,
@@ -186,8 +187,10 @@ class Execution:
         start: int,
         positions: Sequence[int],
         bodies: Rows | list[bytes],
+        content_type: str = "",
     ) -> None:
-        """Give requests of this run, whose first position is `start`, their results."""
+        """Give requests of this run, whose first position is `start`, their results. `content_type`: if it is
+        not the run's."""
         ids, tickets = run.correlation_ids, run.tickets
         if len(positions) < len(ids):
             indexes = [position - start for position in positions]
@@ -195,7 +198,7 @@ class Execution:
             tickets = None if tickets is None else tickets.select(indexes)
         served = (self.batch.size, self.queue_us(run), self.compute_us)
         warnings = warnings_of(run.extra) if run.extra else ()
-        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served, warnings))
+        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type))
 
     def queue_us(self, run: BatchedRun) -> int:
         """How long the requests of this run waited until they were dispatched."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from carpool.errors import OK, InternalError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
 from carpool.model_settings import ModelKind
-from carpool.wire.bodies import encode_body
+from carpool.wire.bodies import encode_body, result_type
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
@@ -109,11 +109,12 @@ def _take(execution: Execution, advance: Advance) -> None:
         run, _ = execution.locate(advance.key)
         (value,) = frames.unpack_values(advance.output)
         try:
-            body = encode_body(run.content_type, value)
+            content_type = result_type(run.content_type, "", value)
+            body = encode_body(content_type, value)
         except InternalError as error:
             execution.fail(advance.key, error.status, error.detail)
         else:
-            execution.results[advance.key] = Result(str(advance.key), OK, run.content_type, body)
+            execution.results[advance.key] = Result(str(advance.key), OK, content_type, body)
 
 
 def _in_order(execution: Execution) -> list[Result]:

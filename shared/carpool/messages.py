@@ -465,6 +465,12 @@ class RunResults(NamedTuple):
     queue_us: int
     compute_us: int
     warnings: Sequence[str] = ()  # to each of them
+    other_type: str = ""  # their content type, if it is not that of the run
+
+    @property
+    def content_type(self) -> str:
+        """The content type of the bodies."""
+        return self.other_type or self.run.content_type
 
     @property
     def are_columns(self) -> bool:
@@ -475,7 +481,7 @@ class RunResults(NamedTuple):
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        of_run = _results(self.correlation_ids, self.run.content_type, self.bodies, self[5:8])
+        of_run = _results(self.correlation_ids, self.content_type, self.bodies, self[5:8])
         return [result._replace(warnings=self.warnings) for result in of_run] if self.warnings else of_run
 
 

@@ -49,7 +49,10 @@ class RequestOptions(TypedDict, total=False):
     `lane`: only requests of the same lane share a batch.
     `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.
     `tenant`: tenants share the model by its `tenant_weights`.
-    `content_type`: how to encode the body; by default its type decides.
+    `content_type`: how to encode the body; by default its type decides. Bytes may have any, such as
+        `image/png`.
+    `accept`: the content type of the result; by default that of the request, or JSON for a result that is no
+        bytes of a request that was.
     `correlation_id`: your own ID, such as the one of a request that you send again.
     `fields`: further fields, for the model to read.
     `not_before`: seconds in which the request is not dispatched; less than `timeout`.
@@ -67,6 +70,7 @@ class RequestOptions(TypedDict, total=False):
     cost: int | None
     tenant: str | None
     content_type: str | None
+    accept: str | None
     correlation_id: str | None
     fields: Mapping[str, bytes | str] | None
     not_before: float | None
@@ -97,7 +101,7 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     check_no_retries(options)
     fields: dict[str, Any] = dict(options.get("fields") or {})
-    for name in ("priority", "lane", "cost", "tenant"):
+    for name in ("priority", "lane", "cost", "tenant", "accept"):
         if options.get(name) is not None:
             fields[name] = options.get(name)
     if options.get("not_before"):

@@ -44,6 +44,7 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
+from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool.wire.inbox import SequenceEnded, encode_ended
 from carpool.wire.requests import encode_runs, tickets_of
@@ -484,8 +485,9 @@ def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
     run = refusal.run
     tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
     warnings = refusal.warnings if run is None else warnings_of(run.extra or ())
+    content_type = refusal.content_type if run is None else answer_type(run.content_type, run.extra)
     for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
         result = Result(
-            correlation_id, refusal.status, refusal.content_type, detail=refusal.detail, warnings=warnings
+            correlation_id, refusal.status, content_type, detail=refusal.detail, warnings=warnings
         )
         yield Address(refusal.reply_to, ticket), result

@@ -18,7 +18,8 @@ import msgpack
 import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
-from carpool.messages import JSON, RAW
+from carpool.messages import JSON
+from carpool.wire.content_types import is_value
 from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map
 
 MAX_DEPTH: Final = 64
@@ -28,6 +29,7 @@ MAX_JSON_ITEMS: Final = 1_000_000
 _TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _SCALAR_PACKER: Final = msgpack.Packer()  # shared by threads, so not for what calls back into Python
+_AS_BYTES: Final = (bytes, bytearray, memoryview, str, np.ndarray)
 _Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
 
@@ -48,7 +50,7 @@ def decode_result(content_type: str, body: bytes) -> Any:
 
 
 def _decode(content_type: str, body: bytes, *, strict_names: bool) -> Any:
-    if content_type == RAW:
+    if not is_value(content_type):
         return body
     value = _decode_json(body) if content_type == JSON else _decode_msgpack(body, strict_names)
     return _replace_tensors(value, None, 0)
@@ -174,8 +176,8 @@ def _check_depth(depth: int) -> None:
 def encode_body(content_type: str, value: Any) -> bytes:
     """A value as bytes of `content_type`; arrays become tensors. Raises InternalError."""
     try:
-        if content_type == RAW:
-            return _encode_raw(value)
+        if not is_value(content_type):
+            return _encode_bytes(value, content_type)
         if content_type == JSON:
             return _JSON_ENCODER.encode(value).encode()
         if type(value) in _SCALARS:
@@ -183,6 +185,14 @@ def encode_body(content_type: str, value: Any) -> bytes:
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {error}") from None
+
+
+def result_type(content_type: str, wanted: str, value: Any) -> str:
+    """The content type of a result: the one that is wanted, or else that of the request. Where that is bytes,
+    and the result is not, it is JSON: an image has a label."""
+    if wanted:
+        return wanted
+    return content_type if is_value(content_type) or isinstance(value, _AS_BYTES) else JSON
 
 
 def _json_default(value: Any) -> Any:
@@ -200,14 +210,14 @@ _JSON_ENCODER: Final = json.JSONEncoder(
 )
 
 
-def _encode_raw(value: Any) -> bytes:
+def _encode_bytes(value: Any, content_type: str) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, str):
         return value.encode()
-    raise InternalError(f"a {type(value).__name__} cannot be written as {RAW}; use bytes")
+    raise InternalError(f"a {type(value).__name__} cannot be written as {content_type}; use bytes")
 
 
 def _msgpack_default(value: Any) -> Any:

@@ -20,6 +20,25 @@ GATE: Final = "gate"
 GATE_S: Final = 30.0
 
 
+class Rows:
+    """The rows of the batch, as one array."""
+
+    inputs = (TensorSpec("row", "FP32", (2,)),)
+
+    def predict(self, batch: Any) -> Any:
+        return batch
+
+
+def label(images: list[bytes]) -> list[dict[str, int]]:
+    """Of images, how many bytes they have."""
+    return [{"bytes": len(image)} for image in images]
+
+
+def image(names: list[str]) -> list[bytes]:
+    """The other way round."""
+    return [b"\x89PNG " + str(name).encode() for name in names]
+
+
 class Echo:
     """Echoes the bodies; for the body "about" it returns the request's other fields."""
 
