@@ -404,6 +404,10 @@ class ModelBatcher:
 
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
+        dispatches, copies = scheduler.separate(dispatches)
+        for empty in [dispatch for dispatch in dispatches if not dispatch.runs]:
+            scheduler.cancel(empty.process)
+        dispatches = [dispatch for dispatch in dispatches if dispatch.runs]
         batches, changes, tickets = self._store.dispatch(
             dispatches,
             scheduler.settings.result_ttl_ms,
@@ -422,6 +426,10 @@ class ModelBatcher:
                 dispatched.append(batch.dispatch)
         session.order.dispatched(tickets)
         self._meter.dispatched(dispatched, scheduler, self._clock.now_us())
+        runs = [run for dispatch in dispatched for run in dispatch.runs]
+        duplicates = scheduler.take_duplicates(runs, copies, decided_us)
+        if duplicates:
+            self._refuse(session, duplicates, ())
 
     def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""

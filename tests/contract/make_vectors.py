@@ -259,8 +259,8 @@ def refused_requests() -> list[Case]:
     return [
         case("no body", "body", "priority", "1"),
         case("a body over the model's limit", "body", "body", "123456789", settings={"max_body_bytes": 8}),
-        case("an unknown content type", "content_type", "body", "7", "content_type", "text/plain"),
-        case("a content type with a parameter", "content_type", "body", "7", "content_type", JSON + ";q=1"),
+        case("what is no content type", "content_type", "body", "7", "content_type", "text"),
+        case("a content type that is to be accepted, and is none", "accept", "body", "7", "accept", "json"),
         case("a content type that is not UTF-8", "content_type", "body", "7", "content_type", b"\xff"),
         case("a lane that is too long", "lane", "body", "7", "lane", "ö" * 129),
         case("a lane that is not UTF-8", "lane", "body", "7", "lane", b"\xff"),

@@ -379,7 +379,9 @@ def test_admin_sends_requests(no_denials: Secured) -> None:
         assert client.infer("Echo", image) == image
     answer = carpool(no_denials, "admin", "infer", "square", "9")
     assert (answer.stdout, answer.stderr, answer.returncode) == ("81\n", "", 0)
-    tuned = carpool(no_denials, "admin", "tune", "square", "7", "--latency-ms", "50", "--rounds=1", "--plot=")
+    tuned = carpool(
+        no_denials, "admin", "tune", "Single", "7", "--latency-ms=50", "--rounds=1", "--rate=50", "--plot="
+    )
     assert tuned.returncode == 0, tuned.stderr
 
 

@@ -84,11 +84,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_replicas_have_what_is_accepted(primary: Server, replica: Server) -> None:
     async with AsyncClient(primary.url, durability=REPLICA) as client:
-        for number in range(1, 21):
-            pending = client.submit(MODEL, number)
-            await client.flush()
-            assert replica.waiting() == number
-            assert not pending.done()
+        await client.models()
+        os.kill(replica.pid, signal.SIGSTOP)
+        pending = client.submit(MODEL, 1)
+        flushing = asyncio.ensure_future(client.flush())
+        await asyncio.wait([flushing], timeout=0.5)
+        assert primary.waiting() == 1 and not flushing.done()
+        os.kill(replica.pid, signal.SIGCONT)
+        await flushing
+        assert replica.waiting() == 1 and not pending.done()
 
 
 @pytest.mark.usefixtures("short")

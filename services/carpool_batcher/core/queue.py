@@ -14,8 +14,9 @@ from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages import PRIORITY_LEVELS, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
-from carpool_batcher.core.decisions import refusal
+from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.delayed import DelayedRuns
+from carpool_batcher.core.duplicates import WaitingIds
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.sequences import Decided, Sequences
@@ -42,6 +43,7 @@ class Queue:
         self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
         self.changed: set[str] = set()
         self.delayed = DelayedRuns()
+        self.ids = WaitingIds()
         self._count_by_priority = [0] * PRIORITY_LEVELS
         self._sequences = Sequences() if sequences is None else sequences
         self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
@@ -89,6 +91,7 @@ class Queue:
             self.delayed.add(run)
         else:
             self._enter_lane(run, run.lane, size_bytes)
+            self.ids.add(run)
         count = len(run.correlation_ids)
         self.count += count
         self.arrived += count
@@ -100,6 +103,7 @@ class Queue:
         released = self.delayed.due(now_us)
         for run in released:
             self._enter_lane(run, run.lane, bytes_of(run))
+            self.ids.add(run)
         return released
 
     def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
@@ -179,6 +183,7 @@ class Queue:
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
             self._count_by_priority[run.priority] -= len(run.correlation_ids)
+        self.ids.remove(batch.runs)
         self._drop_if_empty(lane)
         if self._sequences:
             for run in batch.runs:
@@ -237,6 +242,18 @@ class Queue:
                 refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
         return refusals
 
+    def take_duplicates(self, dispatched: Iterable[Run]) -> list[Refusal]:
+        """Remove the requests that repeat one of these, which are in flight now. They get no answer of their
+        own: that of the first copy is theirs."""
+        refusals: list[Refusal] = []
+        for run in dispatched:
+            for name in self.ids.repeated.keys() & run.correlation_ids:
+                for other in self.ids.repeated.get(name, ()):
+                    if other.reply_to == run.reply_to and other in self:
+                        indexes = [at for at, found in enumerate(other.correlation_ids) if found == name]
+                        refusals.append(duplicate(self.take(other, indexes)))
+        return refusals
+
     def forget(self, runs: Iterable[Run]) -> None:
         """Remove those of these runs that wait, without an answer."""
         for run in runs:
@@ -248,6 +265,7 @@ class Queue:
         self.count -= count
         self.bytes -= size_bytes
         self._count_by_priority[run.priority] -= count
+        self.ids.remove((run,))
 
     def _drop_if_empty(self, lane: Lane) -> None:
         self.changed.add(lane.name)

@@ -62,8 +62,9 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
+from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.duplicates import Separated, separate
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence_refusals import ended_by_force
 from carpool_batcher.core.sequences import Sequences
@@ -238,6 +239,31 @@ class Scheduler:
         batch = self._in_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
         self._watch_batch(batch_id, batch)
+
+    def separate(self, dispatches: Sequence[Dispatch]) -> Separated:
+        """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
+        the copies that were taken out to `repeated`, after the `launch` of the others. Almost always O(1)."""
+        if not self._queue.ids.is_repeated_popped:
+            return Separated(dispatches, ())
+        self._queue.ids.is_repeated_popped = False
+        return separate(dispatches)
+
+    def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
+        """After a dispatch of these runs: the Refusals of all that repeats one of their requests, and waits
+        or is among the `copies`. Copies whose first one was gone wait again. Almost always O(1)."""
+        refusals = self._queue.take_duplicates(dispatched) if self._queue.ids.repeated else []
+        if copies:
+            in_flight = {(run.reply_to, name) for run in dispatched for name in run.correlation_ids}
+            for run in copies:
+                names = enumerate(run.correlation_ids)
+                again = [at for at, name in names if (run.reply_to, name) in in_flight]
+                if len(again) < len(run):
+                    if again:
+                        refusals.append(duplicate(run.take(again)))
+                    refusals += self.offer(run, now_us)
+                else:
+                    refusals.append(duplicate(run))
+        return refusals
 
     def cancel(self, process: str = "") -> None:
         """A Dispatch of the last `poll`, to this process, was not carried out: none of its runs was still in

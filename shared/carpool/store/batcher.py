@@ -472,10 +472,11 @@ def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes
 
 
 def _body_names(refusals: Iterable[Refusal]) -> list[str]:
-    """The names of all stored bodies of these requests."""
+    """The names of the stored bodies of these requests; not of duplicates, which may share them."""
     names: list[str] = []
     for refusal in refusals:
-        names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
+        if refusal.status != UNANSWERED:
+            names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
     return names
 
 
