@@ -9,7 +9,7 @@ JOBS   ?= 3
 PIP    := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock audit bench profile soak clean
+.PHONY: help install demo test check lock audit bench fuzz profile soak chaos clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -37,8 +37,16 @@ BENCH  ?= --write
 bench: install ## Measure Carpool and others side by side (BENCH=--help)
 	@$(GRID) grid $(PYTHONS) $(BENCH)
 
+FUZZ ?= --inputs 1000000
+fuzz: install ## Try a million inputs on what decodes producers' bytes (FUZZ="--seed 7 --inputs 5000")
+	@cd tests && ../$(BIN)/python -m support.fuzzing $(FUZZ)
+
 profile: install ## Write where each microsecond of a request goes into docs/profile.md
 	@$(GRID) grid.profile $(PYTHONS) --write
+
+CHAOS ?=
+chaos: install ## Kill and freeze everything under load: is a request lost? (CHAOS=--help)
+	@cd tests && ../$(BIN)/python -m support.chaos.main $(CHAOS)
 
 SOAK_MINUTES ?= 60
 soak: install ## Run a mixed load for SOAK_MINUTES (default 60): does memory grow?

@@ -43,6 +43,8 @@ from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import Arrived, OversizedEntry, RawEntry, StreamReader, Subscription
 from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
+from carpool.wire.content_types import answer_type
+from carpool.wire.field_hints import warnings_of
 from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_entry, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
@@ -116,6 +118,7 @@ class ModelBatcher:
         self._session: LeaseSession | None = None
         self._last_event_us = 0
         self._turned_us = 0  # when the last turn was
+        self._waiting_entries = 0  # in Redis, at the last look
         self._renew_bodies_at_us = 0
         self._log = structlog.get_logger().bind(model=keys.model)
         self._answer_log = AnswerLog(self._log)
@@ -137,6 +140,7 @@ class ModelBatcher:
     def begin(self, snapshot: ModelSnapshot, reader: StreamReader) -> None:
         """It holds the lease: serve the model."""
         settings = self._settings.read(snapshot, None)
+        self._waiting_entries = snapshot.waiting_entries
         settled_after = self._store.last_settled_id()
         scheduler = Scheduler(settings, kind=kind_of(snapshot.registration))
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
@@ -239,6 +243,14 @@ class ModelBatcher:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
 
+    def has_requests(self) -> bool:
+        """Whether requests wait or are in flight, or results are withheld, as far as it knows."""
+        if self._session is None:
+            return False
+        scheduler = self._session.scheduler
+        known = scheduler.waiting or scheduler.withheld or scheduler.in_flight()
+        return bool(known or self._waiting_entries)
+
     def _settle(self, session: LeaseSession, settled: Sequence[RawEntry], now_us: int) -> None:
         scheduler, is_awaited = session.scheduler, session.subscription.awaits_settled
         for _, flat in settled:
@@ -248,6 +260,8 @@ class ModelBatcher:
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     self._meter.settled(batch, settled_us)
+                    if event.failures is not None:
+                        self._meter.failed(event.failures, settled_us)
                     if event.streamed is not None:
                         self._meter.stream_ended(event.streamed, settled_us)
                     if is_awaited:
@@ -390,6 +404,10 @@ class ModelBatcher:
 
     def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
         scheduler = session.scheduler
+        dispatches, copies = scheduler.separate(dispatches)
+        for empty in [dispatch for dispatch in dispatches if not dispatch.runs]:
+            scheduler.cancel(empty.process)
+        dispatches = [dispatch for dispatch in dispatches if dispatch.runs]
         batches, changes, tickets = self._store.dispatch(
             dispatches,
             scheduler.settings.result_ttl_ms,
@@ -408,6 +426,10 @@ class ModelBatcher:
                 dispatched.append(batch.dispatch)
         session.order.dispatched(tickets)
         self._meter.dispatched(dispatched, scheduler, self._clock.now_us())
+        runs = [run for dispatch in dispatched for run in dispatch.runs]
+        duplicates = scheduler.take_duplicates(runs, copies, decided_us)
+        if duplicates:
+            self._refuse(session, duplicates, ())
 
     def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""
@@ -471,7 +493,7 @@ class ModelBatcher:
         session.missing_batches.forget(
             self._store, scheduler, snapshot.batches_in_flight, settled_read, now_us
         )
-        waiting = snapshot.waiting_entries
+        self._waiting_entries = waiting = snapshot.waiting_entries
         session.missing_entries.forget(self._store, scheduler, entries, waiting)
         cursor = session.subscription.requests.after
         session.lowest_unread.verify(self._store, waiting, len(entries), cursor, now_us)
@@ -542,8 +564,10 @@ _WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]:
     """The answers to a run in flight, whose first request is at position `first`."""
     of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
+    content_type = answer_type(run.content_type, run.extra)
     for position, (correlation_id, ticket) in enumerate(of_each, first):
-        result = Result(correlation_id, status, run.content_type, detail=detail)
+        warnings = warnings_of(run.extra or ())
+        result = Result(correlation_id, status, content_type, detail=detail, warnings=warnings)
         part, change = run.sequence, None
         if part is not None:
             change = SequenceChange(part, correlation_id, "broken", did_not_succeed(correlation_id))

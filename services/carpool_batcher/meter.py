@@ -6,6 +6,7 @@ latencies come from `recent_latency` and are in no metric; its gauges and l(n) c
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, get_args
 
@@ -20,7 +21,7 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import Dispatch, DispatchReason, Entry, Refusal, Streamed
+from carpool.messages import Dispatch, DispatchReason, Entry, Failures, Refusal, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
@@ -132,6 +133,8 @@ class Meter:
         self._batches = {reason: metrics.batches.labels(model, reason) for reason in _DISPATCH_REASONS}
         self._requests_for_slots = 0  # each alone in its batch, so it is not in the histogram of sizes
         self._missed = {cause: metrics.missed.labels(model, cause) for cause in CAUSES}
+        self._failed: Counts[str] = Counts()
+        self._last_error: tuple[str, int] | None = None  # and when it was raised
         self._totals_known: _Totals | None = None  # None: something was counted since
         self._exported: Gauges | None = None
         self._sequences = SequenceMeter(metrics.sequences, model)
@@ -179,6 +182,12 @@ class Meter:
     def settled(self, batch: InFlightBatch, now_us: int) -> None:
         """This batch is settled."""
         self._recent.observe(batch.arrivals, now_us)
+
+    def failed(self, failures: Failures, now_us: int) -> None:
+        """Requests of a batch that settled have errors as their results."""
+        self._failed.update(failures.statuses)
+        if failures.error:
+            self._last_error = failures.error, now_us
 
     def stream_ended(self, streamed: Streamed, now_us: int) -> None:
         """The request of a batch that settled was streamed."""
@@ -237,6 +246,8 @@ class Meter:
             stepping=self._stepping_report(scheduler, now_us),
             delays_us=(self._reading.median_us, self._waking.median_us),
             sequences=_sequences_report(scheduler),
+            failed=dict(self._failed),
+            last_error=self._last_error,
         )
 
     def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport | None:
@@ -255,6 +266,8 @@ class Meter:
         self._totals_before = self._totals()
         self._recent = RecentLatency(now_us)
         self._reading, self._waking = RecentTimes(), RecentTimes()
+        self._failed.clear()
+        self._last_error = None
         self._recent_first, self._recent_gap = RecentLatency(now_us), RecentLatency(now_us)
         self._chunks = ChunkCount()
 
@@ -265,6 +278,15 @@ class Meter:
         self._metrics.active.labels(self._model).set(0)
         for gauge in self._metrics.gauges:
             gauge.remove(self._model)
+
+    def forget(self) -> None:
+        """The model is removed: export nothing of it any more. After `deactivated`."""
+        metrics = self._metrics
+        for histogram in (metrics.queue, metrics.size, metrics.fill, metrics.lease_lateness):
+            histogram.forget(self._model)
+        counters = (metrics.batches, metrics.missed, metrics.answered, metrics.sequences.changes)
+        for family in (*counters, metrics.active):
+            family.remove_by_labels({"model": self._model})
 
     def _counter_of(self, status: str, reason: str) -> Counter:
         counter = self._answered.get((status, reason))

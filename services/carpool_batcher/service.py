@@ -29,6 +29,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.permissions import reason_of
 from carpool.store.reader import StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher
@@ -74,7 +75,7 @@ class BatcherService:
     """Serves every registered model; no list is configured. `run_once` is one iteration of the loop.
 
     `slot`: of a cluster, only the models of this hash slot: see `cluster`.
-    A model that is no longer registered is served until it is idle.
+    A model that is no longer registered is served until it has no more requests, and then forgotten.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class BatcherService:
         for name in registered - self._models.keys() - self._invalid_names:
             self._add(name)
         ended = [self._models[name] for name in self._models.keys() - registered]
-        self._remove([model for model in ended if model not in self._busy])
+        self._remove([model for model in ended if not model.batcher.has_requests()])
         self._discovery_error, self._discovered_s = "", time.monotonic()
 
     def _look_for_eviction(self) -> None:
@@ -278,7 +279,9 @@ class BatcherService:
         self._give_back_leases(models)
         for model in models:
             self._end(model)
+            model.meter.forget()
             del self._models[model.batcher.keys.model]
+            self._log.info("model forgotten", model=model.batcher.keys.model)
 
     def _give_back_leases(self, models: Sequence[_Model]) -> None:
         held = [model for model in models if model.batcher.active]
@@ -320,7 +323,7 @@ class BatcherService:
         self._log.warning(
             "batcher failed, starting over",
             model=model.batcher.keys.model,
-            reason=str(error),
+            reason=reason_of(error, "batcher"),
             kind=type(error).__name__,
         )
 
@@ -341,7 +344,11 @@ class BatcherService:
 
     def _report_error(self, error: Exception) -> None:
         self._metrics.error(error)
-        self._log.warning("batcher failed, starting over", reason=str(error), kind=type(error).__name__)
+        self._log.warning(
+            "batcher failed, starting over",
+            reason=reason_of(error, "batcher"),
+            kind=type(error).__name__,
+        )
 
     # --- health --------------------------------------------------------------------------------------------
 

@@ -19,8 +19,10 @@ _COMMANDS: Final = {
     "top": "carpool_cli.top.command",
     "config": "carpool_cli.config",
     "dead": "carpool_cli.dead",
+    "forget": "carpool_cli.forget",
     "simulate": "carpool_cli.tuning.simulate",
     "tune": "carpool_cli.tuning.tune",
+    "check": "carpool_cli.check",
     "health": "carpool_cli.health",
     "demo": "carpool_cli.demo.command",
     "acl": "carpool_cli.acl",
@@ -34,10 +36,12 @@ Carpool: dynamic batching for models over Redis streams.
 
   carpool up MODEL...          start Redis, a batcher and workers on this machine
   carpool infer MODEL BODY     send one request and print its result
+  carpool check MODEL BODY     try a model out here, alone and in batches, without Redis
   carpool models               list the registered models and their queues
   carpool top                  show load, latency and dispatch reasons of each model, live
   carpool config MODEL         show a model's settings; KEY=VALUE changes one while the model is served
   carpool dead list            list requests that were given up; dead show, replay and drop for single ones
+  carpool forget MODEL         remove a model that is no longer served
   carpool simulate             predict the effect of settings, with --model for a live model
   carpool tune MODEL BODY      measure a model and find the best settings for a latency (--latency-ms)
   carpool demo                 serve a documentation search here, send it 5,000 requests, check the results
@@ -49,7 +53,7 @@ Carpool: dynamic batching for models over Redis streams.
   carpool version              print the version
   carpool help COMMAND         list a command's flags; CARPOOL_* variables or lines in .env set them too
 
-For up and worker, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or
+For up, worker and check, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or
 voice-activity; for the other commands it is a name that `carpool models` lists. To get started:
 
   carpool up square

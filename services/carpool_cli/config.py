@@ -25,6 +25,7 @@ from carpool.store.directory import Directory, ModelOverview
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table
 
 SHOWN_CHARS_MAX: Final = 60
@@ -111,16 +112,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"carpool config: {error}", file=sys.stderr)
         return 2
     except (UnavailableError, CommandError) as error:
-        print(f"carpool config: {error}", file=sys.stderr)
+        print(f"carpool config: {explain(error)}", file=sys.stderr)
         return 1
     finally:
         directory.close()
-    note = describe_policy(policy, report)
+    doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
+    notes = [note for note in (*doubts, describe_policy(policy, report)) if note]
     status = 2 if settings.change and report is not None and report.unheeded else 0
     if settings.as_json:
         print(json.dumps({name: setting._asdict() for name, setting in effective.items()}))
-        if note:
-            print(f"carpool config: {note}", file=sys.stderr)
+        for line in notes:
+            print(f"carpool config: {line}", file=sys.stderr)
         return status
     screen = Screen()
     if settings.change:
@@ -128,8 +130,8 @@ def main(argv: Sequence[str]) -> int:
         screen.print(f"\n`carpool config {settings.model}` shows all settings.")
     else:
         show(effective, screen)
-    if note:
-        screen.print(f"\n{note}")
+    for line in notes:
+        screen.print(f"\n{line}")
     return status
 
 
@@ -153,8 +155,9 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
         _check_policy(_read_report(directory.overview(model)), effective.policy)
-    if values or removed:
-        directory.configure(model, values, removed)
+    if values or removed:  # as text that any version reads, without units
+        as_text = effective.as_text()
+        directory.configure(model, {name: as_text[name] for name in values}, removed)
     before = {name: _describe(registered, overrides, name) for name in (*values, *removed)}
     return Configured(resolve(registered, wanted), before)
 

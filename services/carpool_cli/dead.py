@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
@@ -15,11 +15,12 @@ from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.keys import Keys
 from carpool.messages import JSON, KeptDeadLetter
-from carpool.settings import ConnectionSettings, read_settings
+from carpool.settings import ConnectionSettings, Seconds, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, count, duration
 
 _HEADINGS: Final = ("model", "id", "age", "attempts", "body", "correlation ID", "reason")
@@ -56,8 +57,8 @@ class DeadSettings(ConnectionSettings):
     )
     all: bool = Field(False, description="replay or drop all dead letters of the model that are meant")
     reason: str = Field("", description="only those whose reason contains this text")
-    older_s: float | None = Field(None, ge=0, description="only those given up more than this time ago (s)")
-    newer_s: float | None = Field(None, ge=0, description="only those given up less than this time ago (s)")
+    older_s: Seconds | None = Field(None, ge=0, description="only those given up more than this time ago (s)")
+    newer_s: Seconds | None = Field(None, ge=0, description="only those given up less than this time ago (s)")
     raw: bool = Field(False, description="with show: the bytes of the body and nothing else")
     as_json: bool = Field(False, description="with list and show: print JSON")
 
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _ACTIONS[settings.action](settings, link)
     except (LinkError, CommandError) as error:
-        return _fail(str(error))
+        return _fail(explain(error))
     finally:
         link.close()
 
@@ -111,14 +112,13 @@ def _fail(error: str, status: int = 1) -> int:
 
 def _list(settings: DeadSettings, link: Link) -> int:
     models = Directory(link, settings.prefix).models()
-    if settings.model and settings.model not in models:
-        # It may have been forgotten, with dead letters left
-        if not link.call("XLEN", Keys(settings.model, settings.prefix).dead):
-            return _fail(describe_unregistered(settings.model, models))
-        models = [settings.model]
+    is_unknown = settings.model and settings.model not in models
+    if is_unknown and not link.call("XLEN", Keys(settings.model, settings.prefix).dead):
+        return _fail(describe_unregistered(settings.model, models))
+    chosen = [settings.model] if settings.model else models
     listed = [
         _listed(model, letter, now_ms)
-        for model in ([settings.model] if settings.model else models)
+        for model in chosen
         for letter, now_ms in _chosen(settings, link, model)
     ]
     if settings.as_json:
@@ -127,7 +127,15 @@ def _list(settings: DeadSettings, link: Link) -> int:
         Screen().print_table(build_table([_HEADINGS, *map(_row, listed)], has_prose=True))
     else:
         Screen().print("there are no such dead letters")
+    for model in chosen:
+        _tell_dropped(model, DeadLetters(link, Keys(model, settings.prefix)).dropped())
     return 0
+
+
+def _tell_dropped(model: str, dropped: Mapping[str, int]) -> None:
+    if dropped:
+        by_setting = ", ".join(f"{number:,} over {name}" for name, number in dropped.items())
+        print(f"carpool dead: older ones of {model} were dropped: {by_setting}", file=sys.stderr)
 
 
 def _chosen(settings: DeadSettings, link: Link, model: str) -> Iterator[tuple[KeptDeadLetter, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from carpool.settings import CarpoolSettings, read_settings
+from carpool.settings import CarpoolSettings, Seconds, read_settings
 
 
 class HealthSettings(CarpoolSettings):
@@ -20,7 +20,7 @@ class HealthSettings(CarpoolSettings):
     http_host: str = Field("127.0.0.1", description="the host of the service")
     http_port: int = Field(ge=1, le=65535, description="the --http-port of the service")
     alive: bool = Field(False, description="check that it is alive (/healthz) instead of ready (/readyz)")
-    timeout_s: float = Field(3.0, gt=0, description="seconds to wait for the answer")
+    timeout_s: Seconds = Field(3.0, gt=0, description="seconds to wait for the answer")
 
 
 def main(argv: Sequence[str]) -> int:

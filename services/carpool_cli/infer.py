@@ -17,12 +17,40 @@ from carpool.client.aio import AsyncClient
 from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
-from carpool.settings import ConnectionSettings, read_settings
-from carpool.store.connection import LinkError
-from carpool.wire.bodies import encode_body
+from carpool.settings import ConnectionSettings, Seconds, read_settings
+from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.content_types import canonical
+from carpool_cli.refused import explain
 
 
-class InferSettings(ConnectionSettings):
+class RequestSettings(ConnectionSettings):
+    """How BODY is sent."""
+
+    raw: bool = Field(False, description="send the body as raw bytes, and print the result's bytes")
+    content_type: str = Field(
+        "", description="content type of the body, such as image/png; all but JSON are sent as they are"
+    )
+    accept: str = Field("", description="content type of the result (default: that of the body, or JSON)")
+    field: list[str] = Field([], description="NAME=VALUE: a further field, for the model; may be repeated")
+    cost: int | None = Field(None, ge=0, description="what the request counts towards max_batch_cost")
+
+    @property
+    def body_type(self) -> str:
+        """The content type of the body."""
+        return self.content_type or (RAW if self.raw else JSON)
+
+    @property
+    def body_options(self) -> RequestOptions:
+        """The options of a request with the body. Raises InvalidArgumentError."""
+        return {
+            "content_type": self.body_type,
+            "accept": self.accept or None,
+            "fields": dict(map(_named, self.field)),
+            "cost": self.cost,
+        }
+
+
+class InferSettings(RequestSettings):
     """Send one request, and print its result as JSON; with --stream as it comes.
 
     BODY is JSON; text that is not JSON is sent as a JSON string. @FILE sends the contents of a file, and -
@@ -34,18 +62,18 @@ class InferSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
-    timeout: float = Field(
+    timeout: Seconds = Field(
         30.0,
         gt=0,
         le=86_400,
         description="seconds to wait for the result; the request expires after the same time",
     )
+    not_before: Seconds = Field(0.0, ge=0, description="seconds in which the request is not dispatched")
     priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="0 to 9; higher is served first")
     lane: str = Field("", description="lane of the request; only requests of the same lane share a batch")
     tenant: str = Field(
         "", description="tenant that the request belongs to; tenants are served in fair turns"
     )
-    raw: bool = Field(False, description="send the body as raw bytes, and print the result's bytes")
     stream: bool = Field(
         False,
         description="print each chunk when it comes: texts end to end, any other value as a line of JSON",
@@ -58,18 +86,14 @@ class InferSettings(ConnectionSettings):
     )
 
     @property
-    def content_type(self) -> str:
-        """That of the request and of its result."""
-        return RAW if self.raw else JSON
-
-    @property
     def options(self) -> RequestOptions:
         """The options of the request."""
         return {
+            **self.body_options,
+            "not_before": self.not_before,
             "priority": self.priority,
             "lane": self.lane or None,
             "tenant": self.tenant or None,
-            "content_type": self.content_type,
             "sequence_id": self.sequence_id or None,
             "sequence_start": self.sequence_start,
             "sequence_end": self.sequence_end,
@@ -84,22 +108,24 @@ def main(argv: Sequence[str]) -> int:
         return _failed("--stream: a request of a sequence has one result, and no chunks; omit --stream")
     send = _print_chunks if settings.stream else _print_result
     try:
-        asyncio.run(send(settings, read_body(settings.body, raw=settings.raw)))
+        asyncio.run(send(settings, read_body(settings.body, settings.body_type)))
     except BrokenPipeError:  # of standard output
         raise
-    except LinkError as error:
-        return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up {settings.model}`, or name "
-            "another with --redis-url (CARPOOL_REDIS_URL)"
-        )
     except DeadlineExceededError as error:
         advice = f"{_hint(settings)}`carpool models` shows whether requests wait and a worker is alive"
         return _failed(f"{error}\n    {advice}")
     except CarpoolError as error:  # before OSError, because some are both
-        return _failed(str(error))
+        return _failed(explain(error, model=settings.model))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     return 0
+
+
+def _named(field: str) -> tuple[str, str]:
+    name, equals, value = field.partition("=")
+    if not (name and equals):
+        raise InvalidArgumentError(f"--field: {field!r:.60} is not NAME=VALUE")
+    return name, value
 
 
 def _hint(settings: InferSettings) -> str:
@@ -113,11 +139,11 @@ def _failed(error: str) -> int:
     return 1
 
 
-def read_body(body: str, *, raw: bool = False) -> Any:
-    """Parse the BODY argument: a JSON value, or bytes if `raw`. Raises OSError, InvalidArgumentError."""
+def read_body(body: str, content_type: str = JSON) -> Any:
+    """Read the BODY argument, as its content type says. Raises OSError, InvalidArgumentError."""
     data = _body_bytes(body)
-    if raw:
-        return data
+    if canonical(content_type) != JSON:
+        return decode_body(canonical(content_type), data)
     try:
         return json.loads(data)
     except UnicodeDecodeError:
@@ -143,8 +169,8 @@ def _client(settings: InferSettings) -> AsyncClient:
 async def _print_result(settings: InferSettings, body: Any) -> None:
     async with _client(settings) as client:
         result = await client.infer(settings.model, body, **settings.options)
-    encoded = encode_body(settings.content_type, result)
-    sys.stdout.buffer.write(encoded if settings.raw else encoded + b"\n")
+    as_bytes = settings.raw or isinstance(result, bytes)
+    sys.stdout.buffer.write(encode_body(RAW, result) if as_bytes else encode_body(JSON, result) + b"\n")
     sys.stdout.buffer.flush()
 
 

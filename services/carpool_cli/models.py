@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -16,10 +18,13 @@ from carpool.keys import Keys
 from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
+from carpool.store.unregistered import Unserved, find_unregistered
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, duration
 
 _HEADINGS: Final = (
@@ -35,12 +40,15 @@ class ModelsSettings(ConnectionSettings):
     """List the registered models.
 
     waiting     entries of the request stream; an entry is one request, or several that were sent together
-    oldest      age of the entry that has waited longest
+    oldest      age of the entry that has waited longest, also if it is delayed
     in flight   batches dispatched and not settled
-    processes   model processes; one that was killed counts until its lease runs out
+    processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
+                the model
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
-    dead        dead letters: requests given up because their model process or worker died repeatedly
+    dead        dead letters: requests given up because their model process or worker died repeatedly; how
+                many others were dropped, because there were too many or they grew old
+    failed      requests that workers answered with errors, and what the model raised last, below the table
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -66,11 +74,16 @@ class ModelState(NamedTuple):
     workers: int
     batcher: bool
     dead: int
+    dead_dropped: int
     max_batch_size: int | None  # of a stepping model, the slots of each process
     policy: str | None  # the one in force; None if no batcher reports it
     unheeded: str  # why the batcher rejects the model's settings; empty if it does not
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     sequences: SequencesReport | None = None  # None: it has no sequences, or no batcher reports them
+    failed: Mapping[str, int] = {}  # requests that workers answered with errors, by status, as it reports
+    last_error: str | None = None  # what the model raised last
+    last_error_ms: int | None = None  # how long ago that was
+    loading: bool = False  # a worker is loading it
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -83,34 +96,43 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(ModelsSettings, argv, "carpool models")
     link = Link(settings.redis_url, name=f"carpool-models-{os.getpid()}")
     try:
-        states, warning = read_models(link, settings.prefix), eviction_warning(link)
-    except LinkError as error:
-        return _failed(
-            f"{error}\n    if no Redis runs there, start one with `carpool up MODEL`, or name another with "
-            "--redis-url (CARPOOL_REDIS_URL)"
-        )
-    except CommandError as error:
-        return _failed(str(error))
+        states, unserved = read_models(link, settings.prefix)
+        warning = eviction_warning(link)
+    except (LinkError, CommandError) as error:
+        print(f"carpool models: {explain(error)}", file=sys.stderr)
+        return 1
     finally:
         link.close()
     if settings.as_json:
         print(json.dumps([state.as_json() for state in states]))
     else:
         show(states, Screen())
+    for stream in unserved:
+        print(f"carpool models: {_why_unserved(stream, states)}", file=sys.stderr)
     if warning:
         print(f"carpool models: {warning}", file=sys.stderr)
     return 0
 
 
-def _failed(error: str) -> int:
-    print(f"carpool models: {error}", file=sys.stderr)
-    return 1
-
-
-def read_models(link: Link, prefix: str) -> list[ModelState]:
-    """The present state of every registered model."""
+def read_models(link: Link, prefix: str) -> tuple[list[ModelState], list[Unserved]]:
+    """The present state of every model that is registered, or is being loaded; and request streams that
+    nobody reads."""
     directory = Directory(link, prefix)
-    return [_read_model(link, directory, Keys(model, prefix)) for model in directory.models()]
+    registered = directory.models()
+    unregistered = find_unregistered(link, prefix, registered)
+    models = sorted([*registered, *unregistered.loading])
+    return [_read_model(link, directory, Keys(model, prefix)) for model in models], unregistered.unserved
+
+
+def _why_unserved(stream: Unserved, states: Sequence[ModelState]) -> str:
+    """What is wrong with a request stream that nobody reads."""
+    waiting = f"requests in {stream.key} are read by nobody: "
+    names = [state.model for state in states]
+    if not stream.has_braces:
+        return f"{waiting}the name of the model needs braces, as in carpool:{{{stream.model}}}:requests"
+    similar = difflib.get_close_matches(stream.model, names, n=1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ", and none loads it"
+    return f"{waiting}no worker has registered a model {stream.model!r}{hint}"
 
 
 def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
@@ -118,6 +140,9 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     snapshot = take_snapshot(link, keys, clock)
     arrival_us = directory.oldest_arrival_us(keys.model)
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
+    dropped: dict[str, int] = {}
+    with suppress(CommandError):  # an ACL file older than this count forbids to read it
+        dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
     size = snapshot.registration.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
@@ -133,12 +158,23 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         len(snapshot.model_processes),
         bool(batcher),
         dead,
+        sum(dropped.values()),
         max_batch_size,
         (report and report.policy) or None,
         report.unheeded if report else "",
         stepping,
         report.sequences if report else None,
+        dict(report.failed) if report else {},
+        report.last_error[0] if report and report.last_error else None,
+        max(0, clock.now_us() - report.last_error[1]) // 1000 if report and report.last_error else None,
+        _is_loading(link, keys),
     )
+
+
+def _is_loading(link: Link, keys: Keys) -> bool:
+    with suppress(CommandError):  # an ACL file that is older than this
+        return bool(link.call("EXISTS", keys.loading))
+    return False
 
 
 def describe_unregistered(model: str, registered: Sequence[str]) -> str:
@@ -168,6 +204,20 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
                 f"{state.unheeded}"
             )
+        if state.failed:
+            screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
+
+
+def _failures(state: ModelState) -> str:
+    """What failed since the batcher became active, and how to find out why."""
+    numbers = ", ".join(f"{number:,} {status}" for status, number in sorted(state.failed.items()))
+    if state.last_error is None or state.last_error_ms is None:
+        return f"{numbers}, since the batcher became active"
+    ago = duration(state.last_error_ms / 1000)
+    return (
+        f"{numbers}, since the batcher became active. The last error, {ago} ago: {state.last_error}; "
+        "the log of its worker has the traceback"
+    )
 
 
 def _row(state: ModelState) -> tuple[str, ...]:
@@ -177,10 +227,10 @@ def _row(state: ModelState) -> tuple[str, ...]:
         f"{state.waiting_entries:,}",
         _age(state),
         f"{state.batches_in_flight:,}",
-        f"{state.workers:,}",
+        _processes(state),
         "yes" if state.batcher else "none",
         state.policy or "-",
-        f"{state.dead:,}",
+        _dead(state),
         "?" if state.max_batch_size is None else f"up to {state.max_batch_size}",
     )
 
@@ -194,9 +244,9 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
         _age(state),
         f"{slots_in_use:,} of {stepping.slots:,}",
         f"{state.batches_in_flight - slots_in_use:,}",
-        f"{state.workers:,}",
+        _processes(state),
         "yes" if state.batcher else "none",
-        f"{state.dead:,}",
+        _dead(state),
         *_times(stepping.first_us),
         *_times(stepping.gap_us),
     )
@@ -208,6 +258,16 @@ def _sequences(report: SequencesReport | None) -> str:
     waiting, slots = report.waiting_to_start, report.slots
     kept = f"{report.kept:,}" if slots is None else f"{report.kept:,} of {slots:,} slots"
     return kept + (f", {waiting:,} wait to start" if waiting else "")
+
+
+def _dead(state: ModelState) -> str:
+    return f"{state.dead:,}" + (f", {state.dead_dropped:,} dropped" if state.dead_dropped else "")
+
+
+def _processes(state: ModelState) -> str:
+    if not state.loading:
+        return f"{state.workers:,}"
+    return f"{state.workers:,}, loading" if state.workers else "loading"
 
 
 def _age(state: ModelState) -> str:

@@ -56,7 +56,9 @@ _COUNTS: Final = (
     Grant(
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
     ),
+    Grant("count dead letters that were dropped", "hgetall", "dead_dropped"),
     Grant("count results that are to be delivered in order", "llen", "order"),
+    Grant("whether a worker is loading a model", "exists", "loading"),
     Grant("count sequences that are kept", "zcard", "sequences"),
     Grant("list the processes of a bound model that drain", "smembers", "draining"),
     Grant("list the model processes that are alive", "zrange", "workers"),
@@ -67,20 +69,24 @@ _COUNTS: Final = (
     ),
 )
 
+# What a producer needs beside a connection.
+_PRODUCE: Final = (
+    Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
+    Grant("learn whether this is the server that accepted its requests", "info|server"),
+    Grant("wait until replicas have its requests (durability)", "wait"),
+    Grant("list the models", "smembers sismember", "models"),
+    Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
+    Grant("wait until a model is loaded", "exists", "loading"),
+    Grant("wait until there is a model process", "zcard", "workers"),
+    Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
+    Grant("send a request together with its large body", "multi exec"),
+    Grant("store a large body", "set", "body"),
+    Grant("read a result from its list", "blpop blmove", "result"),
+    Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
+)
+
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
-    "producer": (
-        _CONNECT,
-        _CLUSTER,
-        Grant("unblock its own reader when that must read another stream", "client|id client|unblock"),
-        Grant("learn whether this is the server that accepted its requests", "info|server"),
-        Grant("list the models", "smembers sismember", "models"),
-        Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
-        Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
-        Grant("send a request together with its large body", "multi exec"),
-        Grant("store a large body", "set", "body"),
-        Grant("read a result from its list", "blpop blmove", "result"),
-        Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
-    ),
+    "producer": (_CONNECT, _CLUSTER, *_PRODUCE),
     "batcher": (
         _CONNECT,
         _CLUSTER,
@@ -120,16 +126,18 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _CLUSTER,
         _CLOCK,
         _EVICTION,
+        Grant("tell that it loads the model", "hset pexpire del", "loading"),
         Grant("register the model", "sadd", "models"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
-            "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over, drain",
+            "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over, drain, "
+            "bound_dead",
             "evalsha eval",
-            "workers batches settled registration progress dead order held result replies body "
-            "sequence sequences draining",
+            "workers batches settled registration config progress dead dead_dropped order held result "
+            "replies body sequence sequences draining",
         ),
-        Grant("join.lua, leave.lua, renew.lua: leases", "zadd zrem zscore zremrangebyscore", "workers"),
+        Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
         Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
         Grant("see which worker has a batch; reclaim.lua, renew.lua: claim it", "xpending xclaim", "batches"),
         Grant("step.lua: how much of a stream is unread", "llen", "result"),
@@ -142,7 +150,10 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua: remove the batch", "xack xdel", "batches"),
         Grant("commit.lua: delete large bodies", "unlink", "body"),
         Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
-        Grant("commit.lua: add dead letters", "xadd", "dead"),
+        Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
+        Grant("bound_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
+        Grant("bound_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
+        Grant("bound_dead.lua: how many are too many", "hget", "registration config"),
         Grant(
             "answer.lua, reclaim.lua, commit.lua, step.lua: requests answered or begun, and chunks",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
@@ -155,6 +166,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (
         _CONNECT,
+        *_PRODUCE,
         *_COUNTS,
         Grant("read the age of the first waiting request", "xrange xinfo|stream", "requests"),
         Grant("read batches in flight", "xrange xinfo|stream", "batches settled"),
@@ -162,13 +174,15 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool simulate --record: read arrival times", "xread", "batches"),
         Grant("read and delete dead letters", "xrange xrevrange xdel xtrim xinfo|stream", "dead"),
         Grant("carpool dead replay: send each once", "multi exec watch unwatch", "dead"),
-        Grant("send a dead letter's request again, and withdraw one", "xadd xdel", "requests"),
-        Grant("read its result", "blpop blmove", "result"),
         Grant("find unused keys of any name", "scan"),
         Grant("remove a model that is no longer served", "srem", "models"),
-        Grant("remove its keys", "del", "registration config requests batches settled dead workers"),
-        Grant("remove its remaining results", "del", "order held result replies body"),
-        Grant("remove its sequences", "del", "sequence sequences inbox draining"),
+        Grant("carpool forget: only if nobody uses it meanwhile", "watch", "requests batches workers"),
+        Grant(
+            "remove its keys, and what remains of its requests and sequences",
+            "del",
+            "registration config requests batches settled dead dead_dropped workers "
+            "order held result replies body progress sequence sequences inbox draining",
+        ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
@@ -190,9 +204,11 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "batches": keys.batches,
         "settled": keys.settled,
         "dead": keys.dead,
+        "dead_dropped": keys.dead_dropped,
         "registration": keys.registration,
         "config": keys.config,
         "workers": keys.workers,
+        "loading": keys.loading,
         "batcher": keys.batcher,
         "report": keys.report,
         "result": keys.result("*"),

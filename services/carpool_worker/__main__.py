@@ -50,9 +50,8 @@ def main(argv: Sequence[str]) -> int:
         serve_health(settings, metrics, worker)
         worker.start(stop)
     except ModelLoadError as error:
-        if error.trace:
-            print(error.trace, file=sys.stderr)
-        log.error("model cannot be loaded", model=settings.model, reason=str(error))
+        trace = error.logged_trace()
+        log.error("model cannot be loaded", model=settings.model, reason=str(error), **trace)
         return 1
     except (ValueError, OSError) as error:
         log.error("worker cannot start", model=settings.model, reason=str(error))

@@ -10,6 +10,7 @@ import contextlib
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -27,7 +28,8 @@ from carpool.errors import (
 from carpool.messages import MSGPACK, RAW, Batch, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
-from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.bodies import decode_body, encode_body, result_type
+from carpool.wire.content_types import accepted, is_value
 from carpool.wire.tensors import (
     Array,
     HeadMemo,
@@ -35,7 +37,7 @@ from carpool.wire.tensors import (
     are_bools,
     array_of,
     check_bools,
-    datatype_of,
+    converted,
     tensor_head,
     to_bytes,
 )
@@ -44,6 +46,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
 from carpool_worker.raising_producers import RaisingProducers
 
+_NAMES_SHOWN: Final = 10  # of those in a body, in an error
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 _OTHER_KIND: Final = (
@@ -208,14 +211,16 @@ class Codec:
 
     def _decode_tensors(self, content_type: str, body: bytes) -> _Decoded:
         inputs = self.inputs
-        if content_type == RAW:
-            return self._raw_tensor(body)
+        if not is_value(content_type):
+            return self._raw_tensor(content_type, body)
         value = decode_body(content_type, body)
         if len(inputs) == 1 and not (isinstance(value, dict) and value.keys() == {inputs[0].name}):
             value = {inputs[0].name: value}
         if not isinstance(value, dict) or value.keys() != {spec.name for spec in inputs}:
+            given = f"a map of {_names_of(value)}" if isinstance(value, dict) else "no map"
             raise InvalidArgumentError(
-                f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}"
+                f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}; "
+                f"it is {given}"
             )
         parts: list[Part] = []
         data: list[bytes] = []
@@ -230,11 +235,11 @@ class Codec:
             self._memo.remember(body, parts[0][1], parts[0][2], len(data[0]))
         return tuple(parts), data[0]
 
-    def _raw_tensor(self, body: bytes) -> tuple[tuple[Part, ...], bytes]:
+    def _raw_tensor(self, content_type: str, body: bytes) -> tuple[tuple[Part, ...], bytes]:
         """An octet-stream body, for a model with one tensor of fixed shape: the tensor's bytes."""
         spec = self.inputs[0]
         expected_bytes = spec.fixed_bytes
-        if len(self.inputs) > 1 or expected_bytes is None:
+        if content_type != RAW or len(self.inputs) > 1 or expected_bytes is None:
             raise InvalidArgumentError(
                 "content_type: this model's tensors need application/msgpack or application/json"
             )
@@ -286,6 +291,7 @@ class Codec:
         execution.frames_executed += 1
         execution.executed += outcome.executed
         execution.is_normal &= outcome.executed > 0
+        execution.error = outcome.error or execution.error
         if outcome.raised or len(self._raising):
             self._raising.observe(
                 [run for run, _, _ in _by_run(execution, frame.positions)],
@@ -306,8 +312,8 @@ class Codec:
             if len(values) != len(succeeded):
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
             for run, start, of_run in _by_run(execution, succeeded):
-                encoded = [_encode(run.content_type, value) for value in values[of_run.start : of_run.stop]]
-                _take_bodies(execution, run, start, succeeded[of_run.start : of_run.stop], encoded)
+                of_values = values[of_run.start : of_run.stop]
+                _take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
 
     def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
         """Take the new states of these requests from a payload. Returns its other part."""
@@ -327,19 +333,19 @@ class Codec:
         view = memoryview(payload)
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
-            head = heads.get(run.content_type)
+            wanted = accepted(run.extra)
+            head = heads.get(wanted or run.content_type)
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
-                bodies = [_encode(run.content_type, _row(arrays, index)) for index in of_run]
-            elif 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
-                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-                execution.succeed(run, start, positions[of_run.start : of_run.stop], rows)
+                of_values = [_row(arrays, index) for index in of_run]
+                _take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
                 continue
-            else:
-                bodies = [
-                    b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run
-                ]
-            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies)
+            if 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
+                execution.succeed(run, start, positions[of_run.start : of_run.stop], rows, wanted)
+                continue
+            bodies = [b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run]
+            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies, wanted)
 
 
 class _ResultHead(NamedTuple):
@@ -410,16 +416,32 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
     return found
 
 
+def _take_values(
+    execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], values: Sequence[Any]
+) -> None:
+    """Results of requests of one run, which may have several content types."""
+    content_type, wanted = run.content_type, accepted(run.extra)
+    if wanted or is_value(content_type):  # the usual case: all have one
+        bodies = [_encode(wanted or content_type, value) for value in values]
+        _take_bodies(execution, run, start, positions, bodies, wanted)
+        return
+    for position, value in zip(positions, values, strict=True):
+        of_result = result_type(content_type, wanted, value)
+        _take_bodies(execution, run, start, [position], [_encode(of_result, value)], of_result)
+
+
 def _take_bodies(
     execution: Execution,
     run: BatchedRun,
     start: int,
     positions: Sequence[int],
     bodies: Sequence[bytes | CarpoolError],
+    content_type: str,
 ) -> None:
-    """Results of requests of one run. An error in place of a body fails its request."""
+    """Results of requests of one run. An error in place of a body fails its request. `content_type`: of the
+    bodies; empty if it is that of the run."""
     taken: list[int] = []
-    accepted: list[bytes] = []
+    fitting: list[bytes] = []
     for position, body in zip(positions, bodies, strict=True):
         if type(body) is not bytes:
             assert isinstance(body, CarpoolError)
@@ -429,19 +451,20 @@ def _take_bodies(
             execution.fail(position, INTERNAL, detail)
         else:
             taken.append(position)
-            accepted.append(body)
-    if accepted:
-        execution.succeed(run, start, taken, accepted)
+            fitting.append(body)
+    if fitting:
+        execution.succeed(run, start, taken, fitting, content_type)
 
 
 def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
     """The shape and bytes of a decoded numeric tensor, as `spec` declares it. Raises InvalidArgumentError."""
     field_name = f"body.{spec.name}"
-    if not hasattr(value, "dtype"):
+    if type(value) is dict:
+        raise _no_tensor(value, spec)
+    if hasattr(value, "dtype"):
+        value = converted(value, spec.datatype, field_name)
+    else:
         value = array_of(value, spec.datatype, field_name)
-    datatype = datatype_of(value)
-    if datatype != spec.datatype and not (spec.datatype == "BF16" and datatype == "FP32"):
-        raise InvalidArgumentError(f"{field_name}.datatype: {datatype}, but this model takes {spec.datatype}")
     if not spec.admits(value.shape):
         raise _wrong_shape(value.shape, spec)
     return value.shape, to_bytes(value, spec.datatype)
@@ -449,6 +472,8 @@ def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
 
 def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
     """As `_numbers`, for BYTES. A flat list takes the declared shape if that is unambiguous."""
+    if type(value) is dict:
+        raise _no_tensor(value, spec)
     array = np.array(value, object)
     if not all(type(text) is str for text in array.flat):
         raise InvalidArgumentError(f"body.{spec.name}.data: BYTES takes strings only")
@@ -459,6 +484,18 @@ def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
             raise _wrong_shape(shape, spec)
         shape = inferred
     return shape, _pack(array.ravel().tolist())
+
+
+def _no_tensor(value: Mapping[Any, Any], spec: TensorSpec) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"body.{spec.name}: must be a tensor, which is a map of datatype, shape and data, or a list; "
+        f"it is a map of {_names_of(value)}"
+    )
+
+
+def _names_of(value: Mapping[Any, Any]) -> str:
+    """The names in a map, for an error; of too many or too long ones the first."""
+    return f"{', '.join(sorted(map(str, islice(value, _NAMES_SHOWN)))):.200}" or "nothing"
 
 
 def _infer_shape(declared: tuple[int, ...], size: int) -> tuple[int, ...] | None:

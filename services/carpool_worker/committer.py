@@ -10,11 +10,12 @@ from typing import Final
 
 import structlog
 
-from carpool.messages import Result
+from carpool.messages import Executed, Failures, Result
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
+from carpool_worker.dead_letters import bound_dead_letters
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 
@@ -53,6 +54,12 @@ class Committer:
             execution.compute_us,
             len(execution.dead_letters),
         )
+        if execution.dead_letters:
+            self.bound_dead_letters()
+
+    def bound_dead_letters(self) -> None:
+        """Some were written: drop the oldest ones, if they are too many now."""
+        bound_dead_letters(self._store, self._metrics)
 
     def _commit(self, execution: Execution) -> set[int]:
         """Empty if the batch is committed; else positions that were answered elsewhere: leave them out."""
@@ -68,11 +75,14 @@ class Committer:
             batch,
             singles,
             execution.dead_letters,
-            execution.compute_us,
+            Executed(
+                execution.compute_us,
+                execution.executed_together,
+                execution.waited_us,
+                execution.overhead_us,
+                Failures(execution.failed(), execution.error),
+            ),
             execution.of_runs,
-            execution.executed_together,
-            execution.waited_us,
-            execution.overhead_us,
             execution.changes(),
         )
 

@@ -17,6 +17,8 @@ from carpool.errors import ABORTED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
 from carpool.parts import Buffer
 from carpool.rows import Rows
+from carpool.wire.content_types import answer_type
+from carpool.wire.field_hints import warnings_of
 from carpool_worker.model_process.frames import FrameHeader
 
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
@@ -69,6 +71,7 @@ class Execution:
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames
+    error: str = ""  # the name of what the model raised last; empty if it did not
     chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
     first_us: int | None = None  # the time from its arrival to the first of these
     # The states of the sequences, by position: those that were loaded, and after the execution the new ones.
@@ -169,12 +172,13 @@ class Execution:
         self.results[position] = Result(
             run.correlation_ids[index],
             status,
-            run.content_type,
+            answer_type(run.content_type, run.extra),
             None,
             detail,
             self.batch.size,
             self.queue_us(run),
             self.compute_us,
+            warnings=warnings_of(run.extra) if run.extra else (),
         )
 
     def succeed(
@@ -183,15 +187,18 @@ class Execution:
         start: int,
         positions: Sequence[int],
         bodies: Rows | list[bytes],
+        content_type: str = "",
     ) -> None:
-        """Give requests of this run, whose first position is `start`, their results."""
+        """Give requests of this run, whose first position is `start`, their results. `content_type`: if it is
+        not the run's."""
         ids, tickets = run.correlation_ids, run.tickets
         if len(positions) < len(ids):
             indexes = [position - start for position in positions]
             ids = [ids[at] for at in indexes]
             tickets = None if tickets is None else tickets.select(indexes)
         served = (self.batch.size, self.queue_us(run), self.compute_us)
-        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served))
+        warnings = warnings_of(run.extra) if run.extra else ()
+        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type))
 
     def queue_us(self, run: BatchedRun) -> int:
         """How long the requests of this run waited until they were dispatched."""
@@ -244,6 +251,10 @@ class Execution:
             of_singles = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
             of_runs += [(self.batch.runs[at], number) for at, number in of_singles.items()]
         return ResultCounts(statuses, of_runs)
+
+    def failed(self) -> dict[str, int]:
+        """How many results are errors, by status."""
+        return dict(Counter([result.status for result in self.results.values() if result.status != OK]))
 
 
 def _why_broken(correlation_id: str, status: str) -> str:

@@ -1,7 +1,8 @@
 """The heartbeat: renews the leases of the replicas and of the batches that they have in hand.
 
 Each beat also reads Redis's clock, and registers the model again if Redis was emptied. During a drain it lets
-each replica leave when it is no longer needed: most when they have no batch in hand.
+each replica leave when it is no longer needed: most when they have no batch in hand. Once a minute it has
+dead letters dropped that are too old.
 
 It starts first and stops last. It has a thread and a connection of its own, in a process that runs no model:
 a model may hold the GIL or block in C for an hour, and its batch is still renewed. Therefore no limit on the
@@ -18,6 +19,7 @@ from typing import Final
 import structlog
 
 from carpool.store.worker import WorkerStore
+from carpool_worker.dead_letters import INTERVAL_S, bound_dead_letters
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica_loop import AnyReplica
 
@@ -42,6 +44,7 @@ class Heartbeat:
         self._lease_ms = lease_ms
         self._register = register
         self._not_owned: set[str] = set()  # batches that this worker did not own at the last beat
+        self._dead_letters_at_s = 0.0
         self._draining = False
         self._stopping = threading.Event()
         self._log = structlog.get_logger()
@@ -64,6 +67,7 @@ class Heartbeat:
                 continue
             batches = replica.batches()
             renewal = self._store.renew(consumer, self._lease_ms, batches, revive=replica.can_be_revived)
+            replica.model_processes = renewal.model_processes
             if not renewal.had_lease:
                 replica.on_lease_lost(consumer)
             if not renewal.is_registered:
@@ -79,6 +83,10 @@ class Heartbeat:
             )
         self._not_owned = not_owned
         self._measure()
+        now_s = time.monotonic()
+        if now_s >= self._dead_letters_at_s:  # after the leases, which must not wait for it
+            self._dead_letters_at_s = now_s + INTERVAL_S
+            bound_dead_letters(self._store, self._metrics)
 
     def _measure(self) -> None:
         """Measure how late this beat is. A lease that runs out lets other workers reclaim the batches."""

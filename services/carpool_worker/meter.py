@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from prometheus_client import Counter, Gauge
@@ -15,11 +15,13 @@ from carpool.errors import (
     INVALID_ARGUMENT,
     NOT_FOUND,
     OK,
+    PERMISSION_DENIED,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     UNIMPLEMENTED,
 )
 from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
+from carpool.store.dead_letters import BOUNDS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
 from carpool_worker.model_process.step_frames import Step
@@ -34,7 +36,9 @@ _REASONS: Final = {
     INTERNAL: "model",
 }
 # Statuses that only a model returns. All others that it makes up are counted together as "other".
-_MODEL_STATUSES: Final = frozenset((RESOURCE_EXHAUSTED, CANCELLED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND))
+_MODEL_STATUSES: Final = frozenset(
+    (RESOURCE_EXHAUSTED, CANCELLED, PERMISSION_DENIED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND)
+)
 
 
 class StepCounts(NamedTuple):
@@ -80,6 +84,13 @@ class WorkerMetrics(CommonMetrics):
             "Commits that were refused because another worker had reclaimed the batch",
         )
         self._dead = self._counter("carpool_dead_letters", "Requests given up and kept as dead letters")
+        dropped = Counter(
+            "carpool_dead_letters_dropped",
+            "Dead letters that were dropped, by the setting that they were over",
+            ("model", "setting"),
+            registry=self.registry,
+        )
+        self._dropped = {name: dropped.labels(model, name) for name in BOUNDS}
         self._states = self._counter(
             "carpool_state_bytes", "Bytes of states of sequences that were written with results"
         )
@@ -142,6 +153,11 @@ class WorkerMetrics(CommonMetrics):
             self._states.inc(execution.written_state_bytes)
         if execution.dead_letters:
             self._dead.inc(len(execution.dead_letters))
+
+    def dead_letters_dropped(self, dropped: Mapping[str, int]) -> None:
+        """Dead letters were dropped: how many, by the setting that they were over."""
+        for name, number in dropped.items():
+            self._dropped[name].inc(number)
 
     def _counter_of(self, status: str) -> Counter:
         """How many results of this status there were."""

@@ -38,6 +38,10 @@ class ModelLoadError(Exception):
         super().__init__(message)
         self.trace = trace
 
+    def logged_trace(self) -> dict[str, str]:
+        """The traceback as a field of a log line, which shows it as that of an exception; none if empty."""
+        return {"exception": self.trace} if self.trace else {}
+
 
 class ProcessHandle:
     """One model process. `start` is `spawn` and `wait_ready`. To replace it, `hang_up`, and do both once it

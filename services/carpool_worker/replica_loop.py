@@ -57,6 +57,8 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.consumer = consumer
         self.can_be_revived = True  # under this name, after its lease ran out
         self.is_member = True
+        # Live ones of this model, in all workers, as of the last heartbeat; 0: unknown.
+        self.model_processes = 0
         self.process = process
         self._fetcher: Fetches[Fetched] = fetcher
         self._draining = False

@@ -14,7 +14,9 @@ from typing import Any, Final
 from carpool.errors import CANCELLED, INTERNAL, OK, InternalError
 from carpool.messages import Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
-from carpool.wire.bodies import encode_body
+from carpool.wire.bodies import encode_body, result_type
+from carpool.wire.content_types import accepted
+from carpool.wire.field_hints import warnings_of
 from carpool_worker.codec import RESULT_BYTES_MAX
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
@@ -70,8 +72,10 @@ class StepExecution:
     def __init__(self, execution: Execution, key: int, now_s: float) -> None:
         self.execution = execution
         self.run = execution.batch.runs[0]
+        self._wanted = accepted(self.run.extra)  # the content type of its chunks and its output
         self.is_streamed = execution.batch.stream  # its producer wants chunks
         self.key = key
+        self.held_since_s = now_s
         self.kept = execution.chunks
         self.written = len(execution.chunks)
         self.first_us = execution.first_us
@@ -199,19 +203,21 @@ class StepExecution:
         run = self.run
         try:
             (value,) = frames.unpack_values(output)
-            body = _encode(run.content_type, value)
+            content_type = result_type(run.content_type, self._wanted, value)
+            body = _encode(content_type, value)
         except InternalError as error:
             self.end(error.status, error.detail)
             return
         self.result = Result(
             run.correlation_ids[0],
             OK,
-            run.content_type,
+            content_type,
             body,
             None,
             size,
             self.execution.queue_us(run),
             self.execution.compute_us,
+            warnings=warnings_of(run.extra or ()),
         )
 
     # --- Redis ---------------------------------------------------------------------------------------------
@@ -248,6 +254,7 @@ class StepExecution:
             self.has_passed,
             self._streamed(first_us, now_us if chunks else self.chunk_us) if self.result else None,
             bool(chunks) and now_us >= self._renew_us,
+            execution.error,
         )
 
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
@@ -260,9 +267,10 @@ class StepExecution:
         run = self.run
         value = values[0] if len(values) == 1 else concatenated(values)
         is_list = value is None and len(values) > 1
-        body = _encode(run.content_type, values if is_list else value)
+        content_type = result_type(run.content_type, self._wanted, values if is_list else value)
+        body = _encode(content_type, values if is_list else value)
         index, merged = self.written + offset, len(values)
-        chunk = Chunk(run.correlation_ids[0], run.content_type, body, index, merged, is_list)
+        chunk = Chunk(run.correlation_ids[0], content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
 
     def _streamed(self, first_us: int | None, last_us: int | None) -> Streamed | None:

@@ -134,10 +134,9 @@ class StepReplica(ReplicaLoop[Execution]):
         prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
         space = slots + prefetched - len(self._requests)
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
-            # A few at a time, because other workers may have free slots too; twice as many each time, if
-            # there are more.
-            wanted = max(prefetched, 2 * self._asked if self._is_part else 0)
-            self._asked = min(space, wanted)
+            # Not more than a share, because other processes may have free slots, too.
+            share = -(-space // self.model_processes) if self.model_processes else 0
+            self._asked = min(space, max(prefetched, share))
             self._take(self._fetcher.start(self._asked, wait=not self._is_part))
 
     @property
@@ -270,6 +269,8 @@ class StepReplica(ReplicaLoop[Execution]):
             request = self._requests.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
+                if advance.failure is not None:
+                    request.execution.error = step.error
                 if request is self._alone and request.stepped_alone():
                     self._alone = None
         self._running = step.running
@@ -360,6 +361,8 @@ class StepReplica(ReplicaLoop[Execution]):
             execution.results[0] = result
         self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
         self._step_log.ended(self.consumer, request, write)
+        if write.dead_letter is not None:
+            self._committer.bound_dead_letters()
         self._forget([request])
 
     def _drop_fenced(self, requests: Sequence[StepExecution]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import structlog
@@ -68,16 +69,19 @@ class StepWriter:
     def write_due(self, settings: ModelSettings) -> Iterator[Written]:
         """Write what was emitted; from time to time, ask which of all requests were answered meanwhile."""
         now_s, is_full, buffer = time.monotonic(), self.is_full, settings.stream_buffer
-        is_check = now_s >= self._check_at_s
+        checked_since_s = -inf  # those that are held since then, or longer, are asked about
+        if now_s >= self._check_at_s:
+            self._check_at_s = now_s + CHECK_INTERVAL_S
+            checked_since_s = now_s - CHECK_INTERVAL_S
         due = [
             request
             for request in self._held()
-            if is_check or request.has_ended or (not is_full and request.has_news(buffer))
+            if request.held_since_s <= checked_since_s
+            or request.has_ended
+            or (not is_full and request.has_news(buffer))
         ]
         if not due:
             return
-        if is_check:
-            self._check_at_s = now_s + CHECK_INTERVAL_S
         try:
             yield from self._write(due, settings, only_final=is_full)
         except CommandError as error:

@@ -36,6 +36,7 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
 from carpool.store.eviction import eviction_warning
+from carpool.store.permissions import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
@@ -46,6 +47,7 @@ from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.inbox import Inbox
+from carpool_worker.loading import LoadingNotice
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
@@ -103,6 +105,10 @@ class Worker:
 
         Raises ModelLoadError. Returns early when `stop` is set.
         """
+        with LoadingNotice(self._new_link("loading"), self._keys, self._name, self._lease_ms):
+            self._start(stop)
+
+    def _start(self, stop: threading.Event) -> None:
         started_s = time.monotonic()
         for process in self._processes:
             process.spawn()
@@ -119,6 +125,8 @@ class Worker:
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
             )
+        for doubt in ModelSettings.from_mapping(ready.settings).doubts():
+            self._log.warning("setting of the model may be a mistake", reason=doubt)
         self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
         self._heartbeat = Heartbeat(
             self._replicas,
@@ -152,8 +160,8 @@ class Worker:
                 self._eviction_warning = eviction_warning(self._control)
             except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
                 self._metrics.error(error)
-                self._waiting_for = str(error)
-                self._log.warning("cannot register with Redis, retrying", reason=str(error))
+                self._waiting_for = reason_of(error, "worker")
+                self._log.warning("cannot register with Redis, retrying", reason=self._waiting_for)
                 stop.wait(1.0)
             else:
                 if self._eviction_warning:
@@ -217,7 +225,9 @@ class Worker:
             self._metrics.error(error)
             if isinstance(error, ModelLoadError):
                 self._log.error(
-                    "model cannot be loaded again, stopping the worker", reason=str(error), trace=error.trace
+                    "model cannot be loaded again, stopping the worker",
+                    reason=str(error),
+                    **error.logged_trace(),
                 )
                 self.failed.set()
             else:

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from carpool.client import AsyncClient, Client, Reply
-    from carpool.errors import CarpoolError, Unhealthy
+    from carpool.errors import CarpoolError, Unhealthy, UnknownOutcomeError
     from carpool.wire.tensors import StateSpec, TensorSpec
 
-__all__ = ["AsyncClient", "CarpoolError", "Client", "Reply", "StateSpec", "TensorSpec", "Unhealthy"]
+__all__ = [
+    "AsyncClient",
+    "CarpoolError",
+    "Client",
+    "Reply",
+    "StateSpec",
+    "TensorSpec",
+    "Unhealthy",
+    "UnknownOutcomeError",
+]
 
 # Imported on first use: a model process must not pay for a Redis client that it never needs.
 _MODULES: Final = {
@@ -19,6 +28,7 @@ _MODULES: Final = {
     "Reply": "carpool.client",
     "CarpoolError": "carpool.errors",
     "Unhealthy": "carpool.errors",
+    "UnknownOutcomeError": "carpool.errors",
     "StateSpec": "carpool.wire.tensors",
     "TensorSpec": "carpool.wire.tensors",
 }

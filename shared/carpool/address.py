@@ -1,4 +1,4 @@
-"""Addresses of Redis: for logs and error messages, and in URLs that name several servers."""
+"""Addresses of Redis: how logs and errors show them, and in URLs that name several servers."""
 
 from __future__ import annotations
 

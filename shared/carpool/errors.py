@@ -15,6 +15,7 @@ RESOURCE_EXHAUSTED: Final = "RESOURCE_EXHAUSTED"
 CANCELLED: Final = "CANCELLED"
 INTERNAL: Final = "INTERNAL"
 ABORTED: Final = "ABORTED"
+PERMISSION_DENIED: Final = "PERMISSION_DENIED"
 UNAVAILABLE: Final = "UNAVAILABLE"
 UNIMPLEMENTED: Final = "UNIMPLEMENTED"
 NOT_FOUND: Final = "NOT_FOUND"
@@ -70,6 +71,12 @@ class AbortedError(CarpoolError):
     status = ABORTED
 
 
+class PermissionDeniedError(CarpoolError, PermissionError):
+    """The user with which this program signed in to Redis may not do this."""
+
+    status = PERMISSION_DENIED
+
+
 class UnavailableError(CarpoolError, ConnectionError):
     """Redis could not be reached, or the client was closed."""
 
@@ -88,6 +95,22 @@ class NotFoundError(CarpoolError, LookupError):
     status = NOT_FOUND
 
 
+class UnknownOutcomeError(CarpoolError):
+    """It is not known what becomes of the request: it may have been accepted, and may be executed.
+
+    Every other error is definite: the request has this result, or was never accepted. After this one it may
+    be sent again under the same correlation ID.
+    """
+
+
+class UnconfirmedError(UnknownOutcomeError, UnavailableError):
+    """Redis did not confirm the request as was asked for, or the client was closed before its result."""
+
+
+class NoResultError(UnknownOutcomeError, DeadlineExceededError):
+    """The request was sent, and the client's timeout ended before there was a result."""
+
+
 class Unhealthy(Exception):  # noqa: N818 (it says what the process is)
     """A model raises it when its process cannot go on, with a sentence that says why: for example because its
     accelerator is broken. No request fails of it. Another process replaces this one, and executes again what
@@ -103,6 +126,7 @@ _BY_STATUS: Final[dict[str, type[CarpoolError]]] = {
         CancelledRequestError,
         InternalError,
         AbortedError,
+        PermissionDeniedError,
         UnavailableError,
         UnimplementedError,
         NotFoundError,

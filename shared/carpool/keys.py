@@ -42,6 +42,11 @@ class Keys:
         return f"{self.prefix}:{{{self.model}}}:{name}"
 
     @property
+    def of_model(self) -> str:
+        """What the name of every key of this model begins with."""
+        return self._of("")
+
+    @property
     def requests(self) -> str:
         """Stream: the waiting requests. XLEN is the depth of the queue."""
         return self._of("requests")
@@ -63,9 +68,19 @@ class Keys:
         return self._of("dead")
 
     @property
+    def dead_dropped(self) -> str:
+        """Hash: how many dead letters were dropped, by the bound that they were over (`bound_dead.lua`)."""
+        return self._of("dead_dropped")
+
+    @property
     def registration(self) -> str:
         """Hash: what the workers registered (`carpool:{MODEL}:model`)."""
         return self._of("model")
+
+    @property
+    def loading(self) -> str:
+        """Hash that expires: `worker`, the name of one that is loading the model."""
+        return self._of("loading")
 
     @property
     def config(self) -> str:

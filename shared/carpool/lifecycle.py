@@ -149,7 +149,9 @@ def keep_freed_memory() -> None:
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set. Call it once, from the main thread.
+    """An event that SIGTERM, SIGINT and SIGHUP set. Call it once, from the main thread.
+
+    A terminal that is closed sends SIGHUP. It is ignored by what was started with `nohup`.
 
     SIGINT (Ctrl-C) while the process is stopping ends it at once with status 130, because a person is
     waiting. A further SIGTERM does not: Ctrl-C reaches all processes of the terminal, and the supervisor then
@@ -175,6 +177,8 @@ def stop_on_signals() -> threading.Event:
     threading.Thread(target=relay, name="stop-signals", daemon=True).start()
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handle)
     return stop
 
 

@@ -90,6 +90,8 @@ class Run:
     tickets: Tickets | None = None  # the places in the order of results, if that is preserved
     stream: bool = False  # the producer wants partial results
     sequence: SequencePart | None = None  # then it is a run of one
+    # How long it is delayed after its entry arrived; then `arrival_us` is the end of that time.
+    not_before_ms: int = 0
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
@@ -164,6 +166,7 @@ class Run:
             tickets,
             self.stream,
             self.sequence,
+            self.not_before_ms,
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
@@ -400,7 +403,7 @@ class Result(NamedTuple):
     """The result of one request. `body` is bytes of `content_type`; None unless `status` is OK.
 
     Of a streamed request: `index` is the number of its chunks; `first_us` the time from its arrival to the
-    first of them, None if there is none.
+    first of them, None if there is none. `warnings`: sentences for its producer about the request.
     """
 
     correlation_id: str
@@ -413,6 +416,7 @@ class Result(NamedTuple):
     compute_us: int = 0
     index: int | None = None  # type: ignore[assignment]  # hides tuple.index
     first_us: int | None = None
+    warnings: Sequence[str] = ()
 
 
 class Chunk(NamedTuple):
@@ -460,17 +464,25 @@ class RunResults(NamedTuple):
     batch_size: int
     queue_us: int
     compute_us: int
+    warnings: Sequence[str] = ()  # to each of them
+    other_type: str = ""  # their content type, if it is not that of the run
+
+    @property
+    def content_type(self) -> str:
+        """The content type of the bodies."""
+        return self.other_type or self.run.content_type
 
     @property
     def are_columns(self) -> bool:
         """Whether they are written as columns: several rows, for a producer that reads columns."""
         run = self.run
-        has_rows = type(self.bodies) is Rows and len(self.correlation_ids) > 1
+        has_rows = type(self.bodies) is Rows and len(self.correlation_ids) > 1 and not self.warnings
         return has_rows and run.reply_columns and run.reply_to is not None
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        return _results(self.correlation_ids, self.run.content_type, self.bodies, self[5:])
+        of_run = _results(self.correlation_ids, self.content_type, self.bodies, self[5:8])
+        return [result._replace(warnings=self.warnings) for result in of_run] if self.warnings else of_run
 
 
 def _results(
@@ -505,6 +517,7 @@ class Refusal(NamedTuple):
     run: Run | None = None  # what is refused; None if it could not be decoded
     body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
     breaks: SequencePart | None = None  # the sequence that is broken by it: so recorded with the answer
+    warnings: Sequence[str] = ()  # to its producer, if it could not be decoded
 
     def where_it_is(self) -> Refusal:
         """This refusal, with the entry in which the run is now: it may have been put back in another one."""
@@ -569,6 +582,24 @@ class Streamed(NamedTuple):
         return self.first_to_last_us // (self.chunks - 1)
 
 
+class Failures(NamedTuple):
+    """How many requests of a batch have an error as their result, by status; and what the model raised last,
+    such as `KeyError at model.py:14`, which tells nothing of a request."""
+
+    statuses: Mapping[str, int] = {}
+    error: str = ""
+
+
+class Executed(NamedTuple):
+    """How a batch was executed: see `BatchSettled`. `requests`: how many the model executed together."""
+
+    compute_us: int = 0
+    requests: int = 0
+    waited_us: int = 0
+    overhead_us: int = 0
+    failures: Failures = Failures()
+
+
 class BatchSettled(NamedTuple):
     """A batch was committed at `settled_us`, by Redis's clock. `compute_us` is 0 if none of its requests was
     executed.
@@ -579,6 +610,7 @@ class BatchSettled(NamedTuple):
     `streamed`: only of a streamed request, which is alone in its batch.
     `broken`: the IDs of sequences whose request in the batch did not succeed.
     `overhead_us`: for which it occupied its process beside `compute_us`; 0 if that was not measured.
+    `failures`: what failed; None if nothing did.
     """
 
     batch_id: str
@@ -591,6 +623,7 @@ class BatchSettled(NamedTuple):
     streamed: Streamed | None = None
     broken: Sequence[str] = ()
     overhead_us: int = 0
+    failures: Failures | None = None
 
 
 class ModelProcessesChanged(NamedTuple):

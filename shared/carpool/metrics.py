@@ -95,6 +95,10 @@ class Histogram(Collector):
         """The counts of one model."""
         return self._counts.setdefault(model, BucketCounts(self._bounds))
 
+    def forget(self, model: str) -> None:
+        """Export nothing of this model any more."""
+        self._counts.pop(model, None)
+
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Called by prometheus-client for each scrape. Its buckets are cumulative."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=("model",))

@@ -15,8 +15,11 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 from carpool.messages import PRIORITY_LEVELS
+from carpool.units import BYTES, MILLISECONDS, number_in
 
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
+_RESULT_TTL_MS_DOUBTED: Final = 1000
+DEAD_LETTERS_MAX: Final = 100_000  # of one model, whatever its settings are
 _TEXTS_FOR_NONE: Final = ("", "none", "null")
 
 
@@ -51,33 +54,46 @@ def _setting(default: Any, kind: Kind, meaning: str) -> Any:
 # --- types of settings -------------------------------------------------------------------------------------
 
 
-def _integer(lowest: int) -> Kind:
+_NO_UNITS: Final[Mapping[str, int]] = {}
+
+
+def _integer(lowest: int, units: Mapping[str, int] = _NO_UNITS, *, highest: int = _NUMBER_MAX - 1) -> Kind:
+    valid = f"of at least {lowest}" if highest == _NUMBER_MAX - 1 else f"from {lowest} to {highest}"
+
     def read(value: Any) -> int:
-        number = _to_float(value)
-        if number is None or not number.is_integer() or not lowest <= number < _NUMBER_MAX:
-            raise ValueError(f"must be a whole number of at least {lowest}")
+        number = _to_float(value, units)
+        if number is None or not number.is_integer() or not lowest <= number <= highest:
+            raise ValueError(f"must be a whole number {valid}{_or_with_a_unit(units)}")
         return int(number)
 
     return Kind(read)
 
 
-def _number(lowest: float) -> Kind:
+def _number(lowest: float, units: Mapping[str, int] = _NO_UNITS) -> Kind:
     def read(value: Any) -> float:
-        number = _to_float(value)
+        number = _to_float(value, units)
         if number is None or not lowest <= number < _NUMBER_MAX:
-            raise ValueError(f"must be a number of at least {lowest:g}")
+            raise ValueError(f"must be a number of at least {lowest:g}{_or_with_a_unit(units)}")
         return int(number) if number.is_integer() else number
 
     return Kind(read)
 
 
-def _to_float(value: Any) -> float | None:
+def _or_with_a_unit(units: Mapping[str, int]) -> str:
+    if not units:
+        return ""
+    return ", in bytes or such as 64MiB" if units is BYTES else ", in milliseconds or such as 5s"
+
+
+def _to_float(value: Any, units: Mapping[str, int]) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
         return float(value)
-    except (ValueError, OverflowError):
+    except OverflowError:
         return None
+    except ValueError:
+        return number_in(units, str(value))
 
 
 def _is_none(value: Any) -> bool:
@@ -133,12 +149,14 @@ def _read_weights(value: Any) -> Mapping[str, float]:
     if _is_none(value):
         return MappingProxyType({})
     try:
-        if isinstance(value, str):  # split at the last colon: the name of a tenant may contain colons
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = json.loads(value)
+        elif isinstance(value, str):  # split at the last colon: the name of a tenant may contain colons
             value = dict(item.rsplit(":", 1) for item in value.replace(",", " ").split())
         weights = {str(name): float(WEIGHT.read(weight)) for name, weight in value.items()}
     except (AttributeError, ValueError):
         raise ValueError(
-            "must be a list of TENANT:WEIGHT, with weights of at least 0.001, such as gold:4,silver:2"
+            'must map tenants to weights of at least 0.001, such as gold:4,silver:2 or {"gold": 4}'
         ) from None
     return MappingProxyType(weights)
 
@@ -155,6 +173,7 @@ WEIGHTS: Final = Kind(
     _read_weights,
     lambda weights: ",".join(f"{name}:{WEIGHT.read(weight)}" for name, weight in weights.items()),
 )
+UNKNOWN_FIELDS: Final = _choice("pass", "refuse")
 EXPIRATION_ACTION: Final = _choice("reject", "delay")
 POLICIES: Final = ("eager", "deferred")
 POLICY: Final = Kind(_read_policy)
@@ -171,7 +190,9 @@ class PriorityPolicy:
         None, _optional(_integer(1)), "maximum number of requests of this priority that may wait"
     )
     default_expiration_ms: int | None = _setting(
-        None, _optional(_integer(1)), "expiration of a request of this priority that does not set one"
+        None,
+        _optional(_integer(1, MILLISECONDS)),
+        "expiration of a request of this priority that does not set one",
     )
     allow_expiration_override: bool | None = _setting(
         None, _optional(FLAG), "whether requests of this priority may set their own expiration"
@@ -217,7 +238,7 @@ class ModelSettings:
     )
     max_queue_delay_ms: float = _setting(
         0,
-        _number(0),
+        _number(0, MILLISECONDS),
         "how long the oldest request may wait for others before a partial batch is dispatched",
     )
     preferred_batch_sizes: tuple[int, ...] = _setting(
@@ -228,15 +249,15 @@ class ModelSettings:
     )
     max_queue_bytes: int = _setting(
         256 * 1024 * 1024,
-        _integer(1),
+        _integer(1, BYTES),
         "maximum bytes of requests that may wait; further requests are refused",
     )
-    max_body_bytes: int = _setting(8 * 1024 * 1024, _integer(1), "largest body of a request")
+    max_body_bytes: int = _setting(8 * 1024 * 1024, _integer(1, BYTES), "largest body of a request")
     default_expiration_ms: int | None = _setting(
-        None, _optional(_integer(1)), "expiration of a request that does not set one"
+        None, _optional(_integer(1, MILLISECONDS)), "expiration of a request that does not set one"
     )
     max_expiration_ms: int = _setting(
-        24 * 3600 * 1000, _integer(1), "longest expiration that a request may set"
+        24 * 3600 * 1000, _integer(1, MILLISECONDS), "longest expiration that a request may set"
     )
     allow_expiration_override: bool = _setting(True, FLAG, "whether requests may set their own expiration")
     expiration_action: str = _setting(
@@ -263,10 +284,12 @@ class ModelSettings:
     )
     target_latency_ms: float | None = _setting(
         None,
-        _optional(_number(0.001)),
+        _optional(_number(0.001, MILLISECONDS)),
         "latency that the policy deferred aims for where requests have no deadline",
     )
-    result_ttl_ms: int = _setting(60_000, _integer(1), "how long a result is kept for its producer")
+    result_ttl_ms: int = _setting(
+        60_000, _integer(1, MILLISECONDS), "how long a result is kept for its producer"
+    )
     max_prefill_cost: int | None = _setting(
         None,
         _optional(_integer(1)),
@@ -276,18 +299,34 @@ class ModelSettings:
         256, _integer(1), "number of unread chunks from which on further ones are merged"
     )
     reader_idle_ms: int = _setting(
-        10_000, _integer(1), "after which time without reading a streamed request is cancelled"
+        10_000, _integer(1, MILLISECONDS), "after which time without reading a streamed request is cancelled"
     )
     max_candidate_sequences: int = _setting(
         10_000, _integer(1), "maximum number of sequences that are kept at a time; others wait to start"
     )
     max_sequence_idle_ms: int = _setting(
-        60_000, _integer(1), "after which time without requests a sequence is ended"
+        60_000, _integer(1, MILLISECONDS), "after which time without requests a sequence is ended"
+    )
+    unknown_fields: str = _setting(
+        "pass",
+        UNKNOWN_FIELDS,
+        "fields that Carpool does not define: passed on to the model, or the request is refused",
     )
     max_execution_ms: int | None = _setting(
         None,
-        _optional(_integer(1)),
+        _optional(_integer(1, MILLISECONDS)),
         "longest execution of a batch, or of a step; a model process that takes longer is replaced",
+    )
+    max_dead_letters: int = _setting(
+        10_000,
+        _integer(1, highest=DEAD_LETTERS_MAX),
+        "number of dead letters that are kept; the oldest go first",
+    )
+    max_dead_letter_bytes: int = _setting(
+        64 * 1024 * 1024, _integer(1, BYTES), "bytes of Redis's memory that dead letters may take together"
+    )
+    max_dead_letter_age_ms: int = _setting(
+        7 * 24 * 3600 * 1000, _integer(1, MILLISECONDS), "how long a dead letter is kept"
     )
 
     def __post_init__(self) -> None:
@@ -326,6 +365,34 @@ class ModelSettings:
                 f"preferred_batch_sizes: {', '.join(too_large)} can never be filled, "
                 f"because max_batch_size is {self.max_batch_size}"
             )
+
+    def doubts(self) -> list[str]:
+        """What is allowed and yet can hardly be meant, each a sentence that begins with a setting's name.
+
+        For a person to read: `carpool config` and a worker's log show it, and nothing depends on it.
+        """
+        doubts = []
+        if self.result_ttl_ms < _RESULT_TTL_MS_DOUBTED:
+            doubts.append(
+                f"result_ttl_ms: a result that nobody has read after {self.result_ttl_ms} ms is lost"
+            )
+        if self.max_body_bytes > self.max_queue_bytes:
+            doubts.append(
+                f"max_body_bytes: bodies of more than {self.max_queue_bytes} (max_queue_bytes) never wait: "
+                "they are refused"
+            )
+        if self.max_queue_size < self.max_batch_size:
+            doubts.append(
+                f"max_queue_size: with at most {self.max_queue_size} waiting requests, batches of "
+                f"{self.max_batch_size} (max_batch_size) are never full"
+            )
+        expiration_ms = self.default_expiration_ms
+        if expiration_ms is not None and expiration_ms <= self.max_queue_delay_ms:
+            doubts.append(
+                f"max_queue_delay_ms: a request expires after {expiration_ms} ms (default_expiration_ms), "
+                "before that delay has passed"
+            )
+        return doubts
 
     def check_slots(self, declared: int) -> None:
         """Raise ValueError for more slots than the processes of a bound model have, which it declares."""

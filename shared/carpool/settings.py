@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from inspect import cleandoc
@@ -25,28 +26,9 @@ from pydantic_settings import (
 )
 
 from carpool.address import without_password
-from carpool.cluster import Cluster
 from carpool.keys import DEFAULT_PREFIX
-from carpool.sentinel import Sentinels
-
-
-def _redis_url(url: str) -> str:
-    if Sentinels.of(url) or Cluster.of(url, ""):
-        return url
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError(
-            "must begin with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, as in "
-            "redis://127.0.0.1:6379/0"
-        )
-    try:
-        _ = urlsplit(url).port
-    except ValueError:  # not shown: it may quote part of a password that contains a slash
-        raise ValueError(
-            "the port after the host must be a number, as in redis://127.0.0.1:6379/0; a password with "
-            "special "
-            "characters must be percent-encoded, or be in a file (CARPOOL_REDIS_PASSWORD_FILE)"
-        ) from None
-    return url
+from carpool.redis_url import checked_url
+from carpool.units import MILLISECONDS, number_in
 
 
 def _readable(path: Path | None) -> Path | None:
@@ -69,7 +51,38 @@ def _split_commas(value: object) -> object:
 
 
 Listed = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
-RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+
+
+def _seconds(value: object) -> object:
+    milliseconds = number_in(MILLISECONDS, value) if isinstance(value, str) else None
+    return value if milliseconds is None else milliseconds / 1000
+
+
+def _milliseconds(value: object) -> object:
+    milliseconds = number_in(MILLISECONDS, value) if isinstance(value, str) else None
+    return value if milliseconds is None else milliseconds
+
+
+def _devices(names: str) -> str:
+    for name in filter(None, map(str.strip, names.split(","))):
+        if not _DEVICE.fullmatch(name) and names != "auto":
+            raise ValueError(f"{name!r} names no device; write auto, cpu, or cuda:0,cuda:1,... for GPUs")
+    return names
+
+
+_DEVICE: Final = re.compile("cpu|mps|(cuda|xpu|npu)(:[0-9]+)?")
+
+Seconds = Annotated[float, BeforeValidator(_seconds)]
+"""Seconds as a number, or a duration with its unit: 1.5, `1500ms`, `2min`."""
+Milliseconds = Annotated[float, BeforeValidator(_milliseconds)]
+"""Milliseconds as a number, or a duration with its unit: 20, `20ms`, `1.5s`."""
+Devices = Annotated[
+    str,
+    AfterValidator(_devices),
+    Field(description="devices, assigned to model processes in turn: auto, cpu, or cuda:0,cuda:1,..."),
+]
+Replicas = Annotated[int, Field(ge=1, le=256)] | Literal["auto"]
+RedisUrl = Annotated[str, AfterValidator(checked_url)]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -210,13 +223,9 @@ class WorkerSettings(CommonSettings):
         description="module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or "
         "voice-activity; NAME=MODEL serves it under another name"
     )
-    replicas: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
-        1, description="number of model processes; auto: one per device"
-    )
-    device: str = Field(
-        "auto", description="devices, assigned to model processes in turn: auto, cpu, or cuda:0,cuda:1,..."
-    )
-    lease_ms: int = Field(
+    replicas: Replicas = Field(1, description="number of model processes; auto: one per device")
+    device: Devices = "auto"
+    lease_ms: Annotated[int, BeforeValidator(_milliseconds)] = Field(
         5000,
         ge=200,
         le=600_000,
@@ -224,10 +233,10 @@ class WorkerSettings(CommonSettings):
             "ms without a heartbeat after which a worker is taken for dead, and its batches are reclaimed"
         ),
     )
-    drain_s: float = Field(
+    drain_s: Seconds = Field(
         30.0, ge=0, description="seconds after SIGTERM in which to finish the batches that were fetched"
     )
-    load_s_max: float | None = Field(
+    load_s_max: Seconds | None = Field(
         None, gt=0, description="seconds in which the model must be loaded (default: no limit)"
     )
     finish_streams: bool = Field(
@@ -250,6 +259,15 @@ def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Setti
         message = f"{prog}: {error}"
     print(message, file=sys.stderr)
     raise SystemExit(2)
+
+
+def read_environment(kind: type[Settings]) -> Settings:
+    """Settings of `kind` without flags, for a library. Raises ValueError, whose message is that of a command
+    with these settings."""
+    try:
+        return kind()
+    except ValidationError as error:
+        raise ValueError(describe(error, kind, "settings")) from None
 
 
 def _source(kind: type[BaseSettings], prog: str) -> Any:

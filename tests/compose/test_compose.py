@@ -75,6 +75,24 @@ def test_request_is_answered(stack: Project) -> None:
     assert stack("run", "--rm", "tools", "infer", "square", "7").split()[-1] == "49"
 
 
+def test_operator_reads_and_changes_what_a_producer_may_not(stack: Project) -> None:
+    def operate(*command: str) -> str:
+        return stack("run", "--rm", "operator", *command)
+
+    assert operate("infer", "square", "7").split()[-1] == "49"
+    assert "square" in operate("models")
+    assert "square" in operate("top", "--once")
+    assert "77" in operate("config", "square", "max_queue_size=77")
+    assert "max_queue_size" in operate("config", "square", "max_queue_size=")
+    assert "Measured" in operate("tune", "square", "7", "--latency-ms", "50", "--rounds", "1", "--plot", "")
+    assert "there are no such dead letters" in operate("dead", "list")
+
+
+def test_producer_is_told_which_service_may(stack: Project) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)PERMISSION_DENIED.*docker compose run --rm operator"):
+        stack("run", "--rm", "tools", "models")
+
+
 def test_prometheus_scrapes_all_services_and_loads_the_alerts(stack: Project) -> None:
     def get(path: str) -> Any:
         url = f"http://{stack.address('prometheus', 9090)}/api/v1/{path}"

@@ -86,7 +86,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "stream": False,
         "fields": {},
     }
-    assert others.keys() <= {*understood, "sequence"}
+    assert others.keys() <= {*understood, "sequence", "not_before_ms"}
     return {"request": understood | others}
 
 
@@ -189,6 +189,45 @@ def expirations() -> list[Case]:
     ]
 
 
+def delays() -> list[Case]:
+    """Requests that are put off. They arrive at the end of that time, but expire as all others."""
+
+    def case(name: str, delay_ms: int, *flat: str, deadline_ms: int | None = None) -> Case:
+        delayed = request(arrival_ms=ARRIVAL_MS + delay_ms, deadline_ms=deadline_ms, not_before_ms=delay_ms)
+        return entry(name, "body", "7", "not_before", str(delay_ms), *flat, becomes=[delayed])
+
+    def refused(name: str, delay: str, *flat: str, **settings: int | bool) -> Case:
+        fields = ("body", "7", "not_before", delay, *flat)
+        return entry(name, *fields, settings=settings, becomes=[refusal("not_before")])
+
+    put_back = request("a", arrival_ms=ARRIVAL_MS - 500, deadline_ms=ARRIVAL_MS + 1000, not_before_ms=1500)
+    again = pack([{"correlation_id": "a", "body": b"7", "not_before": 1500, "expiration": 3000}])
+    return [
+        case("a delay", 60_000),
+        case("the shortest delay", 1),
+        case("the longest delay", 24 * 3600 * 1000),
+        case(
+            "a delay that ends before the request expires",
+            250,
+            "expiration",
+            "251",
+            deadline_ms=ARRIVAL_MS + 251,
+        ),
+        entry("no delay", "body", "7", "not_before", "0", becomes=[request()]),
+        entry(
+            "a delayed request that was put back",
+            *("requests", again, "arrival", str(ARRIVAL_MS - 2000)),
+            becomes=[put_back],
+        ),
+        *(refused(f"not_before {delay!r}", delay) for delay in ("-1", "", "1.5", "soon", str(2**53 + 1))),
+        refused("a delay above max_expiration_ms", "1001", max_expiration_ms=1000),
+        refused("a delay that ends as the request expires", "250", "expiration", "250"),
+        refused("a delay that ends after the model's expiration", "250", default_expiration_ms=100),
+        refused("a delay where results come in order", "250", preserve_ordering=True),
+        refused("a delay in a sequence", "250", "sequence_id", "mic7", "sequence_start", "1"),
+    ]
+
+
 def refused_requests() -> list[Case]:
     def case(name: str, field: str, *flat: Any, settings: Case | None = None, **answer: Any) -> Case:
         return entry(name, *flat, settings=settings, becomes=[refusal(field, **answer)])
@@ -220,8 +259,8 @@ def refused_requests() -> list[Case]:
     return [
         case("no body", "body", "priority", "1"),
         case("a body over the model's limit", "body", "body", "123456789", settings={"max_body_bytes": 8}),
-        case("an unknown content type", "content_type", "body", "7", "content_type", "text/plain"),
-        case("a content type with a parameter", "content_type", "body", "7", "content_type", JSON + ";q=1"),
+        case("what is no content type", "content_type", "body", "7", "content_type", "text"),
+        case("a content type that is to be accepted, and is none", "accept", "body", "7", "accept", "json"),
         case("a content type that is not UTF-8", "content_type", "body", "7", "content_type", b"\xff"),
         case("a lane that is too long", "lane", "body", "7", "lane", "ö" * 129),
         case("a lane that is not UTF-8", "lane", "body", "7", "lane", b"\xff"),
@@ -245,6 +284,12 @@ def refused_requests() -> list[Case]:
             correlation_id="c1",
             reply_to="r1",
             content_type=MSGPACK,
+        ),
+        case(
+            "an unknown field, for a model that refuses these",
+            "prioritty",
+            *("body", "7", "tenant", "a", "prioritty", "9"),
+            settings={"unknown_fields": "refuse"},
         ),
         case(
             "a refusal of an octet-stream request has a msgpack envelope",
@@ -364,6 +409,7 @@ def withdrawals() -> list[Case]:
             becomes=[{"withdrawal": ["a-1", "b", "c:2"]}],
         ),
         entry("an empty withdrawal", "withdraw", "", becomes=[{"withdrawal": []}]),
+        entry("a withdrawal with commas", "withdraw", "a,b", becomes=[refusal("withdraw")]),
         entry(
             "a withdrawal of names that no request can have",
             *("withdraw", b"a \xff b"),
@@ -830,7 +876,7 @@ def stored_bodies() -> list[Case]:
 # --- results -----------------------------------------------------------------------------------------------
 
 
-def success(correlation_id: str, content_type: str, body: bytes, **served: int) -> Case:
+def success(correlation_id: str, content_type: str, body: bytes, **served: int | list[str]) -> Case:
     """A successful result: the fields of its envelope, with the body as bytes of its content type."""
     return {
         "correlation_id": correlation_id,
@@ -857,7 +903,7 @@ def envelope(result: Case, body: bytes | None, detail: str) -> Case:
     if result["status"] == "OK":
         middle = {"content_type": result["content_type"], "body": body}
     head = {name: result[name] for name in ("correlation_id", "status")}
-    served = ("batch_size", "queue_us", "compute_us", "index", "first_us")
+    served = ("batch_size", "queue_us", "compute_us", "index", "first_us", "warnings")
     tail = {name: result[name] for name in served if name in result}
     return head | middle | {"final": True} | tail
 
@@ -891,6 +937,13 @@ def results() -> list[Case]:
         msgpack_case("after 3 chunks", success("a", RAW, b"abc", index=3, first_us=4120), b"abc"),
         json_case("a stream without chunks, in JSON", success("a", JSON, b"null", index=0)),
         msgpack_case("a stream without chunks", success("a", MSGPACK, b"\xc0", index=0), b"\xc0"),
+        json_case("with a warning, in JSON", success("a", JSON, b"49", warnings=["misspelt"]), 49),
+        msgpack_case("with a warning", success("a", RAW, b"", warnings=["misspelt"]), b""),
+        json_case(
+            "an error with warnings",
+            failure("a", JSON, "INVALID_ARGUMENT", "no") | {"warnings": ["ß", "b"]},
+            detail="no",
+        ),
     ]
 
 
@@ -1300,7 +1353,7 @@ def files() -> dict[str, dict[str, list[Case]]]:
     """Every file's lists of cases."""
     return {
         "requests.json": {
-            "cases": [*understood_requests(), *expirations(), *refused_requests(), *withdrawals()]
+            "cases": [*understood_requests(), *expirations(), *delays(), *refused_requests(), *withdrawals()]
         },
         "packed.json": {"cases": [*packed_requests(), *refused_in_packed(), *refused_packs()]},
         "columns.json": {"cases": [*columns(), *refused_columns(), *packed_columns(), *stored_bodies()]},

@@ -115,6 +115,7 @@ def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Case:
             "stream": item.stream,
             "fields": item.extra,
             **({} if item.sequence is None else {"sequence": _part(item.sequence)}),
+            **({"not_before_ms": item.not_before_ms} if item.not_before_ms else {}),
         }
     }
 

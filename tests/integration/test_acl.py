@@ -18,7 +18,14 @@ from redis import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 
 from carpool import AsyncClient, Client
-from carpool.errors import AbortedError, DeadlineExceededError, InternalError, InvalidArgumentError
+from carpool.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from carpool.keys import Keys
 from carpool_cli import acl
 from carpool_cli.roles import ROLES
@@ -365,12 +372,41 @@ def test_admin_overrides_settings(no_denials: Secured) -> None:
     assert not no_denials.stack.redis.exists(key)
 
 
+def test_admin_sends_requests(no_denials: Secured) -> None:
+    with Client(no_denials.url("admin"), timeout=15) as client:
+        assert client.infer("square", 7) == 49
+        image = b"x" * 200_000
+        assert client.infer("Echo", image) == image
+    answer = carpool(no_denials, "admin", "infer", "square", "9")
+    assert (answer.stdout, answer.stderr, answer.returncode) == ("81\n", "", 0)
+    tuned = carpool(
+        no_denials, "admin", "tune", "Single", "7", "--latency-ms=50", "--rounds=1", "--rate=50", "--plot="
+    )
+    assert tuned.returncode == 0, tuned.stderr
+
+
+def test_clients_sign_in_with_the_settings_of_commands(
+    no_denials: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client without a URL; one that is given a URL sends these credentials nowhere."""
+    for name, value in no_denials.environment("producer").items():
+        monkeypatch.setenv(name, value)
+    with Client(timeout=15) as client:
+        assert client.infer("square", 7) == 49
+    with (
+        pytest.raises(UnavailableError, match=r"Authentication required.*reads no settings"),
+        Client(f"redis://{no_denials.address}/0"),
+    ):
+        pass
+    monkeypatch.setenv("CARPOOL_REDIS_PASSWORD_FILE", str(no_denials.secrets / "missing"))
+    with pytest.raises(InvalidArgumentError, match=r"CARPOOL_REDIS_PASSWORD_FILE\) is .*cannot be read"):
+        Client()
+
+
 @pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin"}))
 def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
-    if (role, secured.rules) == ("batcher", "6"):
-        pytest.skip(
-            "with these rules a batcher may use HSET, which it needs for sequences, on all of its keys"
-        )
+    if role in ("batcher", "worker") and secured.rules == "6":
+        pytest.skip("with these rules it may use HSET, which it needs for sequences, on all of its keys")
     refused = carpool(secured, role, "config", "square", "max_queue_size=1")
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
@@ -382,11 +418,41 @@ def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
 def test_command_line_reports_missing_permissions(secured: Secured) -> None:
     refused = carpool(secured, "producer", "models")
     assert refused.returncode == 1
-    assert "permissions" in refused.stderr
-    unknown = carpool(secured, "producer", "infer", "square", "9", CARPOOL_REDIS_USER="nobody")
-    assert unknown.returncode == 1
-    assert "invalid username-password pair" in unknown.stderr
+    assert "PERMISSION_DENIED: NOPERM" in refused.stderr
+    assert "operator" in refused.stderr
+    unsent = carpool(secured, "metrics", "infer", "square", "9")
+    assert unsent.returncode == 1
+    assert "PERMISSION_DENIED: " in unsent.stderr
+    for command in (("infer", "square", "9"), ("models",)):
+        unknown = carpool(secured, "producer", *command, CARPOOL_REDIS_USER="nobody")
+        assert unknown.returncode == 1
+        assert "the user name or the password is wrong" in unknown.stderr
+        assert "carpool up" not in unknown.stderr
     assert secured.password("producer") not in refused.stderr + unknown.stderr
+
+
+def test_request_that_the_role_may_not_send_is_denied(secured: Secured) -> None:
+    with Client(secured.url("worker"), timeout=15) as client, pytest.raises(PermissionDeniedError):
+        client.infer("square", 7)
+
+
+def test_service_with_the_role_of_a_producer_says_so(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = secured.stack
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "environment", {"worker": secured.environment("producer")})
+        worker = stack.worker("plain.py:Few", ready=False)
+    event = worker.wait_for("cannot register with Redis, retrying")
+    assert "NOPERM" in event["reason"]
+    assert "a worker needs the role worker" in event["reason"]
+    assert worker.terminate() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "environment", {"batcher": secured.environment("producer")})
+        batcher = stack.batcher(ready=False)
+    assert "a batcher needs the role batcher" in batcher.wait_for("batcher failed, starting over")["reason"]
+    assert batcher.terminate() == 0
+    assert "Traceback" not in worker.log.read_text() + batcher.log.read_text()
 
 
 def carpool(secured: Secured, role: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -414,6 +480,18 @@ def test_metrics_role_counts(no_denials: Secured) -> None:
     assert isinstance(metrics.execute_command("XINFO", "CONSUMERS", keys.batches, "workers"), list)
     assert "used_memory" in metrics.info()
     metrics.close()
+
+
+def test_admin_forgets_a_model(no_denials: Secured) -> None:
+    redis, keys = no_denials.stack.redis, Keys("unserved")
+    redis.sadd("carpool:models", keys.model)
+    for key in (keys.registration, keys.sequence("s"), keys.body("b"), keys.progress("1-1")):
+        redis.hset(key, "a", "b")
+    redis.zadd(keys.sequences, {"s": 1})
+    done = carpool(no_denials, "admin", "forget", keys.model)
+    assert done.returncode == 0, done.stderr
+    assert "5 keys: body, model, progress, sequence, sequences" in done.stdout
+    assert "is not removed" in carpool(no_denials, "admin", "forget", "square").stderr
 
 
 def test_admin_operates_redis_and_rotates_passwords(no_denials: Secured, admin: Any) -> None:
@@ -508,8 +586,7 @@ FORBIDDEN: Final = {
         *[read for read in READS_REQUESTS if not read.startswith("XRANGE")],
         f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
         f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}",
-        f"XGROUP DESTROY {B} {W}", f"XTRIM {B} MAXLEN 0", f"BLPOP {A} 1",
-        "CONFIG GET *", "ACL LOAD",
+        f"XGROUP DESTROY {B} {W}", f"BLPOP {A} 1", "CONFIG GET *", "ACL LOAD",
         "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", f"SET {G} x",
         "MULTI", "SCAN 0",
     ],
@@ -522,10 +599,10 @@ FORBIDDEN: Final = {
         f"HMGET {Q} state", f"HGET {Q} state", f"ZREM {K} x",
     ],
     "admin": [
-        f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me",
-        f"ZADD {Z} 1 me", f"HSET {P} answered:0 1", f"RPUSH {A} forged",
-        f"HGETALL {P}", "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
-        "CLIENT UNBLOCK 1", f"SET {T} x", f"HMGET {Q} state",
+        f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
+        f"ZADD {Z} 1 me", f"RPUSH {A} forged",
+        "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
+        f"GETRANGE {G} 0 1",
     ],
 }  # fmt: skip
 
@@ -544,12 +621,15 @@ FORBIDDEN_BY_SELECTORS: Final = {
     "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x",
         f"LPOP {A}", f"UNLINK {B}", f"GETRANGE {A} 0 1", f"HGETALL {Q}", f"ZRANGE {K} 0 -1",
         f"XRANGE {D} - +", "SMEMBERS carpool:models", "SREM carpool:models m", f"XREAD STREAMS {Y} 0",
+        f"XTRIM {B} MAXLEN 0",
         *[read for read in READS_REQUESTS if read.startswith("XRANGE")],
     ],
     "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
     "admin": [
         f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}",
-        f"XREAD STREAMS {Y} 0", f"HSET {Q} state x", f"HGETALL {Q}",
+        f"XREAD STREAMS {R} 0", f"HSET {Q} state x", f"HGETALL {Q}", f"HMGET {Q} state",
+        f"HGET {Q} state", f"SET {L} me", f"SET {T} x", f"HSET {P} answered:0 1",
+        f"HGETALL {P}",
     ],
 }  # fmt: skip
 

@@ -39,10 +39,13 @@ LATENESS_MAX_S: Final = 0.6
 MODELS: Final = (
     "square",
     "plain.py:Echo",
+    "plain.py:Counts",
     "plain.py:Single",
     "plain.py:Few",
     "plain.py:Noop",
+    "plain.py:Lengths",
     "faulty.py:Faulty",
+    "faulty.py:Unsteady",
     "hashing.py:Hashing",
 )
 
@@ -87,6 +90,11 @@ async def test_infer_returns_the_value(client: AsyncClient) -> None:
     assert await client.infer("Echo", 1.5, content_type="application/json") == 1.5
 
 
+async def test_names_in_maps_of_a_result_are_what_the_model_returned(client: AsyncClient) -> None:
+    assert await client.infer("Counts", [7, 7, -1]) == {7: 2, -1: 1}
+    assert await client.infer("Counts", [7, 7], content_type="application/json") == {"7": 2}
+
+
 async def test_arrays_are_sent_and_returned(client: AsyncClient) -> None:
     array = np.linspace(0, 1, 128, dtype=np.float32)
     result = await client.infer("Noop", array)
@@ -117,6 +125,46 @@ async def test_options_reach_the_model(client: AsyncClient) -> None:
     assert seen == ["mine-2", "de", {"tenant": "acme"}]
     seen = await client.infer("Echo", "about", tenant="acme", correlation_id="mine-9")
     assert seen == ["mine-9", "", {"tenant": "acme"}]
+
+
+async def test_misspelt_field_is_warned_of_in_the_result(
+    client: AsyncClient, stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    warning = "'prioritty' is not a field that Carpool knows: did you mean 'priority'?"
+    for body, status in (("7", "OK"), ('"x"', "INVALID_ARGUMENT")):
+        entry_id = stack.send("square", body=body, prioritty=9)
+        result = stack.result("square", entry_id)
+        assert (result["status"], result["warnings"]) == (status, [warning])
+    assert "warnings" not in stack.result("square", stack.send("square", body="7", tenant="a", user="b"))
+    assert stack.result("square", stack.send("square", Body="7"))["warnings"] == [
+        "'Body' is not a field that Carpool knows: did you mean 'body'?"
+    ]
+    for number in (7, 8):
+        assert await client.infer("square", number, fields={"prioritty": "9"}) == number * number
+    assert [record.getMessage() for record in caplog.records if "prioritty" in record.getMessage()] == [
+        f"a request was sent with a mistake: {warning}"
+    ]
+    rows = np.zeros((8, 128), np.float32)  # whose results would come as columns
+    np.testing.assert_array_equal(await client.infer_many("Noop", rows, fields={"Lane": "b"}), rows)
+    assert "'Lane' is not a field" in caplog.records[-1].getMessage()
+    result = stack.result("square", stack.send("square", withdraw="t4,t5"))
+    assert result["detail"].startswith("withdraw: 't4,t5' is no correlation ID")
+
+
+async def test_model_may_refuse_unknown_fields(client: AsyncClient, stack: Stack) -> None:
+    stack.configure("Lengths", unknown_fields="refuse")
+    with pytest.raises(InvalidArgumentError, match=r"'prioritty': .*did you mean 'priority'"):
+        await client.infer("Lengths", "abc", fields={"prioritty": "9"})
+    assert await client.infer("Lengths", "abc", tenant="a") == 3
+
+
+async def test_float64_is_taken_where_float32_is_declared(client: AsyncClient) -> None:
+    numbers = np.linspace(0, 1, 128)
+    result = await client.infer("Noop", numbers)
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, await client.infer("Noop", numbers.tolist()))
+    many = await client.infer_many("Noop", np.tile(numbers, (10, 1)))
+    np.testing.assert_array_equal(many, np.tile(result, (10, 1)))
 
 
 async def test_correlation_id_in_flight_is_rejected(client: AsyncClient, gate: Path) -> None:
@@ -227,6 +275,27 @@ async def test_timeout_fails_the_call_in_time_and_withdraws_the_request(
     await asyncio.gather(*blockers)
 
 
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("nan"), float("-inf"), "soon", 1e9])
+async def test_timeout_in_which_there_can_be_no_result_is_refused(
+    client: AsyncClient, stack: Stack, timeout: Any
+) -> None:
+    await client.infer("square", 1)
+    sent = stack.redis.xinfo_stream(Keys("square").requests)["last-generated-id"]
+    for call in (client.infer, client.infer_many):
+        with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: timeout: .*or None for no limit"):
+            await call("square", [1], timeout=timeout)
+    with pytest.raises(InvalidArgumentError, match="timeout: "):
+        AsyncClient(stack.url, timeout=timeout)
+    assert stack.redis.xinfo_stream(Keys("square").requests)["last-generated-id"] == sent
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "redis://localhost:port"])
+def test_url_that_cannot_be_one_of_redis_is_refused(url: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: url: .*redis://127.0.0.1:6379/0"):
+            kind(url)
+
+
 async def test_cancelling_withdraws_only_the_cancelled_requests(
     client: AsyncClient, stack: Stack, gate: Path
 ) -> None:
@@ -317,6 +386,38 @@ async def test_full_queue_is_resource_exhausted_and_withdrawal_is_cancelled(
     await asyncio.gather(*blockers)
 
 
+async def test_request_is_sent_again_until_it_succeeds(
+    client: AsyncClient, stack: Stack, gate: Path, tmp_path: Path
+) -> None:
+    assert await client.infer("Unsteady", [str(tmp_path / "a"), 2], retries=2) == 3
+    assert (await client.request("Unsteady", [str(tmp_path / "b"), 1], retries=5)).value == 2
+    assert await client.submit("Unsteady", [str(tmp_path / "c"), 1], retries=1) == 2
+    with pytest.raises(InternalError, match="call 2 fails"):
+        await client.infer("Unsteady", [str(tmp_path / "d"), 2], retries=1)
+    with pytest.raises(InvalidArgumentError, match="must be a number"):
+        await client.infer("square", "x", retries=5)
+    assert (tmp_path / "d").stat().st_size == 2
+
+    blockers = [client.submit("Few", blocking_body(gate)) for _ in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Few").batches) == 2, "Few is blocked")
+    blockers += [client.submit("Few", number) for number in range(2)]
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Few").requests) >= 1, "its queue is full")
+    patient = client.submit("Few", "patient", retries=50)
+    with pytest.raises(ResourceExhaustedError):
+        await client.infer("Few", "not patient", retries=0)
+    gate.touch()
+    assert await patient == "patient"
+    await asyncio.gather(*blockers)
+
+
+def test_blocking_client_sends_again(blocking: Client, tmp_path: Path) -> None:
+    assert blocking.infer("Unsteady", [str(tmp_path / "a"), 1], retries=1) == 2
+    assert blocking.submit("Unsteady", [str(tmp_path / "b"), 1], retries=1).result(15) == 2
+    for call in (blocking.infer_many, blocking.map, blocking.stream):
+        with pytest.raises(InvalidArgumentError, match="retries: is an option of infer"):
+            list(call("square", [1], retries=1))
+
+
 async def test_closed_client_and_unreachable_redis_are_unavailable(stack: Stack, gate: Path) -> None:
     client = AsyncClient(stack.url)
     await client.connect()
@@ -405,6 +506,35 @@ def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
     gate.touch()
     for blocker in blockers:
         blocker.result(10)
+
+
+def test_async_client_says_that_its_event_loop_is_another(stack: Stack) -> None:
+    client = AsyncClient(stack.url, timeout=15)
+
+    async def square(number: int) -> Any:
+        return await client.infer("square", number)
+
+    async def squares() -> Any:
+        return await client.infer_many("square", np.arange(3.0))
+
+    async def first_chunk() -> Any:
+        return await anext(aiter(client.stream("square", 2)))
+
+    with asyncio.Runner() as runner:
+        assert runner.run(square(7)) == 49
+        for call in (square(8), squares(), first_chunk(), client.models(), client.connect(), client.close()):
+            with pytest.raises(RuntimeError, match="is connected in another event loop"):
+                asyncio.run(call)
+        assert runner.run(square(9)) == 81
+        runner.run(client.close())
+
+
+def test_client_says_that_it_cannot_be_pickled(blocking: Client) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    for client in (blocking, AsyncClient()):
+        process = spawn.Process(target=print, args=(client,))
+        with pytest.raises(TypeError, match="cannot be pickled into another process: make one in each"):
+            process.start()
 
 
 def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: Client, gate: Path) -> None:

@@ -96,6 +96,8 @@ async def test_models_on_different_nodes(cluster: RedisCluster, tmp_path: Path) 
         async with AsyncClient(cluster.url, timeout=RESULTS_S) as client:
             await Load(client, models, 200).check()
             assert await client.models() == sorted(models)
+            await client.wait_ready(models[0], timeout=RESULTS_S)
+            await client.flush()
         await asyncio.to_thread(
             wait_until, lambda: not in_flight(cluster, models), description="nothing is in flight"
         )

@@ -156,6 +156,13 @@ def test_table_shows_what_changed_and_how_to_see_the_rest(stack: Stack) -> None:
     wait_until_applied(stack, "max_batch_size", "2")
 
 
+def test_value_that_can_hardly_be_meant_is_set_and_warned_of(stack: Stack) -> None:
+    done = run(stack, MODEL, "result_ttl_ms=5ms")
+    assert done.returncode == 0
+    assert "result_ttl_ms: a result that nobody has read after 5 ms is lost" in done.stdout
+    assert stack.redis.hgetall(KEYS.config) == {b"result_ttl_ms": b"5"}
+
+
 def test_several_changes_are_applied_together(stack: Stack, gate: Path) -> None:
     change(stack, "max_batch_size=1", "max_queue_size=2", "result_ttl_ms=7000")
     block_worker_and_next(stack, gate)
@@ -184,7 +191,10 @@ def test_new_queue_delay_applies_to_the_next_request(stack: Stack) -> None:
             ["Echo", "max_queue_size=5", "policy=lazy"],
             "policy is 'lazy': must be eager, deferred, or one of the batcher's --policies",
         ),
-        (["Echo", "tenant_weights=gold"], "tenant_weights is 'gold': must be a list of TENANT:WEIGHT"),
+        (
+            ["Echo", "tenant_weights=gold"],
+            "tenant_weights is 'gold': must map tenants to weights of at least 0.001",
+        ),
         (["Echo", "max_batchsize=8"], "no setting 'max_batchsize'; did you mean max_batch_size?"),
         (["Echo", "max_batch_size"], "max_batch_size: write max_batch_size=VALUE"),
         (["Ecko", "max_batch_size=8"], "model 'Ecko' is not registered; registered models: Echo"),

@@ -115,6 +115,29 @@ def test_restart_keeps_the_port_and_the_data(redis: EmbeddedRedis, death: signal
         assert client.get("kept") == "yes"
 
 
+def test_data_directory_has_one_server(tmp_path: Path) -> None:
+    with EmbeddedRedis(data_dir=tmp_path) as server:
+        with pytest.raises(EmbeddedRedisError, match=f"{tmp_path} is in use by .* process {os.getpid()}"):
+            EmbeddedRedis(data_dir=tmp_path)
+        server.restart()
+        with pytest.raises(EmbeddedRedisError, match="is in use by"):
+            EmbeddedRedis(data_dir=tmp_path)
+    with EmbeddedRedis(data_dir=tmp_path) as server:
+        assert server.alive
+
+
+def test_data_directory_is_locked_as_long_as_its_server_lives(tmp_path: Path) -> None:
+    """The lock of its parent is not enough: the server may end later."""
+    server = EmbeddedRedis(data_dir=tmp_path)
+    assert server._lock is not None
+    server._lock.release()  # as the end of the parent would
+    with pytest.raises(EmbeddedRedisError, match="is in use by"):
+        EmbeddedRedis(data_dir=tmp_path)
+    server.stop()
+    with EmbeddedRedis(data_dir=tmp_path) as successor:
+        assert successor.alive
+
+
 def test_given_data_directory_is_kept(tmp_path: Path) -> None:
     data_dir = tmp_path / "made" / "on demand"
     with EmbeddedRedis(data_dir=data_dir) as server, client_of(server) as client:

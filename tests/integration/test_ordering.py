@@ -20,7 +20,7 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import RAW, Batch, Dispatch, Entry, Refusal, Result, Run, RunResults
+from carpool.messages import RAW, Batch, Dispatch, Entry, Executed, Refusal, Result, Run, RunResults
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows
 from carpool.store.batcher import BatcherStore
@@ -414,7 +414,7 @@ def commit_all(
         else:
             results |= {start + at: (addresses[start + at], Result(ids[at], body=body)) for at in indexes}
         start += len(ids)
-    return worker.commit("w", batch, results, [], 1, of_runs)
+    return worker.commit("w", batch, results, [], Executed(1), of_runs)
 
 
 def ids_on_stream(redis: Any, key: str) -> list[str]:

@@ -22,6 +22,7 @@ from carpool.messages import (
     DeadLetter,
     Dispatch,
     Entry,
+    Executed,
     Result,
     Run,
     SequenceChange,
@@ -113,7 +114,7 @@ class Model:
         arguments: dict[str, Any] = {
             "results": results,
             "dead": [],
-            "compute_us": 1,
+            "executed": Executed(1),
             "changes": changes,
         } | others
         return self.worker.commit(consumer, batch, **arguments)
@@ -285,7 +286,7 @@ def test_batch_without_sequences_uses_none_of_their_keys(model: Model) -> None:
     run = Run(Entry("1-0", 1000), ["plain"], [b"1"], arrival_us=1000)
     batch = model.batch(run)
     assert model.worker.load(batch) == ({}, {})
-    assert model.worker.commit("w", batch, {0: (HERE, ok("plain"))}, [], 1) == set()
+    assert model.worker.commit("w", batch, {0: (HERE, ok("plain"))}, [], Executed(1)) == set()
     keys = set(model.redis.scan_iter("*"))
     assert not [key for key in keys if b"sequence" in key]
     assert model.settled() == [()]
@@ -340,7 +341,7 @@ def test_answer_whose_reply_was_lost_has_changed_it_once(model: Model) -> None:
     assert model.sequence("b") == {"broken": "it raised", "broken_at": place(runs[1])}
     assert [model.redis.llen(KEYS.result(of(run))) for run in runs] == [1, 1]
     # And the settled entry names what was broken ahead, though who commits does not say so
-    assert model.worker.commit("w", batch, {}, [], 1) == set()
+    assert model.worker.commit("w", batch, {}, [], Executed(1)) == set()
     assert model.settled() == [("b",)]
 
 
@@ -356,7 +357,7 @@ def test_changes_of_positions_that_a_batcher_answered_are_left_out(model: Model)
     assert model.commit(batch, changes) == {1}, "and nothing is written"
     assert model.everything() == before
     result = {0: (HERE, ok(of(runs[0])))}
-    assert model.worker.commit("w", batch, result, [], 1, changes=changes[:1]) == set()
+    assert model.worker.commit("w", batch, result, [], Executed(1), changes=changes[:1]) == set()
     assert model.sequence("a") == {"state": b"1", "next": "1", "last": of(runs[0])}
     assert model.sequence("b") == {"broken": "expired", "broken_at": place(runs[1])}
     assert model.settled() == [("b",)]

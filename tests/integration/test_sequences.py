@@ -11,7 +11,7 @@ import pytest
 
 from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, OK
 from carpool.keys import Keys
-from carpool.messages import Batch, Dispatch, Result, SequenceChange, SequenceOutcome, SequencePart
+from carpool.messages import Batch, Dispatch, Executed, Result, SequenceChange, SequenceOutcome, SequencePart
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.batcher import BatcherStore, NotActiveError
 from carpool.store.connection import Link
@@ -110,7 +110,7 @@ class Served:
             if status != OK:
                 outcome = "broken"
             changes.append(SequenceChange(run.sequence, request.correlation_id, outcome, state))
-        self.worker.commit(WORKER, batch, results, [], 1000, changes=changes)
+        self.worker.commit(WORKER, batch, results, [], Executed(1000), changes=changes)
 
     def serve(self) -> list[str]:
         """Execute the next batch. Returns the correlation IDs of its requests."""

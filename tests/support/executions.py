@@ -14,8 +14,10 @@ from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process import main as model_process
+from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frames import OutcomeHeader, Ready
 from carpool_worker.model_process.model import LoadedModel, adapt
+from carpool_worker.model_process.raised import RaisedLog
 
 NOW_US: Final = 10_000_000
 
@@ -25,7 +27,7 @@ def codec_of_model(model: Any) -> tuple[Codec, LoadedModel]:
     loaded = adapt(model, "cpu")
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames.send_load_result(theirs, model_process._ready(loaded))
+        frames.send_load_result(theirs, description_of(loaded))
         ready = frames.receive_load_result(frames.MessageReader(ours))
     assert isinstance(ready, Ready)
     return Codec(ready), loaded
@@ -107,7 +109,7 @@ def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_message(ours, frame.header, *frame.payload)
-        model_process._execute_next(frames.MessageReader(theirs), theirs, model)
+        model_process._execute_next(frames.MessageReader(theirs), theirs, model, RaisedLog())
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 

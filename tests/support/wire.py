@@ -94,6 +94,7 @@ class Single(NamedTuple):
     stream: bool
     ticket: TicketRange | None
     sequence: SequencePart | None = None
+    not_before_ms: int = 0
 
 
 def singles(runs: Iterable[Run]) -> list[Single]:
@@ -115,6 +116,7 @@ def singles(runs: Iterable[Run]) -> list[Single]:
             run.stream,
             ticket,
             run.sequence,
+            run.not_before_ms,
         )
         for run in runs
         for at, (correlation_id, ticket) in enumerate(

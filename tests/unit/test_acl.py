@@ -13,7 +13,18 @@ import pytest
 
 from carpool.client import aio, entries, transport
 from carpool.keys import Keys
-from carpool.store import batcher, bound, directory, eviction, reader, results, steps, upkeep, worker
+from carpool.store import (
+    batcher,
+    bound,
+    dead_letters,
+    directory,
+    eviction,
+    reader,
+    results,
+    steps,
+    upkeep,
+    worker,
+)
 from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES, patterns, rules
@@ -174,7 +185,10 @@ def test_selectors_give_each_command_its_own_keys() -> None:
     )
 
 
-STORES: Final = {"batcher": (batcher, reader, results, upkeep), "worker": (worker, steps, bound, results)}
+STORES: Final = {
+    "batcher": (batcher, reader, results, upkeep),
+    "worker": (worker, steps, bound, results, dead_letters),
+}
 
 
 def scripts_of(role: str) -> list[Script]:

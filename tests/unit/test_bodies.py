@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW
-from carpool.wire.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_JSON_ITEMS, decode_body, encode_body
+from carpool.wire.bodies import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_JSON_ITEMS,
+    decode_body,
+    decode_result,
+    encode_body,
+)
 
 fast = settings(deadline=None)
 
@@ -243,6 +250,42 @@ def test_msgpack_keys_may_be_bytes() -> None:
     assert decode_body(MSGPACK, msgpack.packb({b"\xff": 1})) == {b"\xff": 1}
     wrong = {"datatype": "X", "shape": [], "data": []}
     assert error_of(MSGPACK, msgpack.packb({b"\xff": wrong})).partition(": ")[0] == "body.b'\\xff'.datatype"
+
+
+def test_names_in_maps_of_results_may_be_numbers() -> None:
+    """A model returned them. Those that a producer chose could collide in a dict."""
+    labels = {1: "cat", 2: {3: [4.5]}, -(2**63): None}
+    assert decode_result(MSGPACK, msgpack.packb(labels)) == labels
+    assert error_of(MSGPACK, msgpack.packb(labels)) == "body: a name in a map is an int; send text or bytes"
+    wrong = {1: {"datatype": "X", "shape": [], "data": []}}
+    with pytest.raises(InvalidArgumentError, match=r"^INVALID_ARGUMENT: body\[1\]\.datatype"):
+        decode_result(MSGPACK, msgpack.packb(wrong))
+    with pytest.raises(InvalidArgumentError, match=r"body\.None\.datatype"):
+        decode_result(MSGPACK, msgpack.packb({None: wrong[1]}))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"\x93\x01\xc1\x02", "byte 2 is c1 hex, with which no value begins"),
+        (b"\x93\x01\x02", "unexpected end"),
+        (b"", "unexpected end"),
+        (b"\x93\x01\x02\x03\x04", "a value ends after 4 of 5 bytes"),
+        (
+            b'{"a": 1}',
+            "a value ends after 1 of 8 bytes: is it JSON? Then content_type must be application/json",
+        ),
+    ],
+)
+def test_error_names_the_byte_that_is_no_msgpack(body: bytes, reason: str) -> None:
+    assert error_of(MSGPACK, body) == f"body: not msgpack ({reason})"
+
+
+def test_error_names_the_byte_that_is_no_utf8() -> None:
+    body = b'"\xff"'
+    assert (
+        error_of(JSON, body) == "body: not UTF-8 (byte 1 is ff hex); msgpack needs a content_type of its own"
+    )
 
 
 # --- limits ------------------------------------------------------------------------------------------------

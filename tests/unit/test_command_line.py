@@ -6,14 +6,18 @@ import os
 
 import pytest
 
-from carpool.errors import UnavailableError
-from carpool.store.connection import CommandError, LinkError
+from carpool.errors import PermissionDeniedError, UnavailableError
+from carpool.settings import WorkerSettings, read_settings
+from carpool.store.connection import CommandError, LinkError, SignInError
 from carpool_cli import infer, models
 from carpool_cli.__main__ import main
+from carpool_cli.local.up import UpSettings
+from carpool_cli.tuning.tune import TuneSettings
 
 UNREACHABLE = LinkError("Redis at redis://redis:6379/0: no answer in time")
+SIGNED_OUT = SignInError("Redis at redis://redis:6379/0: invalid username-password pair")
 NO_PERMISSION = CommandError("NOPERM", "this user has no permissions to run the 'time' command")
-NOT_ACCEPTED = UnavailableError("Redis rejected HGET: this user has no permissions to run it")
+NOT_ACCEPTED = PermissionDeniedError("Redis rejected HGET: this user has no permissions to run it")
 FROM_THE_MODEL = UnavailableError("its database is down", correlation_id="a")
 
 
@@ -35,7 +39,8 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "infer", "models", "top", "config", "health", "demo", "acl", "worker", "batcher"]
+    "command",
+    ["up", "infer", "models", "forget", "top", "config", "health", "demo", "acl", "worker", "batcher"],
 )
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["help", command], [command, "--help"]):
@@ -81,23 +86,53 @@ def test_wrong_setting_in_the_environment_is_named(
     assert "CARPOOL_REPLICAS) is 'many'" in capsys.readouterr().err
 
 
+def test_durations_may_have_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARPOOL_LEASE_MS", "2s")
+    worker = read_settings(WorkerSettings, ["square", "--drain-s", "1.5min", "--load-s-max=500ms"], "worker")
+    assert (worker.lease_ms, worker.drain_s, worker.load_s_max) == (2000, 90.0, 0.5)
+    assert read_settings(infer.InferSettings, ["square", "7", "--timeout", "2min"], "infer").timeout == 120
+    assert read_settings(TuneSettings, ["square", "--latency-ms", "1.5s"], "tune").latency_ms == 1500
+    assert read_settings(WorkerSettings, ["square", "--drain-s", "1.5"], "worker").drain_s == 1.5
+
+
+@pytest.mark.parametrize("value", ["5 sec", "none", "5GiB", "0.5 s s"])
+def test_duration_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("worker", "square", "--drain-s", value) == 2
+    assert "CARPOOL_DRAIN_S" in capsys.readouterr().err
+
+
+def test_port_of_redis_may_be_any_free_one() -> None:
+    assert read_settings(UpSettings, ["square", "--redis-port", "0"], "up").plan().redis_port is None
+    assert read_settings(UpSettings, ["square", "--redis-port", "7000"], "up").plan().redis_port == 7000
+
+
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("version") == run("--version") == 0
     assert capsys.readouterr().out.startswith("carpool 0.")
 
 
 @pytest.mark.parametrize(
-    ("error", "advises"), [(UNREACHABLE, True), (NO_PERMISSION, False)], ids=["unreachable", "NOPERM"]
+    ("error", "printed", "advises"),
+    [
+        (UNREACHABLE, str(UNREACHABLE), True),
+        (SIGNED_OUT, str(SIGNED_OUT), False),
+        (NO_PERMISSION, f"PERMISSION_DENIED: {NO_PERMISSION}", False),
+    ],
+    ids=["unreachable", "wrong password", "NOPERM"],
 )
 def test_models_advises_to_start_a_stack_only_if_redis_cannot_be_reached(
-    error: Exception, advises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    printed: str,
+    advises: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(models, "read_models", fail)
     assert run("models") == 1
-    _check_advice(capsys.readouterr().err, f"carpool models: {error}", advises=advises)
+    _check_advice(capsys.readouterr().err, f"carpool models: {printed}", advises=advises)
 
 
 @pytest.mark.parametrize(

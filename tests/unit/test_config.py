@@ -130,6 +130,13 @@ def test_changes_are_all_made_or_none() -> None:
     assert len(directory.configured) == 1
 
 
+def test_override_is_written_without_units() -> None:
+    directory: Any = FakeDirectory(REGISTERED, {})
+    configure(directory, "m", ["max_queue_bytes=1GiB", "result_ttl_ms=5min", 'tenant_weights={"a": 2}'])
+    written = {"max_queue_bytes": str(1 << 30), "result_ttl_ms": "300000", "tenant_weights": "a:2"}
+    assert directory.configured == [("m", written, [])]
+
+
 PREFERRING: Final = ModelSettings(max_batch_size=16, preferred_batch_sizes=(4, 16)).as_text()
 
 
@@ -287,7 +294,7 @@ class DirectoryWithBatcher(FakeDirectory):
     def overview(self, model: str) -> ModelOverview:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
         report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, (), None, policies=("mine.py:Balanced",))
-        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode())
+        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode(), 0)
 
 
 def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
@@ -334,7 +341,7 @@ class ReportingDirectory(FakeDirectory):
 
     def overview(self, model: str) -> ModelOverview:
         report = self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
-        return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None)
+        return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None, 0)
 
 
 BEFORE: Final = replace(REPORT, at_us=9, unheeded="")

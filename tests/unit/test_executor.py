@@ -152,10 +152,16 @@ def test_exception_without_a_usable_message() -> None:
             raise RuntimeError("a broken __str__")
 
     assert run(Counting(0, error=lambda _: ValueError()), [0]).failures == {
-        0: ("INTERNAL", "the model failed on this request")
+        0: ("INTERNAL", "the model failed on this request: ValueError, without a message")
     }
     assert run(Counting(0, error=lambda _: BrokenStrError()), [0]).failures == {
-        0: ("INTERNAL", "the model failed on this request")
+        0: ("INTERNAL", "the model failed on this request: BrokenStrError, without a message")
+    }
+
+
+def test_key_error_says_that_it_is_one() -> None:
+    assert run(Counting(0, error=lambda _: KeyError("speed")), [0]).failures == {
+        0: ("INTERNAL", "the model failed on this request: KeyError: 'speed'")
     }
 
 
@@ -193,7 +199,7 @@ def test_exception_returned_in_place_of_a_result_fails_that_item() -> None:
     assert failures == {
         1: failed("odd"),
         2: ("NOT_FOUND", "no such number"),
-        4: ("INTERNAL", "the model failed on this request"),
+        4: ("INTERNAL", "the model failed on this request: SystemExit, without a message"),
     }
     assert results == [10, 13]
     assert len(calls) == 1
@@ -284,7 +290,7 @@ def test_invalid_item_fails_alone_and_is_not_passed_to_the_model() -> None:
     assert failures == {
         1: ("INVALID_ARGUMENT", "the model rejected this body: -2 is negative"),
         3: ("INVALID_ARGUMENT", "body: too large"),
-        4: ("INVALID_ARGUMENT", "the model rejected this body"),
+        4: ("INVALID_ARGUMENT", "the model rejected this body: SystemExit, without a message"),
     }
     assert results == [10, 30]
     assert seen == [[1, 3]]

@@ -107,7 +107,7 @@ print("stopping", flush=True)
 STOP_SLOWLY = WAIT_FOR_STOP + "import threading; threading.Event().wait()"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_sets_the_event(number: signal.Signals) -> None:
     with python(WAIT_FOR_STOP) as process:
         assert read_line(process) == "ready"

@@ -17,6 +17,8 @@ COUNTS: Final = (
 )
 OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms")
 FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
+SIZES: Final = ("max_queue_bytes", "max_body_bytes")
+DURATIONS: Final = tuple(name for name in ModelSettings.names() if name.endswith("_ms"))
 NUMBERS: Final = (*COUNTS, *OPTIONAL_COUNTS, *FRACTIONS)
 OPTIONAL: Final = {*OPTIONAL_COUNTS, "target_latency_ms"}
 EMPTY_DEFAULTS: Final[dict[str, Any]] = {
@@ -58,7 +60,11 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "reader_idle_ms",
         "max_candidate_sequences",
         "max_sequence_idle_ms",
+        "unknown_fields",
         "max_execution_ms",
+        "max_dead_letters",
+        "max_dead_letter_bytes",
+        "max_dead_letter_age_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
     assert all(ModelSettings.meanings().values())
@@ -80,6 +86,12 @@ def test_settings_not_given_have_defaults() -> None:
         *[(name, value, 8) for name in (*COUNTS, *OPTIONAL_COUNTS) for value in (8, 8.0, "8", " 8 ")],
         *[(name, NUMBER_MAX - 1, NUMBER_MAX - 1) for name in COUNTS],
         *[(name, value, None) for name in OPTIONAL for value in (None, "", "none", "None", "null")],
+        *[(name, "1.5KiB", 1536) for name in SIZES],
+        *[(name, value, 64 << 20) for name in SIZES for value in ("64MiB", " 64 mib ", "65536KiB")],
+        *[(name, "1MB", 1_000_000) for name in SIZES],
+        *[(name, value, 5000) for name in DURATIONS for value in ("5s", "5000ms", " 5 S ")],
+        *[(name, value, 5_400_000) for name in DURATIONS for value in ("1.5h", "90min")],
+        ("max_queue_delay_ms", "0.1ms", 0.1),
         *[("max_queue_delay_ms", value, 0.25) for value in (0.25, "0.25", ".25", "25e-2")],
         *[("max_queue_delay_ms", value, 0) for value in (0, "0", 0.0)],
         ("target_latency_ms", "0.5", 0.5),
@@ -93,10 +105,16 @@ def test_settings_not_given_have_defaults() -> None:
         *[("allow_expiration_override", value, True) for value in (True, "true", "True", "1", "yes", 1)],
         *[("allow_expiration_override", value, False) for value in (False, "false", "FALSE", "0", "no", 0)],
         *[("expiration_action", value, value) for value in ("reject", "delay")],
+        *[("unknown_fields", value, value) for value in ("pass", "refuse")],
         *[("policy", value, value) for value in ("eager", "deferred", "my.module:Mine")],
         *[
             ("tenant_weights", value, {"gold": 4, "a:b": 0.5})
-            for value in cases("gold:4,a:b:0.5", "a:b:.5 gold:4.0", {"gold": 4, "a:b": "0.5"})
+            for value in cases(
+                "gold:4,a:b:0.5",
+                "a:b:.5 gold:4.0",
+                ' {"gold": 4, "a:b": 0.5}',
+                {"gold": 4, "a:b": "0.5"},
+            )
         ],
         *[("tenant_weights", value, {}) for value in cases("", "none", {})],
         *[
@@ -130,6 +148,12 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
             for value in (True, math.nan, math.inf, -1, "-1", "nan", "inf", "many", "8 apples", b"8", [8])
         ],
         *[(name, value, "must be a whole number ") for name in COUNTS for value in ("", "none")],
+        *[(name, value, "such as 64MiB") for name in SIZES for value in ("5s", "64 MiBs", "MiB", "0.5B")],
+        *[(name, value, "such as 5s") for name in DURATIONS for value in ("5GiB", "-5s", "5 sec", "s")],
+        *[
+            (name, "5s", "must be a whole number of at least 1")
+            for name in ("max_batch_size", "stream_buffer")
+        ],
         *[(name, "many", ", or none") for name in OPTIONAL],
         ("max_queue_delay_ms", float(NUMBER_MAX), "a number of at least 0"),
         ("target_latency_ms", 0, "a number of at least 0.001"),
@@ -142,10 +166,22 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
             for value in ("", "maybe", 2, 1.5, b"true", [True])
         ],
         *[("expiration_action", value, "must be reject or delay") for value in ("", "Reject", "drop", True)],
+        *[("unknown_fields", value, "must be pass or refuse") for value in ("", "reject", True)],
         *[("policy", value, "eager, deferred") for value in ("", "lazy", ":", "module:", True, b"eager")],
         *[
             ("tenant_weights", value, "such as gold:4,silver:2")
-            for value in ("gold", "gold:4,silver", "gold:0", "gold:-1", "gold:x", {"a": True}, [1], 8)
+            for value in (
+                "gold",
+                "{",
+                '{"gold": 0}',
+                "gold:4,silver",
+                "gold:0",
+                "gold:-1",
+                "gold:x",
+                {"a": True},
+                [1],
+                8,
+            )
         ],
         *[
             ("priority_policies", value, "as in {")
@@ -184,6 +220,22 @@ def test_other_registered_fields_are_ignored() -> None:
 
 
 # --- settings that depend on each other --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "doubted"),
+    [
+        ({}, []),
+        ({"result_ttl_ms": 5}, ["result_ttl_ms"]),
+        ({"max_body_bytes": "1GiB"}, ["max_body_bytes"]),
+        ({"max_batch_size": 64, "max_queue_size": 8}, ["max_queue_size"]),
+        ({"default_expiration_ms": 20, "max_queue_delay_ms": 20}, ["max_queue_delay_ms"]),
+        ({"default_expiration_ms": 20, "max_queue_delay_ms": 19}, []),
+        ({"result_ttl_ms": 1, "max_queue_size": 1}, ["result_ttl_ms", "max_queue_size"]),
+    ],
+)
+def test_settings_that_can_hardly_be_meant_are_doubted(given: dict[str, Any], doubted: list[str]) -> None:
+    assert [doubt.partition(": ")[0] for doubt in ModelSettings(**given).doubts()] == doubted
 
 
 PRIORITY_9_MAY_OVERRIDE: Final = {

@@ -14,7 +14,8 @@ from carpool import StateSpec
 from carpool.model_settings import ModelKind
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import WIDTHS
-from carpool_worker.model_process import main, states
+from carpool_worker.model_process import states
+from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.model import RequestInfo, load_model
 from carpool_worker.model_process.states import States
@@ -104,11 +105,11 @@ class Vad:
 
 
 def test_model_with_states_is_stateful_and_says_what_a_sequence_begins_with() -> None:
-    ready = main._ready(load_model(Vad, "cpu"))
+    ready = description_of(load_model(Vad, "cpu"))
     assert ready.kind is ModelKind.STATEFUL
     assert ready.initial_state == bytes(24) + b"\3\0\0\0"
     assert not ready.wants_requests
-    assert main._ready(load_model(len, "cpu")).initial_state == b""
+    assert description_of(load_model(len, "cpu")).initial_state == b""
 
 
 def test_initial_states_are_asked_for_once_the_model_is_loaded() -> None:
@@ -119,7 +120,7 @@ def test_initial_states_are_asked_for_once_the_model_is_loaded() -> None:
         def initial_states(self) -> dict[str, Any]:
             return {"hidden": self.learned}
 
-    ready = main._ready(load_model(Learned, "cpu"))
+    ready = description_of(load_model(Learned, "cpu"))
     assert ready.initial_state == np.arange(6, dtype="<f4").tobytes() + b"\3\0\0\0"
 
 
@@ -130,7 +131,7 @@ def test_model_may_declare_its_states_while_it_loads() -> None:
         def load(self, device: str) -> None:
             self.states, self.predict = Vad.states, Vad().predict
 
-    assert main._ready(load_model(OfFile, "cpu")).kind is ModelKind.STATEFUL
+    assert description_of(load_model(OfFile, "cpu")).kind is ModelKind.STATEFUL
 
 
 def model_with(**attributes: Any) -> type:
@@ -176,7 +177,7 @@ def test_states_of_a_sequence_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_model_without_states_may_have_an_optional_parameter_of_that_name() -> None:
     model = load_model(lambda batch, states=None: batch, "cpu")
-    assert main._ready(model).kind is ModelKind.PLAIN
+    assert description_of(model).kind is ModelKind.PLAIN
 
 
 def test_requests_are_passed_by_name() -> None:

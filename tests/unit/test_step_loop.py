@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from carpool.model_settings import ModelKind
-from carpool_worker.model_process import frames, main
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frames import MessageReader, Ready, pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.step_frames import Admit, Drop, Resume, Step
@@ -266,7 +267,9 @@ def test_model_process_generates_until_the_connection_is_closed(
     ours.shutdown(socket.SHUT_RDWR)
     _, log = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
-    assert log.splitlines() == ["end of id1", "end of id2", "end of id3", "unloaded"]
+    printed = [line for line in log.splitlines() if not line.startswith("{")]
+    assert printed == ["end of id1", "end of id2", "end of id3", "unloaded"]
+    assert "SystemExit at stepping_models.py" in log
 
 
 def test_generator_function_in_a_model_process(
@@ -299,4 +302,4 @@ def test_unusable_stepping_model_is_refused(
 
 
 def test_model_that_executes_batches_is_not_stepping() -> None:
-    assert main._ready(load_model(len, "cpu")).kind is ModelKind.PLAIN
+    assert description_of(load_model(len, "cpu")).kind is ModelKind.PLAIN

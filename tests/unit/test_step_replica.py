@@ -158,20 +158,30 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
-    """Given more than it asks for at first, expect that it asks for twice as many, until there are fewer."""
-    bench.fetcher.parts = [ASKED, 2 * ASKED, 1]
+    """Given four processes, expect that this one asks for a share of what it has space for, as long as there
+    are as many."""
+    bench.replica.model_processes = 4
+    bench.fetcher.parts = [9, 7, 1]
     bench.run(3)
     assert bench.admitted() == []
     bench.run(1)
-    assert bench.admitted() == [3 * ASKED + 1]
-    assert bench.fetcher.asked == [ASKED, 2 * ASKED, 4 * ASKED, ASKED]
+    assert bench.admitted() == [17]
+    assert bench.fetcher.asked == [9, 7, 5, 5], "of 36, 27, 20 and 19 places"
 
 
-def test_all_slots_are_enough(bench: Bench) -> None:
-    bench.fetcher.parts = [ASKED, 2 * ASKED, 4 * ASKED, 2 * ASKED]
-    bench.run(len(bench.fetcher.parts) + 1)
+def test_the_only_process_asks_for_all(bench: Bench) -> None:
+    bench.replica.model_processes = 1
+    bench.fetcher.parts = [SLOTS + ASKED]
+    bench.run(2)
     assert bench.admitted() == [SLOTS + ASKED]
-    assert bench.fetcher.asked == [ASKED, 2 * ASKED, 4 * ASKED, 2 * ASKED], "not more than it has space for"
+    assert bench.fetcher.asked == [SLOTS + ASKED]
+
+
+@pytest.mark.parametrize("model_processes", [100, pytest.param(0, id="unknown")])
+def test_one_of_many_asks_for_a_few(bench: Bench, model_processes: int) -> None:
+    bench.replica.model_processes = model_processes
+    bench.run(1)
+    assert bench.fetcher.asked == [ASKED]
 
 
 def test_process_that_has_requests_is_not_made_to_wait(bench: Bench) -> None:
@@ -203,6 +213,13 @@ def test_all_are_asked_about_from_time_to_time(bench: Bench, monkeypatch: pytest
     bench.store.writes.clear()
     bench.run(1)
     assert [len(writes) for writes in bench.store.writes] == [3]
+
+
+def test_requests_that_have_just_come_are_not_asked_about(bench: Bench) -> None:
+    bench.fetcher.parts = [3]
+    bench.run(2)
+    assert bench.admitted() == [3]
+    assert bench.store.writes == []
 
 
 def test_what_is_kept_is_renewed_with_the_first_chunk_and_then_rarely(bench: Bench) -> None:

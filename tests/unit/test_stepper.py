@@ -288,7 +288,7 @@ def test_rejected_body_fails_alone_and_is_not_begun() -> None:
         1: "0",
         2: ("INVALID_ARGUMENT", "the model rejected this body: no twos"),
         3: ("NOT_FOUND", "three"),
-        4: ("INVALID_ARGUMENT", "the model rejected this body"),
+        4: ("INVALID_ARGUMENT", "the model rejected this body: SystemExit, without a message"),
     }
     assert [bodies for call, bodies in b.model.calls if call in ("begin", "end")] == [[1], [1]]
 
@@ -375,11 +375,12 @@ def test_model_that_cannot_continue_aborts_what_it_had_sent(call: str) -> None:
 
 @pytest.mark.parametrize("call", ["begin", "step"])
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, BaseException])
-def test_model_that_wants_to_exit_fails_its_request(call: str, error: Callable[[], BaseException]) -> None:
+def test_model_that_wants_to_exit_fails_its_request(call: str, error: type[BaseException]) -> None:
     b = Bench(Counter((call, 2), error=error))
     b.admit(1)
     b.admit(2)
-    assert b.finish() == {1: "0", 2: ("INTERNAL", "the model failed on this request")}
+    detail = f"the model failed on this request: {error.__name__}, without a message"
+    assert b.finish() == {1: "0", 2: ("INTERNAL", detail)}
 
 
 def test_end_that_raises_is_ignored() -> None:

@@ -152,7 +152,7 @@ def test_json_keys_are_stable() -> None:
         *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
         *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
-        *("policy", "missed", "stepping", "sequences"),
+        *("policy", "missed", "stepping", "sequences", "failed", "last_error", "last_error_s", "dead"),
     ]
 
 
@@ -446,3 +446,18 @@ def test_rates_cover_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> N
 
 def sample_at(at_s: int) -> Sample:
     return {"m": sample(report(at_s, full=at_s))}
+
+
+def test_failures_are_shown() -> None:
+    before, now = (
+        report(1),
+        replace(
+            report(5),
+            failed={"INTERNAL": 5000},
+            last_error=("KeyError at model.py:3", BEGAN_US + 2 * SECOND_US),
+        ),
+    )
+    page = drawn([figures("square", sample(before), sample(now)._replace(dead=2))], 100)
+    assert "  failed requests   5,000 INTERNAL (1,250/s)" in page
+    assert "  last error        KeyError at model.py:3, 3.0 s ago" in page
+    assert "  dead letters      2; `carpool dead list` shows them" in page

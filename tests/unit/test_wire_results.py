@@ -38,6 +38,7 @@ successes = st.builds(
     st.none(),
     *[st.integers(0, 2**40)] * 3,
     *[optional_numbers] * 2,
+    st.lists(st.text(max_size=5), max_size=2),
 )
 failures = st.builds(
     Result,
@@ -47,6 +48,8 @@ failures = st.builds(
     st.none(),
     st.none() | st.text(st.characters(), max_size=20),  # lone surrogates included
     *[st.just(0)] * 3,
+    *[st.none()] * 2,
+    st.lists(st.text(max_size=5), max_size=2),
 )
 
 
@@ -61,6 +64,7 @@ def expected_envelope(result: Result) -> dict[str, Any]:
         "final": True,
         **(body if result.status == OK else detail),
         **{name: getattr(result, name) for name in ("batch_size", "queue_us", "compute_us")},
+        **({"warnings": result.warnings} if result.warnings else {}),
     }
 
 

@@ -154,7 +154,8 @@ class Deadlines:
             return []
         awaited = self._queue.awaited(run)
         self._queue.remove(run)
-        expiration_ms = max(0, ((run.deadline_us or 0) - run.arrival_us) // 1000)  # 0: see `decode_entry`
+        after_us = (run.deadline_us or 0) - run.arrival_us  # less than 0: see `decode_entry`
+        expiration_ms = max(0, after_us // 1000 + run.not_before_ms)
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
         if awaited:
             detail += f", for {awaited}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from carpool.messages import Dispatch, Refusal, Run, SequenceChange, SlotFreed
+from carpool.messages import UNANSWERED, Dispatch, Refusal, Run, SequenceChange, SlotFreed
 
 
 class Expire(NamedTuple):
@@ -39,3 +39,8 @@ def refusal(run: Run, status: str, reason: str, detail: str) -> Refusal:
         detail,
         run,
     )
+
+
+def duplicate(run: Run) -> Refusal:
+    """The removal of requests that were sent twice, and are answered once."""
+    return refusal(run, UNANSWERED, "duplicate", "")

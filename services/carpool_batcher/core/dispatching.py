@@ -57,7 +57,7 @@ class Dispatcher:
 
     def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
-        free_at_us = self._capacity.free_at_us(now_us) if self._queue.count else None
+        free_at_us = self._capacity.free_at_us(now_us) if self._queue.undelayed else None
         if free_at_us is None:
             return None
         self._update_index(settings, now_us)
@@ -159,7 +159,9 @@ class Dispatcher:
 
     def _gap_us(self, lane: Lane, now_us: int) -> float:
         """How long all idle processes together wait for one more request of a lane."""
-        lane_ratio = lane.count / self._queue.count  # of the arrivals, as of those that wait
+        lane_ratio = lane.count / (
+            self._queue.count - self._queue.delayed.requests
+        )  # of the arrivals, as of those that wait
         return self._arrivals.gap_us / lane_ratio * max(1, self._capacity.idle_processes(now_us))
 
     def _is_deferred(self, lane: Lane, settings: ModelSettings) -> bool:

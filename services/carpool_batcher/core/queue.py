@@ -14,7 +14,9 @@ from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages import PRIORITY_LEVELS, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
-from carpool_batcher.core.decisions import refusal
+from carpool_batcher.core.decisions import duplicate, refusal
+from carpool_batcher.core.delayed import DelayedRuns
+from carpool_batcher.core.duplicates import WaitingIds
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.sequences import Decided, Sequences
@@ -30,6 +32,7 @@ class Queue:
     `withheld` is the number of results that wait for earlier tickets (`preserve_ordering`): they count
     against `max_queue_size`. `changed` has the names of lanes that changed since the Dispatcher last looked,
     which empties it. Of a bound model, the heads of the sequences of each process are in lanes of their own.
+    `delayed` has the runs that are in no lane yet, because their producers put them off; they count, too.
     """
 
     def __init__(self, sequences: Sequences | None = None) -> None:
@@ -39,6 +42,8 @@ class Queue:
         self.withheld = 0
         self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
         self.changed: set[str] = set()
+        self.delayed = DelayedRuns()
+        self.ids = WaitingIds()
         self._count_by_priority = [0] * PRIORITY_LEVELS
         self._sequences = Sequences() if sequences is None else sequences
         self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
@@ -47,14 +52,19 @@ class Queue:
     def __contains__(self, run: Run) -> bool:
         name = run.lane if run.sequence is None else self._sequences.lane_name(run)
         lane = self.lanes.get(name)
-        return (lane is not None and run in lane) or self._is_follower(run)
+        return (lane is not None and run in lane) or self._is_follower(run) or run in self.delayed
 
     def _is_follower(self, run: Run) -> bool:
         return run.sequence is not None and run in self._sequences.followers
 
     def runs(self) -> Iterator[Run]:
         """All waiting runs."""
-        return chain(chain.from_iterable(self.lanes.values()), self._sequences.followers)
+        return chain(chain.from_iterable(self.lanes.values()), self._sequences.followers, self.delayed)
+
+    @property
+    def undelayed(self) -> int:
+        """The number of waiting requests that are not delayed."""
+        return self.count - self.delayed.requests
 
     # --- admitting -----------------------------------------------------------------------------------------
 
@@ -75,15 +85,26 @@ class Queue:
         return []
 
     def _insert(self, run: Run, size_bytes: int) -> None:
-        if run.sequence is None:
-            self._enter_lane(run, run.lane, size_bytes)
-        else:
+        if run.sequence is not None:
             self._sequences.add(run)
+        elif run.not_before_ms:
+            self.delayed.add(run)
+        else:
+            self._enter_lane(run, run.lane, size_bytes)
+            self.ids.add(run)
         count = len(run.correlation_ids)
         self.count += count
         self.arrived += count
         self.bytes += size_bytes
         self._count_by_priority[run.priority] += count
+
+    def release(self, now_us: int) -> list[Run]:
+        """Let the delayed runs whose time has come enter their lanes, and return them."""
+        released = self.delayed.due(now_us)
+        for run in released:
+            self._enter_lane(run, run.lane, bytes_of(run))
+            self.ids.add(run)
+        return released
 
     def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
         lane = self.lanes.get(name)
@@ -162,6 +183,7 @@ class Queue:
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
             self._count_by_priority[run.priority] -= len(run.correlation_ids)
+        self.ids.remove(batch.runs)
         self._drop_if_empty(lane)
         if self._sequences:
             for run in batch.runs:
@@ -178,6 +200,8 @@ class Queue:
         self._count_removed(run, size_bytes)
         if self._is_follower(run):
             self._followers_expired.discard(run)
+        elif run in self.delayed:
+            self.delayed.remove(run)
         else:
             lane = self._lane_of(run)
             lane.remove(run, size_bytes)
@@ -191,6 +215,10 @@ class Queue:
         if len(indexes) == len(run.correlation_ids):
             self.remove(run)
             return run
+        if run in self.delayed:
+            taken = self.delayed.take(run, indexes)
+            self._count_removed(taken, bytes_of(taken))
+            return taken
         lane = self._lane_of(run)
         taken = lane.take(run, indexes)
         self._count_removed(taken, bytes_of(taken))
@@ -214,6 +242,18 @@ class Queue:
                 refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
         return refusals
 
+    def take_duplicates(self, dispatched: Iterable[Run]) -> list[Refusal]:
+        """Remove the requests that repeat one of these, which are in flight now. They get no answer of their
+        own: that of the first copy is theirs."""
+        refusals: list[Refusal] = []
+        for run in dispatched:
+            for name in self.ids.repeated.keys() & run.correlation_ids:
+                for other in self.ids.repeated.get(name, ()):
+                    if other.reply_to == run.reply_to and other in self:
+                        indexes = [at for at, found in enumerate(other.correlation_ids) if found == name]
+                        refusals.append(duplicate(self.take(other, indexes)))
+        return refusals
+
     def forget(self, runs: Iterable[Run]) -> None:
         """Remove those of these runs that wait, without an answer."""
         for run in runs:
@@ -225,6 +265,7 @@ class Queue:
         self.count -= count
         self.bytes -= size_bytes
         self._count_by_priority[run.priority] -= count
+        self.ids.remove((run,))
 
     def _drop_if_empty(self, lane: Lane) -> None:
         self.changed.add(lane.name)
@@ -270,8 +311,8 @@ class Queue:
     # --- deadlines -----------------------------------------------------------------------------------------
 
     def mark_urgent(self, run: Run) -> None:
-        """A waiting run must be dispatched now to meet its deadline. A follower cannot be."""
-        if self._is_follower(run):
+        """A waiting run must be dispatched now to meet its deadline. A follower or delayed run cannot be."""
+        if self._is_follower(run) or run in self.delayed:
             return
         lane = self._lane_of(run)
         lane.urgent.add(run)
@@ -290,7 +331,7 @@ class Queue:
         """Whether a waiting run is served behind all others, because it expired."""
         if self._is_follower(run):
             return run in self._followers_expired
-        return run in self._lane_of(run).expired
+        return run not in self.delayed and run in self._lane_of(run).expired
 
     # --- reading -------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@
    waiting request takes part in rules 1 to 3; all of them in the others.
 9. Of a bound model each sequence stays with one process (`core.space`). A batch has requests of the sequences
    of one process, and is dispatched when that has no other.
+10. A request that its producer put off (`not_before`) waits outside of its lane until then (`core.delayed`).
+   It counts against the limits of rule 5, and can be withdrawn; to all other rules it arrives at that time.
 
 A request is in exactly one state:
 
@@ -60,8 +62,9 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
+from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.duplicates import Separated, separate
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence_refusals import ended_by_force
 from carpool_batcher.core.sequences import Sequences
@@ -237,6 +240,31 @@ class Scheduler:
         self.capacity.launch(batch_id, batch)
         self._watch_batch(batch_id, batch)
 
+    def separate(self, dispatches: Sequence[Dispatch]) -> Separated:
+        """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
+        the copies that were taken out to `repeated`, after the `launch` of the others. Almost always O(1)."""
+        if not self._queue.ids.is_repeated_popped:
+            return Separated(dispatches, ())
+        self._queue.ids.is_repeated_popped = False
+        return separate(dispatches)
+
+    def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
+        """After a dispatch of these runs: the Refusals of all that repeats one of their requests, and waits
+        or is among the `copies`. Copies whose first one was gone wait again. Almost always O(1)."""
+        refusals = self._queue.take_duplicates(dispatched) if self._queue.ids.repeated else []
+        if copies:
+            in_flight = {(run.reply_to, name) for run in dispatched for name in run.correlation_ids}
+            for run in copies:
+                names = enumerate(run.correlation_ids)
+                again = [at for at, name in names if (run.reply_to, name) in in_flight]
+                if len(again) < len(run):
+                    if again:
+                        refusals.append(duplicate(run.take(again)))
+                    refusals += self.offer(run, now_us)
+                else:
+                    refusals.append(duplicate(run))
+        return refusals
+
     def cancel(self, process: str = "") -> None:
         """A Dispatch of the last `poll`, to this process, was not carried out: none of its runs was still in
         Redis."""
@@ -347,6 +375,8 @@ class Scheduler:
     def poll(self, now_us: int) -> list[Decision]:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
+        if self._queue.delayed.requests:
+            self._release(now_us)
         decisions = self._deadlines.run_due(self._settings, now_us)
         if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
@@ -355,6 +385,12 @@ class Scheduler:
         decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
         decisions += self._decide_sequences(now_us)  # requests may have been refused
         return decisions
+
+    def _release(self, now_us: int) -> None:
+        """Let delayed runs take part from now on, if their time has come."""
+        for run in self._queue.release(now_us):
+            if run.deadline_us is not None:
+                self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
 
     def _decide_sequences(self, now_us: int) -> list[Decision]:
         decided = self.sequences.decide(now_us)
@@ -366,6 +402,8 @@ class Scheduler:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
         dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
+        if self._queue.delayed.requests:
+            wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self._queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)

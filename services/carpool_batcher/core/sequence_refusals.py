@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
-from carpool.messages import UNANSWERED, Refusal, Run
-from carpool_batcher.core.decisions import refusal
+from carpool.messages import Refusal, Run
+from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.sequence import part_of
 
 # Why a sequence is broken.
@@ -46,7 +46,7 @@ def processed_already(run: Run, next_index: int) -> Refusal:
 
 def sent_twice(run: Run) -> Refusal:
     """It has come before, with the same correlation ID: it is removed without an answer."""
-    return refusal(run, UNANSWERED, "duplicate", "")
+    return duplicate(run)
 
 
 def ended_by_force(run: Run) -> Refusal:

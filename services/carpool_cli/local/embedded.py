@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -37,6 +38,7 @@ _POLL_S: Final = 0.01
 _ANSWER_TIMEOUT_S: Final = 1.0
 _SOCKET_PATH_BYTES_MAX: Final = 103 if sys.platform == "darwin" else 107  # sockaddr_un, without the final 0
 _LOG_LINES_SHOWN: Final = 12
+_LOCK_TIMEOUT_S: Final = 2.0  # a server whose parent was killed may be ending
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -68,8 +70,9 @@ class EmbeddedRedis:
             print(redis.url)
 
     The server answers when the constructor returns. Without a `port` it takes a free one; without a
-    `data_dir` its data is in a temporary directory that is removed with it. It also listens on a Unix socket
-    that only this user may connect to; `unix_url` is None if the path of its directory is too long for one.
+    `data_dir` its data is in a temporary directory that is removed with it. A `data_dir` that another server
+    uses is refused. It also listens on a Unix socket that only this user may connect to; `unix_url` is None
+    if the path of its directory is too long for one.
 
     Construct and restart it from a thread that lives as long as the process (`carpool.lifecycle` has the
     reason). Ctrl-C in a terminal does not reach it, so that its clients can finish before they stop it.
@@ -91,12 +94,15 @@ class EmbeddedRedis:
         self._append_only = append_only
         given = None if data_dir is None else _given_directory(data_dir)
         self._private = _temporary_directory()
+        self._lock: _DirectoryLock | None = None
         self._home = given or self._private
         self._socket = _socket_path(self._private)
         try:
+            if given is not None:
+                self._lock = _DirectoryLock(given)
             self.port, self._process = self._launch(port) if port else self._launch_on_a_free_port()
         except BaseException:
-            self._remove_private_directory()
+            self._release_directories()
             raise
 
     @property
@@ -123,7 +129,7 @@ class EmbeddedRedis:
     def stop(self) -> None:
         """Stop the server, and remove its data unless a `data_dir` was given. May be called repeatedly."""
         _stop(self._process, self.stop_timeout_s)
-        self._remove_private_directory()
+        self._release_directories()
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +152,7 @@ class EmbeddedRedis:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C goes to the terminal's whole process group
+                pass_fds=() if self._lock is None else (self._lock.descriptor,),
             )
         try:
             self.version = self._wait_until_ready(port, process)
@@ -202,8 +209,10 @@ class EmbeddedRedis:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         return "\n".join(["Its log ends with:", *lines]) if lines else "Its log is empty."
 
-    def _remove_private_directory(self) -> None:
+    def _release_directories(self) -> None:
         shutil.rmtree(self._private, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release()
 
 
 def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
@@ -292,10 +301,52 @@ def _given_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EmbeddedRedisError(
-            f"Redis cannot keep its data in {path}: {error}. Choose another with --data-dir."
-        ) from error
+        raise _unusable(path, error) from error
     return path.resolve()
+
+
+def _unusable(directory: Path, error: OSError) -> EmbeddedRedisError:
+    return EmbeddedRedisError(
+        f"Redis cannot keep its data in {directory}: {error}. Choose another with --data-dir."
+    )
+
+
+class _DirectoryLock:
+    """Makes this server the only one on its data directory: two would write the same append-only file.
+
+    The server inherits the descriptor, so the directory is locked until it has ended, too, however the
+    process that started it ended.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self.descriptor = os.open(directory / "carpool.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            if not self._acquire():
+                owner = os.pread(self.descriptor, 20, 0).decode(errors="replace")
+                self.release()
+                raise EmbeddedRedisError(
+                    f"The data directory {directory} is in use by the Redis of process {owner}. Stop that "
+                    "process, use its Redis with --redis-url, or choose another directory with --data-dir."
+                )
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            raise _unusable(directory, error) from error
+
+    def _acquire(self) -> bool:
+        until_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while time.monotonic() < until_s:
+            with suppress(BlockingIOError):
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def release(self) -> None:
+        """Close the file, which unlocks it. May be called repeatedly."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 def _temporary_directory() -> Path:

@@ -18,7 +18,18 @@ from carpool.keys import DEFAULT_PREFIX
 from carpool.lifecycle import stop_on_signals
 from carpool.logs import configure_logs
 from carpool.model_settings import ModelKind
-from carpool.settings import Listed, LogLevel, Policies, Prefix, RedisSettings, RedisUrl, read_settings
+from carpool.settings import (
+    Devices,
+    Listed,
+    LogLevel,
+    Policies,
+    Prefix,
+    RedisSettings,
+    RedisUrl,
+    Replicas,
+    Seconds,
+    read_settings,
+)
 from carpool.store.connection import CommandError
 from carpool_batcher.policies import load_policies
 from carpool_cli.local import paste
@@ -33,6 +44,7 @@ from carpool_cli.local.supervisor import (
     preferred_port,
 )
 from carpool_cli.screen import Screen, count
+from carpool_worker.devices import devices
 
 LOADING_NOTICE_INTERVAL_S: Final = 10.0
 
@@ -53,17 +65,20 @@ class UpSettings(RedisSettings):
         None, description="a running Redis to use (default: start one, which stops with this command)"
     )
     redis_port: int | None = Field(
-        None, ge=1, le=65535, description="port of the Redis to start (default: 6379 if free, else another)"
+        None,
+        ge=0,
+        le=65535,
+        description="port of the Redis to start; 0: any free one (default: 6379 if free, else another)",
     )
     data_dir: Path | None = Field(
         None,
         description="data directory of the Redis to start (default: a temporary one, removed at the end)",
     )
-    replicas: int = Field(1, ge=1, le=256, description="number of model processes for each model")
-    device: str = Field(
-        "auto", description="devices, assigned to model processes in turn: auto, cpu, or cuda:0,cuda:1,..."
+    replicas: Replicas = Field(
+        1, description="number of model processes for each model; auto: one per device"
     )
-    drain_s: float = Field(
+    device: Devices = "auto"
+    drain_s: Seconds = Field(
         30.0, ge=0, description="seconds that workers may take to finish their requests when stopped"
     )
     http_port: int | None = Field(
@@ -87,15 +102,20 @@ class UpSettings(RedisSettings):
             )
         return self
 
+    @property
+    def processes(self) -> int:
+        """How many model processes each model has."""
+        return len(devices(self.device, self.replicas))
+
     def plan(self) -> StackPlan:
         """The plan for the supervisor."""
         return StackPlan(
             models=self.model,
             redis_url=self.redis_url,
-            redis_port=self.redis_port or preferred_port(),
+            redis_port=preferred_port() if self.redis_port is None else self.redis_port or None,
             data_dir=self.data_dir,
             prefix=self.prefix,
-            replicas=self.replicas,
+            replicas=self.processes,
             device=self.device,
             drain_s=self.drain_s,
             log_level=self.log_level,
@@ -146,7 +166,7 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
     while not stop.wait(POLL_S):
         for worker in supervisor.run_once():
             if not is_announced:
-                screen.print(served_line(worker, settings.replicas))
+                screen.print(served_line(worker, settings.processes))
                 _warn_of_policy(supervisor, worker, screen)
         if is_announced:
             continue

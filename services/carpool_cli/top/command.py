@@ -21,6 +21,7 @@ from carpool.store.directory import Directory
 from carpool.store.eviction import eviction_warning
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, full_screen, plain_lines
 from carpool_cli.top.figures import Figures, ModelSample, figures
 from carpool_cli.top.page import Page
@@ -69,6 +70,11 @@ class TopSettings(ConnectionSettings):
     refused requests: answered with an error by this batcher since it became active, and the rate now
                 (early: could not have met the deadline; waiting, in_flight: where the request expired or,
                 of a stepping model, was withdrawn)
+    failed requests: answered with an error by a worker since the batcher became active, by status, and the
+                rate now; last error: what the model raised, and where. The log of its worker has the
+                traceback
+    dead letters: requests given up because their model process or worker died repeatedly: see
+                `carpool dead list`
     missed deadlines: why, as the batcher knows when the batch has settled
                 early: refused, because it was not expected to be in time
                 waiting: its deadline passed before it was dispatched
@@ -101,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 0  # the usual way to end it
     except (UnavailableError, CommandError, TopError) as error:
-        print(f"carpool top: {error}", file=sys.stderr)
+        print(f"carpool top: {explain(error)}", file=sys.stderr)
         return 1
     finally:
         directory.close()
@@ -166,6 +172,7 @@ def _sample_model(directory: Directory, model: str) -> ModelSample:
         overview.model_processes,
         overview.batcher,
         report,
+        overview.dead,
     )
 
 

@@ -21,6 +21,7 @@ class ModelSample(NamedTuple):
     model_processes: int
     batcher: bool
     report: BatcherReport | None = None
+    dead: int = 0  # dead letters
 
 
 class Requests(NamedTuple):
@@ -89,22 +90,34 @@ class Figures(NamedTuple):
     missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
     stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
     sequences: Sequences | None = None  # None: it has no sequences, or no batcher reports any
+    failed: Mapping[str, Requests] = {}  # answered with an error by workers, by status
+    last_error: str = ""  # what the model raised last, such as `KeyError at model.py:14`
+    last_error_s: float | None = None  # how long ago that was
+    dead: int = 0  # dead letters
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
         refused = {reason: requests._asdict() for reason, requests in self.refused.items()}
         missed = {cause: requests._asdict() for cause, requests in self.missed.items()}
+        failed = {status: requests._asdict() for status, requests in self.failed.items()}
         stepping = None if self.stepping is None else self.stepping._asdict()
         sequences = None if self.sequences is None else self.sequences.as_json()
-        changed = {"refused": refused, "missed": missed, "stepping": stepping, "sequences": sequences}
+        changed = {
+            "refused": refused,
+            "missed": missed,
+            "failed": failed,
+            "stepping": stepping,
+            "sequences": sequences,
+        }
         return {**self._asdict(), **changed}
 
 
 def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures:
     """The figures of a model. `before` is an earlier sample, the same one, or None."""
     known_without_report = Figures(
-        model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight
-    )
+        model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight,
+        dead=now.dead,
+    )  # fmt: skip
     report = now.report if now.batcher else None
     if report is None:
         return known_without_report
@@ -137,6 +150,9 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         unheeded=report.unheeded,
         policy=report.policy or None,
         missed=_totals_and_rates(base.missed, report.missed, over_s),
+        failed=_totals_and_rates(base.failed, report.failed, over_s),
+        last_error=report.last_error[0] if report.last_error else "",
+        last_error_s=(report.at_us - report.last_error[1]) / 1e6 if report.last_error else None,
         stepping=_stepping(base, report, over_s),
         sequences=_sequences(base, report, over_s),
     )

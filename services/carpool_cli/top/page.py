@@ -199,6 +199,12 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "sequences", _sequences(model.sequences)
     if model.refused:
         yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
+    if model.failed:
+        yield "failed requests", [_requests(status, number) for status, number in model.failed.items()]
+    if model.last_error_s is not None:
+        yield "last error", [f"{model.last_error}, {duration(model.last_error_s)} ago"]
+    if model.dead:
+        yield "dead letters", [f"{model.dead:,}; `carpool dead list` shows them"]
     if model.missed:
         causes = model.missed.items()
         yield "missed deadlines", [_requests(cause.replace("_", " "), number) for cause, number in causes]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter_ns
 from typing import Any, Final, NamedTuple
 
-from carpool.client.aio import AsyncClient, Reply
+from carpool.client.aio import AsyncClient, Reply, RequestOptions
 from carpool_batcher.core.curve import Curve
 from carpool_cli.tuning.curve import Line, Sizes, curve_of, line_through, spread_of
 from carpool_cli.tuning.simulator import NO_SPREAD, World
@@ -83,20 +83,22 @@ async def calibrate(
     body: Any,
     sizes: Sequence[int],
     *,
+    options: RequestOptions | None = None,
     delays: bool,
     on_progress: Callable[[], None],
 ) -> Measured:
     """Send bursts one after another. Raises CarpoolError.
 
     `sizes` are those of the bursts; the first is 1. `delays`: the model's settings may delay a lone request
-    so that others can join its batch.
+    so that others can join its batch. `options`: of each request.
     """
+    options = options or {}
     ends_s = monotonic() + CALIBRATION_S_MAX
-    await client.infer(model, body)  # one-time work, such as lazy loading, is done now
+    await client.infer(model, body, **options)  # one-time work, such as lazy loading, is done now
     observed: list[tuple[int, int]] = []
     round_trips: list[tuple[int, int]] = []
     for size in sizes:
-        replies = await asyncio.gather(*[_timed_request(client, model, body) for _ in range(size)])
+        replies = await asyncio.gather(*[_timed_request(client, model, body, options) for _ in range(size)])
         # A burst may be split into batches, which may contain requests of other producers: batches count.
         observed += {(reply.batch_size, reply.compute_us) for reply, _ in replies}
         # The round trip is that of the request sent last. The time of an earlier one includes the encoding of
@@ -111,10 +113,12 @@ async def calibrate(
     return measured(observed, round_trips)
 
 
-async def _timed_request(client: AsyncClient, model: str, body: Any) -> tuple[Reply, int]:
+async def _timed_request(
+    client: AsyncClient, model: str, body: Any, options: RequestOptions
+) -> tuple[Reply, int]:
     """A request's reply, and its latency in us."""
     started_ns = perf_counter_ns()
-    reply = await client.request(model, body)
+    reply = await client.request(model, body, **options)
     return reply, (perf_counter_ns() - started_ns) // 1000
 
 

@@ -25,18 +25,12 @@ from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.tuning.arrivals import TraceError
 
 _READ_BATCHES: Final = 64
 _SETTLED_BATCHES: Final = 64  # the latest ones, from which l(n) is derived
 _BLOCK_MS: Final = 200
-# Part of Redis's error message. Its case differs between Redis 6 and 8.
-_NO_PERMISSION: Final = "no permissions"
-_PERMISSION_HINT: Final = """
-    The Redis user of this command lacks a permission. Reading a model's state needs the role `admin`;
-    sending BODY, as `carpool tune` does, needs the role `producer` as well. In --redis-url, name a user with
-    the permissions of both. Or connect as `admin` and omit BODY: `carpool tune` then uses the batches that
-    were settled last."""
 
 
 class UnavailableModelError(Exception):
@@ -76,8 +70,7 @@ def run_command(command: str, run: Callable[[], None]) -> int:
         print(f"carpool {command}: {error}", file=sys.stderr)
         return 2
     except (CarpoolError, CommandError, OSError) as error:
-        hint = _PERMISSION_HINT if _NO_PERMISSION in str(error).lower() else ""
-        print(f"carpool {command}: {error}{hint}", file=sys.stderr)
+        print(f"carpool {command}: {explain(error)}", file=sys.stderr)
         return 1
     return 0
 

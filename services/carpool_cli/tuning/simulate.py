@@ -16,7 +16,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
-from carpool.settings import ConnectionSettings, read_settings
+from carpool.settings import ConnectionSettings, Milliseconds, read_settings
 from carpool.wire.report import BatcherReport
 from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
@@ -70,19 +70,21 @@ class SimulateSettings(ConnectionSettings):
         None, ge=1, le=100_000_000, description="number of requests (default: 100000, or as recorded)"
     )
     workers: int | None = Field(None, ge=1, le=100_000, description="model processes (default: 1)")
-    intercept_ms: float | None = Field(
+    intercept_ms: Milliseconds | None = Field(
         None, ge=0, description=f"execution time l(n) at n = 0 (default: {INTERCEPT_MS:g})"
     )
-    slope_ms: float | None = Field(
+    slope_ms: Milliseconds | None = Field(
         None, ge=0, description=f"what each request of a batch adds to l(n) (default: {SLOPE_MS:g})"
     )
-    trip_ms: float = Field(ROUND_TRIP_MS, ge=0, description="round trip of a batch through Redis at n = 0")
-    trip_slope_ms: float = Field(
+    trip_ms: Milliseconds = Field(
+        ROUND_TRIP_MS, ge=0, description="round trip of a batch through Redis at n = 0"
+    )
+    trip_slope_ms: Milliseconds = Field(
         ROUND_TRIP_SLOPE_MS, ge=0, description="what each request of a batch adds to the round trip"
     )
     noise: float = Field(0.0, ge=0, le=1, description="relative standard deviation of the execution time")
     trip_noise: float = Field(0.0, ge=0, le=1, description="relative standard deviation of the round trip")
-    expiration_ms: float | None = Field(
+    expiration_ms: Milliseconds | None = Field(
         None, gt=0, description="expiration of requests (default: the model's)"
     )
     seed: int = Field(0, description="seed of the random numbers")

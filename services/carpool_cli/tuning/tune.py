@@ -15,8 +15,8 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
 from carpool.model_settings import POLICIES
-from carpool.settings import ConnectionSettings, read_settings
-from carpool_cli.infer import read_body
+from carpool.settings import Milliseconds, read_settings
+from carpool_cli.infer import RequestSettings, read_body
 from carpool_cli.screen import Progress, Screen, count, table
 from carpool_cli.tuning.arrivals import traffic
 from carpool_cli.tuning.calibrate import (
@@ -53,7 +53,7 @@ ROBUST_KINDS: Final = ("eager", "deferred")  # tried with more processes, beside
 CURVE_COLUMNS_MAX: Final = 12  # sizes in the table of l(n)
 
 
-class TuneSettings(ConnectionSettings):
+class TuneSettings(RequestSettings):
     """Find the settings with which a model serves the most requests within a given latency.
 
     It measures how long a batch of n takes by sending BODY in bursts, one burst after the other; without BODY
@@ -71,14 +71,13 @@ class TuneSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field("", description="the body of a typical request")
-    latency_ms: float = Field(
+    latency_ms: Milliseconds = Field(
         gt=0, le=3_600_000, description="latency that 99% of the requests may take at most"
     )
     rate: float | None = Field(
         None, gt=0, description="expected requests/s (default: find the highest possible rate)"
     )
     arrivals: str = Field("poisson", description="poisson, bursty, or a FILE, as for `carpool simulate`")
-    raw: bool = Field(False, description="send the body unchanged, as bytes")
     rounds: int = Field(5, ge=1, le=100, description="number of bursts of each size")
     plot: str = Field(
         "tune.png", description="file for the plot of p99 latency and goodput by rate; empty for none"
@@ -146,7 +145,7 @@ def _measure(settings: TuneSettings, live: LiveModel, screen: Screen) -> Measure
             f"{settings.model} keeps a state for each sequence, and BODY would be sent outside of any: omit "
             "it, to use the batches that were settled last"
         )
-    body = read_body(settings.body, raw=settings.raw)
+    body = read_body(settings.body, settings.body_type)
     sizes = bursts(live.settings.max_batch_size, settings.rounds)
     screen.print(
         f"sending {sum(sizes) + 1:,} requests to {settings.model}, at most {max(sizes):,} at a time; "
@@ -163,7 +162,15 @@ async def _send_bursts(
 ) -> Measured:
     delays = bool(live.settings.max_queue_delay_ms) or live.settings.policy != "eager"
     async with AsyncClient(settings.redis_url, prefix=settings.prefix) as client:
-        return await calibrate(client, settings.model, body, sizes, delays=delays, on_progress=progress.step)
+        return await calibrate(
+            client,
+            settings.model,
+            body,
+            sizes,
+            options=settings.body_options,
+            delays=delays,
+            on_progress=progress.step,
+        )
 
 
 # --- printing the measurement ------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """What runs in a model process: one model, isolated from Redis and from the worker's threads.
 
-    main      the loop: receive a frame, execute it, send the outcome
-    frames    what crosses the process boundary
-    executor  runs the model on a frame's items and isolates the failures
-    outcomes  from an outcome to what is sent
-    failures  from what the model raised to a status and a detail
-    model     a user's model, adapted to one interface
-    loader    from a model's name on the command line to the model
+    main             the loop: receive a frame, execute it, send the outcome
+    frames           what crosses the process boundary
+    frame_execution  from a frame to its outcome
+    executor         runs the model on a frame's items and isolates the failures
+    outcomes         from what the model returned to what is sent
+    failures         from what the model raised to a status and a detail
+    raised           what the model raised, for the log and for operators
+    model            a user's model, adapted to one interface
+    description      what a loaded model declares, as its worker gets it
+    loader           from a model's name on the command line to the model
 
 Of a stepping model:
 

@@ -12,6 +12,7 @@ from carpool_worker.model_process.bound_frames import End, read_worker_message
 from carpool_worker.model_process.executor import decode_items
 from carpool_worker.model_process.model import BoundModel, RequestInfo
 from carpool_worker.model_process.outcomes import encode_outcome
+from carpool_worker.model_process.raised import RaisedLog, followed
 
 
 class BoundLoop:
@@ -20,8 +21,9 @@ class BoundLoop:
     def __init__(self, sock: socket.socket, model: BoundModel) -> None:
         self._sock = sock
         self._reader = frames.MessageReader(sock)
-        self._model = model
-        self._executor = BoundExecutor(model)
+        self._raised = RaisedLog()
+        self._model = followed(model, self._raised.observe)
+        self._executor = BoundExecutor(self._model)
 
     def run(self) -> None:
         """Serve until the worker closes the connection; then end all sequences."""
@@ -41,4 +43,5 @@ class BoundLoop:
         started_ns = time.perf_counter_ns()
         outcome = self._executor.execute(items, requests)
         compute_us = (time.perf_counter_ns() - started_ns) // 1000
-        frames.send_message(self._sock, *encode_outcome(self._model, message, outcome, compute_us))
+        header, data = encode_outcome(self._model, message, outcome, compute_us)
+        frames.send_message(self._sock, self._raised.named(header), data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
 
@@ -15,25 +15,40 @@ CAUSES_MAX: Final = 8  # of an exception, that are looked at
 _ABOUT_BODIES: Final = (CarpoolError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
+Observe = Callable[[BaseException], None]  # is told what a model raised (see `raised`)
+
+
 class WrongOutputError(Exception):
     """What the model returned is not one result for each item."""
 
 
+def not_observed(_error: BaseException) -> None:
+    """Where nobody watches the model."""
+
+
 def failure_of(error: BaseException, status: str) -> Failure:
-    """The status and detail for the producer: neither the exception's class nor a traceback.
+    """The status and detail for the producer: no traceback, and the exception's class only where nothing else
+    tells what is wrong.
 
     Raises Unhealthy if it is no failure of a request: this process cannot go on.
     """
     _check_health(error)
     if isinstance(error, CarpoolError):
         return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may not set it
-    message = _text(error)
     if isinstance(error, WrongOutputError):
-        return status, message
+        return status, _text(error)
     failure = (
         "the model rejected this body" if status == INVALID_ARGUMENT else "the model failed on this request"
     )
-    return status, f"{failure}: {message}" if message else failure
+    return status, f"{failure}: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    """What the exception says. Some say nothing without their class, such as KeyError('speed')."""
+    kind, message = type(error).__name__, _text(error)
+    if not message:
+        return f"{kind}, without a message"
+    return f"{kind}: {message}" if isinstance(error, KeyError) else message
 
 
 def _check_health(error: BaseException) -> None:

@@ -84,6 +84,7 @@ class OutcomeHeader(NamedTuple):
     Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
     `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
+    `error`: the name of what it raised last (`raised`); empty if it did not.
     For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
 
@@ -95,6 +96,7 @@ class OutcomeHeader(NamedTuple):
     parts: Sequence[Part] = ()
     executed: int = 0
     raised: Sequence[int] = ()
+    error: str = ""
 
 
 class Ending(NamedTuple):

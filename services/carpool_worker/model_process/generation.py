@@ -9,6 +9,7 @@ import msgpack
 
 from carpool.errors import ABORTED, INTERNAL
 from carpool_worker.model_process.chunks import join
+from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepping import StepRequest, list_header
@@ -27,8 +28,8 @@ class Generation(StepRequest):
         "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes", "_taken_count", "is_begun", "key",
     )  # fmt: skip
 
-    def __init__(self, admit: Admit, body: Any) -> None:
-        super().__init__(*admit.request, body, admit.cost)
+    def __init__(self, admit: Admit, body: Any, observe: Observe = not_observed) -> None:
+        super().__init__(*admit.request, body, admit.cost, observe)
         self.key = admit.key
         self.is_begun = False  # `end` is to be called for it
         self._is_streamed = admit.is_streamed

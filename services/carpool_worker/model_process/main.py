@@ -14,24 +14,22 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.model_settings import ModelKind
 from carpool.plugins import UnusableError
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_loop import BoundLoop
-from carpool_worker.model_process.executor import decode_items, execute, never_late
-from carpool_worker.model_process.frames import FrameHeader, LoadFailed, Ready
+from carpool_worker.model_process.description import description_of
+from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.frames import FrameHeader, LoadFailed
 from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.model import BoundModel, LoadedModel, RequestInfo, SteppingModel, load_model
-from carpool_worker.model_process.outcomes import encode_outcome
-from carpool_worker.model_process.states import States
+from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
+from carpool_worker.model_process.raised import RaisedLog, followed
 from carpool_worker.model_process.step_loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
@@ -62,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         reason = f"{type(error).__name__}: {error}"
         frames.send_load_result(sock, LoadFailed(reason, traceback.format_exc()))
         return 1
-    frames.send_load_result(sock, _ready(model))
+    frames.send_load_result(sock, description_of(model))
     try:
         _serve(sock, model)
     except Unhealthy as error:
@@ -95,68 +93,28 @@ def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
 
 
 def _leave_signals_to_the_worker() -> None:
-    """Ctrl-C, and systemd's SIGTERM, reach all processes of a group: the worker drains first, then ends this
-    process. Processes that the model starts can still be terminated."""
+    """Ctrl-C, a closed terminal, and systemd's SIGTERM reach all processes of a group: the worker drains
+    first, then ends this process. Processes that the model starts can still be terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def _ready(model: LoadedModel | SteppingModel) -> Ready:
-    return Ready(
-        model.settings.as_text(),
-        model.inputs,
-        model.outputs,
-        isinstance(model, SteppingModel | BoundModel) or model.wants_requests,
-        dict(model.misspelt),
-        _kind_of(model),
-        b"" if isinstance(model, SteppingModel) else model.initial_state,
-    )
-
-
-def _kind_of(model: LoadedModel | SteppingModel) -> ModelKind:
-    if isinstance(model, SteppingModel):
-        return ModelKind.STEPPING
-    if isinstance(model, BoundModel):
-        return ModelKind.BOUND
-    return ModelKind.STATEFUL if model.states else ModelKind.PLAIN
-
-
 def _execute_all(sock: socket.socket, model: LoadedModel) -> None:
-    reader = frames.MessageReader(sock)
+    reader, raised = frames.MessageReader(sock), RaisedLog()
+    model = followed(model, raised.observe)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:
-            _execute_next(reader, sock, model)
+            _execute_next(reader, sock, model, raised)
 
 
-def _execute_next(reader: frames.MessageReader, sock: socket.socket, model: LoadedModel) -> None:
+def _execute_next(
+    reader: frames.MessageReader, sock: socket.socket, model: LoadedModel, raised: RaisedLog
+) -> None:
     fields, payload = reader.receive()
-    frame = FrameHeader(*fields)
-    states = None
-    if model.states:
-        payload, rows = frames.divide_payload(payload, frame.size * len(model.initial_state))
-        states = States(model.states, rows, frame.size)
-    items, requests = decode_items(frame, payload), [RequestInfo(*info) for info in frame.requests]
-    started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, requests, states, _lateness(frame))
-    compute_us = (time.perf_counter_ns() - started_ns) // 1000
-    header, data = encode_outcome(model, frame, outcome, compute_us)
-    if states is None:
-        frames.send_message(sock, header, data)
-    else:
-        frames.send_message(sock, header, data, states.without(header.failures))
-
-
-def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
-    """Whether the deadline of the request with an index has passed."""
-    if not frame.deadlines_us:
-        return never_late
-
-    def is_late(index: int) -> bool:
-        deadline_us = frame.deadlines_us[index]
-        return deadline_us is not None and deadline_us <= time.monotonic_ns() // 1000 + frame.redis_ahead_us
-
-    return is_late
+    header, data = execute_frame(model, FrameHeader(*fields), payload)
+    frames.send_message(sock, raised.named(header), *data)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ class Step(NamedTuple):
     while the process steps, to show that it does not hang.
 
     `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. `running`: how
-    many requests hold a slot after it, `size` how many took part in it.
+    many requests hold a slot after it, `size` how many took part in it. `error`: the name of what the model
+    raised last (`raised`); empty if it did not.
     """
 
     step_us: int
@@ -125,9 +126,10 @@ class Step(NamedTuple):
     size: int
     running: int
     advances: Sequence[Advance]
+    error: str = ""
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
         """A header that the process sent."""
-        step_us, begin_us, size, running, advances = fields
-        return cls(step_us, begin_us, size, running, [Advance(*advance) for advance in advances])
+        step_us, begin_us, size, running, advances, error = fields
+        return cls(step_us, begin_us, size, running, [Advance(*advance) for advance in advances], error)

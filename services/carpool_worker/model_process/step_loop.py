@@ -10,6 +10,7 @@ from typing import Final
 
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.model import SteppingModel
+from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, read_worker_message
 from carpool_worker.model_process.stepper import Stepper
 
@@ -24,7 +25,8 @@ class StepLoop:
         self._reader = frames.MessageReader(sock)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._stepper = Stepper(model)
+        self._raised = RaisedLog()
+        self._stepper = Stepper(model, observe=self._raised.observe)
         self._sent_s = 0.0  # when the last Step was sent
 
     def run(self) -> None:
@@ -43,7 +45,7 @@ class StepLoop:
         if self._stepper.has_next:
             step = self._stepper.advance(must_report=time.monotonic() - self._sent_s > SIGN_OF_LIFE_S)
             if step is not None:
-                frames.send_message(self._sock, step)
+                frames.send_message(self._sock, self._raised.named(step))
                 self._sent_s = time.monotonic()
 
     def _receive(self) -> None:

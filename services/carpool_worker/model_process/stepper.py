@@ -17,7 +17,7 @@ from carpool.errors import INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import StackedItems
-from carpool_worker.model_process.failures import failure_of
+from carpool_worker.model_process.failures import Observe, failure_of, not_observed
 from carpool_worker.model_process.generation import Generation
 from carpool_worker.model_process.model import SteppingModel
 from carpool_worker.model_process.slots import Round, Slots
@@ -32,8 +32,15 @@ _EMIT_INSTEAD = "emit values with request.emit(value), and end with request.fini
 class Stepper:
     """The requests of a model process, and the model that generates them."""
 
-    def __init__(self, model: SteppingModel, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        model: SteppingModel,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        observe: Observe = not_observed,
+    ) -> None:
+        """`observe` is called for whatever the model raises, or fails a request with."""
         self._model = model
+        self._observe = observe
         self._now_ns = now_ns
         settings = model.settings
         self._slots: Slots[Generation] = Slots(
@@ -50,7 +57,7 @@ class Stepper:
 
     def admit(self, admit: Admit, payload: Buffer) -> None:
         """Take a request. `payload` is its body, as `Admit` says."""
-        generation = Generation(admit, _decode(admit, payload))
+        generation = Generation(admit, _decode(admit, payload), self._observe)
         if admit.steps_alone:
             self._slots.add_alone(generation, admit.steps_alone)
         else:
@@ -145,6 +152,7 @@ class Stepper:
         try:
             returned = call(list(generations))
         except BaseException as error:
+            self._observe(error)
             if len(generations) > 1:
                 self._log.warning(
                     "model raised on several requests: they are begun anew singly",

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from carpool.errors import INTERNAL, AbortedError
-from carpool_worker.model_process.failures import failure_of
+from carpool_worker.model_process.failures import Observe, failure_of, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, unpack_values
 
 _PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
@@ -45,6 +45,7 @@ class StepRequest:
         "_chunks_count",
         "_failure",
         "_is_finished",
+        "_observe",
         "_output",
         "_packed",
         "body",
@@ -57,8 +58,15 @@ class StepRequest:
     )
 
     def __init__(
-        self, correlation_id: str, lane: str, fields: Mapping[str, bytes], body: Any, cost: int = 1
+        self,
+        correlation_id: str,
+        lane: str,
+        fields: Mapping[str, bytes],
+        body: Any,
+        cost: int = 1,
+        observe: Observe = not_observed,
     ) -> None:
+        self._observe = observe
         self.correlation_id = correlation_id
         self.lane = lane
         self.fields = fields
@@ -112,6 +120,7 @@ class StepRequest:
     def fail(self, error: BaseException | str) -> None:
         """End the request with an error: an exception, as if the model had raised it, or a sentence."""
         if isinstance(error, BaseException):
+            self._observe(error)
             self._fail(*failure_of(error, INTERNAL))
         else:
             self._fail(INTERNAL, str(error))

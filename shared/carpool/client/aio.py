@@ -8,18 +8,19 @@ timeouts among it, is done for an entry.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from itertools import count, islice
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, NoReturn, Self, Unpack
 
 import numpy as np
 
 from carpool.client.awaited import AwaitedRequests
 from carpool.client.cluster import ClusterTransport
+from carpool.client.durability import Durability
 from carpool.client.encoding import BodyEncoder, TensorHead
 from carpool.client.entries import (
     LARGE_BODY_BYTES,
@@ -32,6 +33,8 @@ from carpool.client.entries import (
     OutgoingRun,
     SequencesEnded,
 )
+from carpool.client.environment import connection
+from carpool.client.lookup import POLL_S, ModelLookup
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -42,21 +45,23 @@ from carpool.client.options import (
     checked_timeout_s,
     optional_fields,
 )
+from carpool.client.retries import with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.client.timeouts import Timeouts
-from carpool.client.transport import Transport
+from carpool.client.transport import Transport, failure
 from carpool.cluster import is_cluster
 from carpool.errors import (
     CancelledRequestError,
     CarpoolError,
     DeadlineExceededError,
     InvalidArgumentError,
-    NotFoundError,
+    NoResultError,
     UnavailableError,
+    UnconfirmedError,
 )
-from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.keys import Keys, models_key
 from carpool.messages import MSGPACK
 from carpool.store.connection import CommandError, LinkError
 from carpool.wire.tensors import Array, to_bytes
@@ -64,13 +69,16 @@ from carpool.wire.tensors import Array, to_bytes
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
-DEFAULT_URL: Final = "redis://127.0.0.1:6379/0"
 
 
 class AsyncClient:
     """A producer. Use it as `async with AsyncClient(url) as client:`; one per event loop is enough.
 
+    `url`: the address of Redis, with all that it takes to sign in. Without it, the settings of services and
+        commands are used: CARPOOL_REDIS_URL, CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE, ...
     `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
+    `durability`: when a request counts as accepted. "none": when Redis has it in memory; "replicas=N": when N
+        replicas have it, too; "fsync": when it is on the disk of Redis. See `flush`.
     `timed_out`: how many requests failed because no result came within their timeout.
     """
 
@@ -80,8 +88,9 @@ class AsyncClient:
         *,
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        durability: str = "none",
     ) -> None:
-        self._prefix = prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
+        url, self._prefix = connection(url, prefix)
         self._timeout_s = checked_timeout_s(timeout)
         self.timed_out = 0
         self._name = f"py-{secrets.token_hex(8)}"
@@ -93,22 +102,31 @@ class AsyncClient:
         self._collected: list[OutgoingEntry | SequencesEnded] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
+        self._lookup = ModelLookup(self._call, self._prefix)
         self._values, self._replies, self._streams = FutureSink(), ReplySink(), StreamSink()
         self._lookups: set[asyncio.Task[None]] = set()  # of models, for streams
         self._timeouts = Timeouts(self._on_timeout)
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
-        url = url or os.environ.get("CARPOOL_REDIS_URL") or DEFAULT_URL
+        self._transport = self._new_transport(url, Durability.of(durability))
+        self._model_lookups: set[asyncio.Future[None]] = set()  # under way
+
+    def _new_transport(self, url: str, durability: Durability) -> Transport | ClusterTransport:
         on_results, on_rejected = self._awaited.on_results, self._awaited.fail
         parts = (url, self._name, on_results, on_rejected, self._on_unconfirmed)
         unanswered = self._awaited.of_entries
-        self._transport: Transport | ClusterTransport
-        if is_cluster(url):
-            self._transport = ClusterTransport(
-                models_key(self._prefix), lambda key, of_node: Transport(*parts, of_node, key), unanswered
-            )
-        else:
-            self._transport = Transport(*parts, unanswered)
+        if not is_cluster(url):
+            return Transport(*parts, unanswered, durability)
+        return ClusterTransport(
+            models_key(self._prefix),
+            lambda key, of_node: Transport(*parts, of_node, durability, key),
+            unanswered,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AsyncClient has connections, so it cannot be pickled into another process: make one in each"
+        )
 
     @property
     def late_results(self) -> int:
@@ -132,12 +150,14 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
+        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, and
+        UnimplementedError if it cannot give the `durability`."""
         if self._closed:
             raise UnavailableError("this client is closed")
         if self._opening is None:
             self._loop = asyncio.get_running_loop()
             self._opening = asyncio.ensure_future(self._transport.open())
+        self._check_loop()
         opening = self._opening
         try:
             await asyncio.shield(opening)
@@ -147,14 +167,39 @@ class AsyncClient:
             raise
 
     async def close(self) -> None:
-        """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn."""
+        """Disconnect. Requests without a result fail with UnavailableError, but are not withdrawn: those that
+        were sent with UnconfirmedError."""
         if self._closed:
             return
+        if self._opening is not None:
+            self._check_loop()
         self._closed = True
         self._transport.send([entry for entry in self._collected if isinstance(entry, SequencesEnded)])
         await self._transport.close()
-        self._awaited.fail_all(UnavailableError("the client was closed before there was a result"))
+        self._awaited.fail_all("the client was closed before there was a result")
         self._timeouts.close()
+
+    async def flush(self) -> None:
+        """Wait until Redis has accepted all requests that were sent before, as `durability` demands.
+
+        From then on they need this program no more: whoever reads their results gets them. Those that Redis
+        refused have failed by then, and so have those that it could not confirm, with UnconfirmedError.
+        Raises UnavailableError.
+        """
+        await asyncio.sleep(0)  # requests to models that were not used before begin with a look-up
+        while self._model_lookups:
+            await asyncio.wait(self._model_lookups)
+            await asyncio.sleep(0)
+        self._send_collected()
+        await self._call("PING")  # replied to after all that was written before
+
+    def _check_loop(self) -> None:
+        """Raise RuntimeError in another event loop than that of the connections. Done for each entry."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "this AsyncClient is connected in another event loop (each asyncio.run has its own): make a "
+                "client in each event loop, or use Client, which any number of threads may share"
+            )
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -164,7 +209,11 @@ class AsyncClient:
         `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model unchanged.
         Cancelling withdraws the request if it is still waiting.
         """
-        channel = self._channels.get(model) or await self._open_channel(model)
+        if "retries" in options:
+            return await self._retry(self.infer, model, body, options)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
         try:
@@ -175,7 +224,12 @@ class AsyncClient:
 
     async def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, but also return how the request was executed."""
-        channel = self._channels.get(model) or await self._open_channel(model)
+        if "retries" in options:
+            retried: Reply = await self._retry(self.request, model, body, options)
+            return retried
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._replies, future)
         try:
@@ -188,7 +242,7 @@ class AsyncClient:
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         channel = self._channels.get(model)
-        if channel is None:
+        if channel is None or "retries" in options:
             return asyncio.ensure_future(self.infer(model, body, **options))
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
@@ -196,6 +250,14 @@ class AsyncClient:
             lambda done: self._withdraw(correlation_id, done) if done.cancelled() else None
         )
         return future
+
+    async def _retry(
+        self, call: Callable[..., Awaitable[Any]], model: str, body: Any, options: RequestOptions
+    ) -> Any:
+        def send(others: RequestOptions) -> Awaitable[Any]:
+            return call(model, body, **others)
+
+        return await with_retries(send, options, self._timeout_s, lambda: self._closed)
 
     async def infer_many(
         self,
@@ -218,7 +280,9 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "infer_many")
-        channel = self._channels.get(model) or await self._open_channel(model)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         size = (
             len(bodies) if isinstance(bodies, np.ndarray) and bodies.ndim and not return_exceptions else None
         )
@@ -252,7 +316,9 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "map")
-        channel = self._channels.get(model) or await self._open_channel(model)
+        channel = self._channels.get(model)
+        if channel is None:
+            channel, options = await self._find(model, options)
         window = Window(self._loop)
         source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
         try:
@@ -294,27 +360,45 @@ class AsyncClient:
 
     async def models(self) -> list[str]:
         """Names of the registered models."""
-        names = await self._call("SMEMBERS", models_key(self._prefix))
-        return sorted(name.decode() for name in names)
+        return await self._lookup.models()
+
+    async def wait_ready(self, model: str, timeout: float | None = None) -> None:
+        """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
+
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        """
+        await self._lookup.wait_ready(model, checked_timeout_s(timeout))
 
     # --- commands beside the requests ----------------------------------------------------------------------
 
-    async def _open_channel(self, model: str) -> Channel:
-        """Look up a model, and read its results from now on. Raises NotFoundError."""
+    async def _open_channel(self, model: str, timeout_s: float | None) -> Channel:
+        """Look up a model, and read its results from now on. Raises CarpoolErrors."""
+        lookup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._model_lookups.add(lookup)
         try:
-            keys = Keys(model, self._prefix)
-        except ValueError as error:
-            raise NotFoundError(str(error)) from None
-        size = await self._call("HGET", keys.registration, "max_batch_size")
-        if size is None:
-            names = ", ".join(await self.models()) or "none"
-            raise NotFoundError(f"no worker has registered a model {model!r}; registered: {names}")
+            return await self._look_up(model, timeout_s)
+        finally:
+            self._model_lookups.discard(lookup)
+            lookup.cancel()
+
+    async def _look_up(self, model: str, timeout_s: float | None) -> Channel:
+        size = await self._lookup.batch_size(model, timeout_s)
         channel = self._channels.get(model)
         if channel is None:
-            requests_max = max(1, min(int(size), MAX_ENTRY_REQUESTS)) if size.isdigit() else 1
+            keys, requests_max = Keys(model, self._prefix), max(1, min(size, MAX_ENTRY_REQUESTS))
             channel = self._channels[model] = Channel(keys, keys.replies(self._name).encode(), requests_max)
             self._transport.add_channel(channel)
         return channel
+
+    async def _find(self, model: str, options: RequestOptions) -> tuple[Channel, RequestOptions]:
+        """The channel of a model that is new to this client. If a worker is loading it, that is waited for,
+        and the options have what is left of the timeout."""
+        timeout_s, started_s = self._read_options(options)[0], time.monotonic()
+        channel = await self._open_channel(model, timeout_s)
+        waited_s = time.monotonic() - started_s
+        if timeout_s is not None and waited_s > POLL_S:
+            options = {**options, "timeout": max(0.001, timeout_s - waited_s)}
+        return channel, options
 
     async def _call(self, *command: str) -> Any:
         """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""
@@ -328,7 +412,7 @@ class AsyncClient:
                 f"Redis did not reply to {command[0]} within {self._timeout_s:g} s"
             ) from None
         if isinstance(reply, CommandError):
-            raise UnavailableError(f"Redis rejected {command[0]}: {reply}")
+            raise failure(f"Redis rejected {command[0]}", reply)
         return reply
 
     # --- sending -------------------------------------------------------------------------------------------
@@ -351,6 +435,7 @@ class AsyncClient:
         key = (channel, content_type, timeout_s, sink)
         entry = self._open.get(key)
         if entry is None:
+            self._check_loop()
             entry = self._open[key] = OutgoingEntry(channel, content_type, timeout_s, sink)
             self._collect(entry)
         if len(rest) < LARGE_BODY_BYTES:
@@ -379,7 +464,7 @@ class AsyncClient:
     ) -> None:
         """Look the model up, then send the request."""
         try:
-            channel = await self._open_channel(model)
+            channel, options = await self._find(model, options)
         except Exception as error:
             target.fail(error)
         else:
@@ -412,6 +497,7 @@ class AsyncClient:
         in_flight: int,
     ) -> None:
         """Send the rows of an array, in entries of as many requests as the entries of other requests have."""
+        self._check_loop()
         timeout_s, fields = self._read_options(options)
         width = array.nbytes // len(array)
         step = max(1, min(channel.entry_requests_max, in_flight, MAX_ENTRY_BYTES // width))
@@ -459,7 +545,8 @@ class AsyncClient:
         """The timeout, and the options that are sent as fields of the request."""
         if not options:
             return self._timeout_s, NO_FIELDS
-        return checked_timeout_s(options.get("timeout", self._timeout_s)), optional_fields(options)
+        timeout_s = checked_timeout_s(options.get("timeout", self._timeout_s))
+        return timeout_s, optional_fields(options, timeout_s)
 
     # --- sequences -----------------------------------------------------------------------------------------
 
@@ -470,7 +557,7 @@ class AsyncClient:
     async def _enter_sequence(self, progress: SequenceProgress) -> None:
         """Look its model up. From then on requests are sent without waiting, in the order of the calls."""
         if progress.model not in self._channels:
-            await self._open_channel(progress.model)
+            await self._open_channel(progress.model, self._timeout_s)
         progress.begin()
 
     def _send_in_sequence(
@@ -529,7 +616,8 @@ class AsyncClient:
         self.timed_out += len(entry.awaited)
         error = self._transport.connection_error
         cause = f" ({error.detail})" if error else ""
-        self._awaited.fail(entry, DeadlineExceededError(f"no result within {entry.timeout_s:g} s{cause}"))
+        kind = NoResultError if entry.sent else DeadlineExceededError
+        self._awaited.fail(entry, kind(f"no result within {entry.timeout_s:g} s{cause}"))
         self._transport.drop_unawaited()
 
     def _on_unconfirmed(self, entry: OutgoingEntry) -> None:
@@ -570,8 +658,8 @@ class AsyncClient:
                 self._transport.withdraw(entry.channel, correlation_ids)
 
 
-def _unconfirmed(correlation_id: str) -> UnavailableError:
-    return UnavailableError(
+def _unconfirmed(correlation_id: str) -> UnconfirmedError:
+    return UnconfirmedError(
         "the connection was lost before Redis confirmed the request", correlation_id=correlation_id
     )
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from carpool.client.entries import OutgoingEntry
 from carpool.client.reading import ResultReader
 from carpool.client.sinks import Sink, rows_of
 from carpool.client.streams import StreamSink
 from carpool.client.timeouts import Timeouts
-from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError
+from carpool.errors import (
+    OK,
+    CarpoolError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+    UnconfirmedError,
+)
 from carpool.messages import ResultColumns
 from carpool.wire.results import check_envelope, columns_of, decode_results
+
+_LOG: Final = logging.getLogger("carpool.client")
+_WARNINGS_LOGGED_MAX: Final = 100
 
 
 class AwaitedRequests:
@@ -31,6 +42,7 @@ class AwaitedRequests:
         self.malformed_results = 0  # somebody else wrote them, or they were damaged
         self._reader = ResultReader()
         self._on_unusable = on_unusable
+        self._logged: set[str] = set()  # the warnings
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -124,6 +136,8 @@ class AwaitedRequests:
 
     def _on_result(self, envelope: dict[str, Any]) -> None:
         correlation_id = envelope["correlation_id"]
+        if "warnings" in envelope:
+            self._log_warnings(envelope["warnings"])
         entry = self.entries.pop(correlation_id, None)
         if entry is None:
             self.late_results += envelope["status"] == OK
@@ -140,6 +154,14 @@ class AwaitedRequests:
             entry.sink.put(correlation_id, target, value, served, index, first_us)
         else:
             entry.sink.put(correlation_id, target, value, served)
+
+    def _log_warnings(self, sentences: Any) -> None:
+        """Log what a result says about its request, each sentence once."""
+        for sentence in sentences if type(sentences) is list else ():
+            text = f"{sentence!s:.200}"
+            if text not in self._logged and len(self._logged) < _WARNINGS_LOGGED_MAX:
+                self._logged.add(text)
+                _LOG.warning("a request was sent with a mistake: %s", text)
 
     def _take_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
         """Remove a request that has its result from its entry; return its target."""
@@ -158,10 +180,10 @@ class AwaitedRequests:
             del self.entries[correlation_id]
             entry.sink.fail(target, type(error)(error.detail, correlation_id=correlation_id))
 
-    def fail_all(self, error: CarpoolError) -> None:
-        """Fail all requests."""
+    def fail_all(self, detail: str) -> None:
+        """Fail all requests: no result of them is read any more."""
         for entry in set(self.entries.values()):
-            self.fail(entry, error)
+            self.fail(entry, UnconfirmedError(detail) if entry.sent else UnavailableError(detail))
 
     def rename(self, entry: OutgoingEntry, names: Mapping[str, str]) -> None:
         """Give requests of an entry other correlation IDs: `names` has these by their present ones. Of this

@@ -15,7 +15,7 @@ from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
 from carpool.client.transport import Transport
 from carpool.cluster import slot_of
 from carpool.errors import UnavailableError
-from carpool.store.connection import LinkError
+from carpool.store.connection import CommandError, LinkError
 
 _OPENING_PAUSE_S: Final = 0.2
 
@@ -96,7 +96,12 @@ class ClusterTransport:
         self._of_channels[channel].withdraw(channel, correlation_ids)
 
     async def call_again(self, *command: str) -> Any:
-        """As Transport.call_again, for a command whose first argument is its key."""
+        """As Transport.call_again, for a command whose first argument is its key. One without arguments goes to
+        all nodes that are connected, and the reply is that of one, or an error."""
+        if len(command) == 1:
+            replies = await asyncio.gather(*[transport.call_again(*command) for transport in self._open])
+            errors = [reply for reply in replies if isinstance(reply, CommandError)]
+            return (errors or replies)[0]
         while not self._closed:
             try:
                 transport = await self._transport_of(command[1])

@@ -11,6 +11,7 @@ from carpool.keys import CORRELATION_ID
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
+RETRIES_MAX: Final = 1000
 TIMEOUT_MAX_S: Final = 366 * 24 * 3600
 # Fields that only this client sets. With others' values, the result would be written where it does not read.
 _RESERVED_FIELDS: Final = frozenset(
@@ -48,9 +49,16 @@ class RequestOptions(TypedDict, total=False):
     `lane`: only requests of the same lane share a batch.
     `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.
     `tenant`: tenants share the model by its `tenant_weights`.
-    `content_type`: how to encode the body; by default its type decides.
+    `content_type`: how to encode the body; by default its type decides. Bytes may have any, such as
+        `image/png`.
+    `accept`: the content type of the result; by default that of the request, or JSON for a result that is no
+        bytes of a request that was.
     `correlation_id`: your own ID, such as the one of a request that you send again.
     `fields`: further fields, for the model to read.
+    `not_before`: seconds in which the request is not dispatched; less than `timeout`.
+    `retries`: how often the request is sent again if it ends with RESOURCE_EXHAUSTED, UNAVAILABLE or
+        INTERNAL, after a pause that doubles each time; `timeout` is for all of it. Of `infer`, `request` and
+        `submit`.
     `sequence_id`, `sequence_start`, `sequence_end`, `sequence_index`: the sequence to which the request
         belongs, whether it is the first and the last one of it, and its number there, from 0. For programs
         in which each request of a sequence is sent by another process; `sequence()` sets them by itself.
@@ -62,8 +70,11 @@ class RequestOptions(TypedDict, total=False):
     cost: int | None
     tenant: str | None
     content_type: str | None
+    accept: str | None
     correlation_id: str | None
     fields: Mapping[str, bytes | str] | None
+    not_before: float | None
+    retries: int
     sequence_id: str | None
     sequence_start: bool
     sequence_end: bool
@@ -71,25 +82,30 @@ class RequestOptions(TypedDict, total=False):
 
 
 def checked_timeout_s(timeout_s: float | None) -> float | None:
-    """A valid timeout. Infinity becomes None; a negative one becomes 0. Raises InvalidArgumentError."""
+    """A valid timeout; infinity becomes None. Raises InvalidArgumentError: with 0 or less, the request could
+    only expire."""
     if timeout_s is None or timeout_s == math.inf:
         return None
-    if isinstance(timeout_s, int | float) and -TIMEOUT_MAX_S <= timeout_s <= TIMEOUT_MAX_S:  # false for NaN
-        return max(0.0, timeout_s)
+    if isinstance(timeout_s, int | float) and 0 < timeout_s <= TIMEOUT_MAX_S:  # false for NaN
+        return timeout_s
     raise InvalidArgumentError(
-        f"timeout: {timeout_s!r:.60} must be a number of seconds, at most {TIMEOUT_MAX_S}, or None"
+        f"timeout: {timeout_s!r:.60} must be a number of seconds, more than 0 and at most {TIMEOUT_MAX_S}, "
+        "or None for no limit"
     )
 
 
-def optional_fields(options: RequestOptions) -> dict[str, Any]:
-    """The options that are sent as fields of the request."""
+def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[str, Any]:
+    """The options that are sent as fields of a request with this timeout."""
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+    check_no_retries(options)
     fields: dict[str, Any] = dict(options.get("fields") or {})
-    for name in ("priority", "lane", "cost", "tenant"):
+    for name in ("priority", "lane", "cost", "tenant", "accept"):
         if options.get(name) is not None:
             fields[name] = options.get(name)
+    if options.get("not_before"):
+        fields["not_before"] = _not_before_ms(options["not_before"], timeout_s)
     for name, value in fields.items():
         if name in _RESERVED_FIELDS:
             raise InvalidArgumentError(
@@ -102,6 +118,32 @@ def optional_fields(options: RequestOptions) -> dict[str, Any]:
     if not options.keys().isdisjoint(SEQUENCE_OPTIONS):
         fields |= _sequence_fields(options)
     return fields
+
+
+def _not_before_ms(not_before_s: float | None, timeout_s: float | None) -> int:
+    """Raises InvalidArgumentError."""
+    if not isinstance(not_before_s, int | float) or not 0 < not_before_s <= TIMEOUT_MAX_S:
+        raise InvalidArgumentError(f"not_before: {not_before_s!r:.60} must be a number of seconds, 0 or more")
+    if timeout_s is not None and not_before_s >= timeout_s:
+        raise InvalidArgumentError(
+            f"not_before: {not_before_s:g} s must be less than the timeout, which is {timeout_s:g} s"
+        )
+    return max(1, round(not_before_s * 1000))
+
+
+def check_no_retries(options: RequestOptions) -> None:
+    """Reject `retries` in a call that sends each request once."""
+    if "retries" in options:
+        raise InvalidArgumentError(
+            "retries: is an option of infer, request and submit, outside of a sequence"
+        )
+
+
+def check_retries(retries: Any) -> int:
+    """How often a request may be sent again. Raises InvalidArgumentError."""
+    if type(retries) is not int or not 0 <= retries <= RETRIES_MAX:
+        raise InvalidArgumentError(f"retries: {retries!r:.60} must be a whole number from 0 to {RETRIES_MAX}")
+    return retries
 
 
 def _sequence_fields(options: RequestOptions) -> dict[str, Any]:

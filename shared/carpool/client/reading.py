@@ -9,7 +9,7 @@ import numpy as np
 from carpool.errors import OK, error_for
 from carpool.messages import MSGPACK, ResultColumns
 from carpool.rows import Rows
-from carpool.wire.bodies import decode_body
+from carpool.wire.bodies import decode_result
 from carpool.wire.tensors import Array, HeadMemo, datatype_of, from_bytes, tensor_head
 
 
@@ -30,12 +30,12 @@ class ResultReader:
             raise error_for(status, envelope.get("detail", ""), envelope["correlation_id"])
         body, content_type = envelope["body"], envelope["content_type"]
         if content_type != MSGPACK:
-            return decode_body(content_type, body)
+            return decode_result(content_type, body)
         memo = self._memo
         data = memo.data_of(body)
         if data is not None:
             return from_bytes(memo.datatype, memo.shape, data)
-        value = decode_body(content_type, body)
+        value = decode_result(content_type, body)
         if type(value) is np.ndarray:
             memo.remember(body, datatype_of(value), value.shape, value.nbytes)
         return value
@@ -51,7 +51,7 @@ class ResultReader:
 
     def _remember(self, rows: Rows) -> bool:
         """Remember the layout of these rows, if each is the data of a tensor."""
-        value = decode_body(MSGPACK, rows[0])
+        value = decode_result(MSGPACK, rows[0])
         if type(value) is not np.ndarray:
             return False
         datatype = datatype_of(value)

@@ -26,12 +26,18 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar, Unpack
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar, Unpack
 
 import numpy as np
 
 from carpool.client.aio import AsyncClient
-from carpool.client.options import DEFAULT_TIMEOUT_S, IN_FLIGHT, RequestOptions, check_in_flight
+from carpool.client.options import (
+    DEFAULT_TIMEOUT_S,
+    IN_FLIGHT,
+    RequestOptions,
+    check_in_flight,
+    check_no_retries,
+)
 from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink
 from carpool.client.streams import Stream, StreamTarget
@@ -70,11 +76,11 @@ class _ThreadClient(AsyncClient):
     async def send_to_new_model(self, submission: _Submission) -> None:
         """Look the model up, then send the request."""
         try:
-            await self._open_channel(submission.model)
+            _, options = await self._find(submission.model, submission.options)
         except Exception as error:
             submission.fail(error)
         else:
-            self.send(submission)
+            self.send(submission._replace(options=options))
 
     def send(self, submission: _Submission) -> bool:
         """Send a request. Returns False if the model has to be looked up first."""
@@ -137,8 +143,8 @@ class _ThreadClient(AsyncClient):
 class _ClientThread:
     """An `AsyncClient` on a thread of its own, which starts with the first use."""
 
-    def __init__(self, url: str | None, prefix: str | None, timeout: float | None) -> None:
-        self.client = _ThreadClient(url, prefix=prefix, timeout=timeout)
+    def __init__(self, url: str | None, prefix: str | None, timeout: float | None, durability: str) -> None:
+        self.client = _ThreadClient(url, prefix=prefix, timeout=timeout, durability=durability)
         self._loop = _new_event_loop()
         self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
         self._submission_scheduled = False
@@ -213,8 +219,9 @@ class Client:
         *,
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        durability: str = "none",
     ) -> None:
-        self._new_thread = partial(_ClientThread, url, prefix, timeout)
+        self._new_thread = partial(_ClientThread, url, prefix, timeout, durability)
         # By process ID. That of a parent is kept: to destroy it would change what the parent waits for.
         self._threads = {os.getpid(): self._new_thread()}
         self._closed = False
@@ -233,6 +240,11 @@ class Client:
     @property
     def _client(self) -> _ThreadClient:
         return self._thread.client
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Client has connections, so it cannot be pickled into another process: make one in each"
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -266,6 +278,10 @@ class Client:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
         self._start(self._client.connect()).result()
 
+    def flush(self) -> None:
+        """As AsyncClient.flush."""
+        self._start(self._client.flush()).result()
+
     def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """Send a request and return the model's result; options and errors as for AsyncClient.infer."""
         return self._wait(self.submit(model, body, **options))
@@ -276,6 +292,8 @@ class Client:
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
+        if "retries" in options:
+            return self._start(self._client.infer(model, body, **options))
         future: Future[Any] = Future()
         self._submit(_Submission(future, model, body, options))
         return future
@@ -318,6 +336,7 @@ class Client:
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         check_in_flight(in_flight)
+        check_no_retries(options)
         window: deque[Future[Any]] = deque()
         try:
             for body in bodies:
@@ -356,6 +375,13 @@ class Client:
             lambda progress: self._wait(self._start(client.restart_sequence(progress))),
             lambda progress: self._wait(self._start(client.end_sequence(progress))),
         )
+
+    def wait_ready(self, model: str, timeout: float | None = None) -> None:
+        """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
+
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        """
+        self._wait(self._start(self._client.wait_ready(model, timeout)))
 
     def models(self) -> list[str]:
         """Names of the registered models."""

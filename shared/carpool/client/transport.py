@@ -7,6 +7,9 @@ All results of a batch arrive in one entry. When one connection is lost, both ar
 which Redis has not replied are sent again with the same correlation IDs; a second result for one of them is
 ignored. Reading resumes after the last entry read, so results written in the meantime are found.
 
+With a `durability`, each write of requests ends with a command that makes Redis confirm it, and the next
+requests are written when it has. Those that it does not confirm fail, and nobody knows what becomes of them.
+
 A server that has started again, or another one after a failover, may lack writes that its predecessor had
 accepted. Then all entries without a result are sent again.
 """
@@ -17,13 +20,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from carpool.backoff import with_jitter
+from carpool.client.durability import Durability
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
-from carpool.errors import CarpoolError, ResourceExhaustedError, UnavailableError
+from carpool.errors import (
+    CarpoolError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnconfirmedError,
+    UnimplementedError,
+)
 from carpool.store.async_link import AsyncLink
-from carpool.store.connection import Command, CommandError, LinkError
+from carpool.store.connection import Argument, Command, CommandError, LinkError
 
 MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
 READ_BLOCK_MS: Final = 2000
@@ -57,8 +68,15 @@ class _Transaction:
         return not self._replies_left
 
 
-# What Redis's reply to a command concerns: an entry of requests, a caller of `call`, or nothing.
-_Waiter = OutgoingEntry | _Transaction | asyncio.Future[Any] | None
+class _Confirmation(NamedTuple):
+    """The entries that Redis is to confirm."""
+
+    entries: Sequence[OutgoingEntry]
+
+
+# What Redis's reply to a command concerns: an entry of requests, the confirmation of several, a caller of
+# `call`, or nothing.
+_Waiter = OutgoingEntry | _Transaction | _Confirmation | asyncio.Future[Any] | None
 
 
 class Transport:
@@ -79,9 +97,12 @@ class Transport:
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
         on_unconfirmed: Callable[[OutgoingEntry], None],
         unanswered: Callable[[], Iterable[OutgoingEntry]],
+        durability: Durability,
         key: str = "",
     ) -> None:
         self._url = url
+        self._durability = durability
+        self._is_confirming = False  # Redis has not replied to the last command that confirms entries
         self._name = name
         self._key = key
         self._on_results = on_results
@@ -110,10 +131,16 @@ class Transport:
     # --- used by AsyncClient -------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Connect. Raises LinkError."""
+        """Connect. Raises LinkError, and UnimplementedError if Redis cannot give the durability."""
         self._loop = asyncio.get_running_loop()
         await self._connect()
         self._check_silence()
+        if self._durability.probe is not None:
+            reply = await self.call_again(*self._durability.probe)
+            if isinstance(reply, CommandError):
+                await self.close()
+                detail = self._durability.missing(reply)
+                raise (PermissionDeniedError if reply.code == "NOPERM" else UnimplementedError)(detail)
 
     async def close(self) -> None:
         """Disconnect, and fail the calls that have no reply. What was withdrawn before this is sent."""
@@ -180,13 +207,13 @@ class Transport:
             channel.withdrawn_ids += correlation_ids
             self._schedule_flush()
 
-    def call(self, *command: str) -> asyncio.Future[Any]:
+    def call(self, *command: Argument) -> asyncio.Future[Any]:
         """Send any other command. Its reply may be a CommandError."""
         future = self._loop.create_future()
         self._enqueue_command(command, future)
         return future
 
-    async def call_again(self, *command: str) -> Any:
+    async def call_again(self, *command: Argument) -> Any:
         """As `call`, for a command that may be repeated: again and again, if a connection is lost meanwhile.
         Raises UnavailableError if the client is closed."""
         while True:
@@ -215,6 +242,7 @@ class Transport:
         self.is_full = False
         self._unanswered_since_s = None
         self._channels_by_stream = {}
+        self._is_confirming = False
         self._follow_server(writer.server_run)
         self._read_results()
         self._schedule_flush()
@@ -243,13 +271,7 @@ class Transport:
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
-        self._send_again(
-            [
-                waiter.entry if isinstance(waiter, _Transaction) else waiter
-                for waiter in waiters
-                if isinstance(waiter, OutgoingEntry | _Transaction)
-            ]
-        )
+        self._send_again(list(dict.fromkeys(entry for waiter in waiters for entry in _entries_of(waiter))))
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future) and not waiter.done():
                 waiter.set_exception(error)
@@ -275,7 +297,7 @@ class Transport:
             self._on_connection_lost(
                 LinkError(f"Redis sent nothing for {SILENCE_MAX_S:g} s, so the connection was closed")
             )
-        elif any(channel.untrimmed_entries for channel in self._channels):
+        elif not self._is_confirming and any(channel.untrimmed_entries for channel in self._channels):
             self._writer.write(self._take_commands(trim=True))
 
     def _is_silent(self, now_s: float) -> bool:
@@ -305,7 +327,7 @@ class Transport:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if not self._connected:
+        if not self._connected or self._is_confirming:
             return
         if self._writer.congested:
             self._flush_scheduled = True
@@ -318,13 +340,20 @@ class Transport:
     def _take_commands(self, *, trim: bool = False) -> list[Command]:
         """Everything to be written now. Appends a waiter for each command, in the same order."""
         commands: list[Command] = []
+        written: list[OutgoingEntry] = []
         for entry in self._outbox:
             of_entry = entry.commands(self._name)
             if of_entry:
                 entry.sent = True
                 commands += of_entry
                 self._waiters.append(_waiter(entry, len(of_entry)))
+                if isinstance(entry, OutgoingEntry):
+                    written.append(entry)
         self._outbox.clear()
+        if written and self._durability.command is not None:
+            commands.append(self._durability.command)
+            self._waiters.append(_Confirmation(written))
+            self._is_confirming = True
         for command, call in self._commands:
             commands.append(command)
             self._waiters.append(call)
@@ -348,13 +377,24 @@ class Transport:
             self._on_entry_reply(waiter, reply)
         elif isinstance(waiter, _Transaction):
             self._on_entry_reply(waiter.entry, waiter.error)
+        elif isinstance(waiter, _Confirmation):
+            self._on_confirmation(waiter, reply)
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
+
+    def _on_confirmation(self, confirmation: _Confirmation, reply: Any) -> None:
+        """Redis replied to the command that confirms these entries."""
+        missing = self._durability.missing(reply)
+        if missing:
+            for entry in confirmation.entries:
+                self._on_rejected(entry, UnconfirmedError(missing))
+        self._is_confirming = False
+        self._schedule_flush()
 
     def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
         """Redis accepted or rejected an entry."""
         if isinstance(reply, CommandError):
-            self._on_rejected(entry, _rejection(reply))
+            self._on_rejected(entry, failure("Redis did not accept the request", reply))
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -393,6 +433,15 @@ def _waiter(entry: OutgoingEntry | SequencesEnded, commands: int) -> _Waiter:
     return entry if commands == 1 else _Transaction(entry, commands)
 
 
+def _entries_of(waiter: _Waiter) -> Sequence[OutgoingEntry]:
+    """The entries that Redis has not confirmed, if it does not reply to this."""
+    if isinstance(waiter, _Confirmation):
+        return waiter.entries
+    if isinstance(waiter, _Transaction):
+        return (waiter.entry,)
+    return (waiter,) if isinstance(waiter, OutgoingEntry) else ()
+
+
 def _trim(channel: Channel) -> Command:
     """An XTRIM of the entries that were read."""
     channel.untrimmed_entries = 0
@@ -408,7 +457,9 @@ def _withdraw(channel: Channel) -> Command:
     return ("XADD", channel.keys.requests, "*", "withdraw", " ".join(ids))
 
 
-def _rejection(reply: CommandError) -> CarpoolError:
+def failure(what: str, reply: CommandError) -> CarpoolError:
+    """The error for what Redis did not do: `what`, a sentence without its end."""
     if reply.code == "OOM" or (reply.code == "EXECABORT" and ": OOM " in str(reply)):
         return ResourceExhaustedError(f"Redis is out of memory: {reply}")
-    return UnavailableError(f"Redis did not accept the request: {reply}")
+    kind = PermissionDeniedError if reply.code == "NOPERM" else UnavailableError
+    return kind(f"{what}: {reply}")

@@ -44,6 +44,8 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
+from carpool.wire.content_types import answer_type
+from carpool.wire.field_hints import warnings_of
 from carpool.wire.inbox import SequenceEnded, encode_ended
 from carpool.wire.requests import encode_runs, tickets_of
 
@@ -470,10 +472,11 @@ def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes
 
 
 def _body_names(refusals: Iterable[Refusal]) -> list[str]:
-    """The names of all stored bodies of these requests."""
+    """The names of the stored bodies of these requests; not of duplicates, which may share them."""
     names: list[str] = []
     for refusal in refusals:
-        names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
+        if refusal.status != UNANSWERED:
+            names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
     return names
 
 
@@ -482,6 +485,10 @@ def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
         return
     run = refusal.run
     tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
+    warnings = refusal.warnings if run is None else warnings_of(run.extra or ())
+    content_type = refusal.content_type if run is None else answer_type(run.content_type, run.extra)
     for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
-        result = Result(correlation_id, refusal.status, refusal.content_type, detail=refusal.detail)
+        result = Result(
+            correlation_id, refusal.status, content_type, detail=refusal.detail, warnings=warnings
+        )
         yield Address(refusal.reply_to, ticket), result

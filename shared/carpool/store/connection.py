@@ -41,6 +41,7 @@ from carpool.sentinel import Sentinels
 from carpool.store.link_errors import LINK_ERROR_CODES, command_error, link_error, url_errors
 from carpool.store.link_errors import CommandError as CommandError  # noqa: PLC0414  (exported, as all such)
 from carpool.store.link_errors import LinkError as LinkError  # noqa: PLC0414
+from carpool.store.link_errors import SignInError as SignInError  # noqa: PLC0414
 from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414
 from carpool.store.redis_socket import RedisSocket, ReplyTooLargeError, pack
 

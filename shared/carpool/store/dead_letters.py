@@ -7,10 +7,14 @@ from typing import Any, Final
 
 from carpool.keys import Keys
 from carpool.messages import KeptDeadLetter
-from carpool.store.connection import Argument, Link
+from carpool.model_settings import ModelSettings
+from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import no_errors
 from carpool.wire.batches import FIELDS_ADDED, decode_dead_letter
 
+# The settings that bound the dead letters of a model, in the order of `bound_dead.lua`.
+BOUNDS: Final = ("max_dead_letter_age_ms", "max_dead_letters", "max_dead_letter_bytes")
+_BOUND: Final = Script("bound_dead")
 _PAGE: Final = 16  # dead letters read at a time: each has the body of its request
 
 
@@ -57,6 +61,19 @@ class DeadLetters:
                 ("XADD", self._keys.requests, "*", *sent), ("XDEL", self._keys.dead, letter.id), *result
             ):
                 return True  # else another dead letter was written or deleted meanwhile
+
+    def dropped(self) -> dict[str, int]:
+        """How many were dropped since the model was first registered, by the setting that they were over."""
+        flat = self._link.call("HGETALL", self._keys.dead_dropped)
+        counts = dict(zip(flat[::2], flat[1::2], strict=True))
+        return {name: int(counts[name.encode()]) for name in BOUNDS if name.encode() in counts}
+
+    def bound(self) -> dict[str, int]:
+        """Drop the oldest ones over the model's settings. Returns how many, by the setting they were over."""
+        keys, defaults = self._keys, ModelSettings()
+        script_keys = [keys.dead, keys.dead_dropped, keys.config, keys.registration]
+        counts = self._link.run(_BOUND, script_keys, [getattr(defaults, name) for name in BOUNDS])
+        return {name: count for name, count in zip(BOUNDS, counts, strict=True) if count}
 
     def _execute(self, *commands: tuple[Argument, ...]) -> bool:
         """Run these commands, unless the dead letters have changed since they were watched."""

@@ -38,6 +38,7 @@ class ModelOverview(NamedTuple):
     model_processes: int
     batcher: bool
     report: bytes | None
+    dead: int
 
 
 class Directory:
@@ -54,7 +55,7 @@ class Directory:
     def overview(self, model: str) -> ModelOverview:
         """The state of a model, in one round trip."""
         keys = Keys(model, self._prefix)
-        time_reply, waiting, in_flight, workers, batcher, report = no_errors(
+        time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(
             self._link.call_many(
                 ("TIME",),
                 ("XLEN", keys.requests),
@@ -62,11 +63,12 @@ class Directory:
                 ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
                 ("EXISTS", keys.batcher),
                 ("GET", keys.report),
+                ("XLEN", keys.dead),
             )
         )
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
         return ModelOverview(
-            at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), report
+            at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), report, dead
         )
 
     def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -15,6 +15,10 @@ class LinkError(UnavailableError):
     """The connection to Redis failed. It is not known whether a command that was sent took effect."""
 
 
+class SignInError(LinkError):
+    """Redis does not accept the user name and password, or there are none and it wants them."""
+
+
 class CommandError(Exception):
     """Redis replied with an error. `code` is its first word: NOSCRIPT, OOM, NOGROUP, WRONGTYPE, ..."""
 
@@ -31,6 +35,9 @@ LINK_ERROR_CODES: Final = frozenset(
         *("LOADING", "READONLY", "UNBLOCKED", "MASTERDOWN", "NOAUTH", "WRONGPASS"),
         *("CLUSTERDOWN", "MOVED", "ASK", "TRYAGAIN"),
     }
+)
+_SIGNED_OUT: Final = re.compile(
+    "NOAUTH|WRONGPASS|Authentication required|invalid username-password|invalid password"
 )
 
 
@@ -64,7 +71,14 @@ _REMEDIES: Final = (
     (
         "",
         "Authentication required",
-        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@",
+        "set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or use a URL with USER:PASSWORD@ (a client "
+        "that is given a URL reads no settings)",
+    ),
+    (
+        "",
+        "invalid username-password|invalid password|WRONGPASS",
+        "the user name or the password is wrong: see CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or "
+        "the URL",
     ),
     ("", "'select'", "`carpool acl` allows database 0 only: give each installation its own prefix instead"),
 )  # fmt: skip
@@ -78,7 +92,8 @@ def link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkE
         if url.startswith(scheme) and re.search(pattern, reason):
             reason = f"{reason.rstrip('.')}; {remedy}"
             break
-    return LinkError(f"Redis at {without_password(url)}: {reason}")
+    kind = SignInError if _SIGNED_OUT.search(str(error)) else LinkError
+    return kind(f"Redis at {without_password(url)}: {reason}")
 
 
 @contextlib.contextmanager

@@ -263,9 +263,10 @@ def _ordered_payload(parts: Sequence[_Part]) -> tuple[str, bytes]:
 def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunResults]) -> Iterator[Group]:
     by_stream: dict[str, list[ResultColumns]] = {}
     in_order: dict[str, list[_Part]] = {}
-    for run, _, ids, bodies, tickets, *served in columns:
+    for results in columns:
+        run, _, ids, bodies, tickets, *served = results[:8]
         assert run.reply_to is not None and isinstance(bodies, Rows)
-        of_run = ResultColumns(ids, run.content_type, bodies, *served)
+        of_run = ResultColumns(ids, results.content_type, bodies, *served)
         if tickets is None:
             by_stream.setdefault(run.reply_to, []).append(of_run)
             continue

@@ -12,14 +12,16 @@ from typing import Any, Final, Literal, NamedTuple
 import msgpack
 
 from carpool.clock import RedisClock
+from carpool.errors import OK
 from carpool.keys import Keys
-from carpool.messages import Batch, Chunk, DeadLetter, Result, Streamed
+from carpool.messages import Batch, Chunk, DeadLetter, Failures, Result, Streamed
+from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.store.arguments import ScriptKeys
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import PROGRESS_TTL_MS, Owner, Start, answer_ahead
-from carpool.store.worker import DEAD_ENTRIES_MAX, Progress
-from carpool.wire.batches import encode_dead_letter, encode_streamed
+from carpool.store.worker import Progress
+from carpool.wire.batches import encode_dead_letter, encode_streamed, failures_fields
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
 _STEP: Final = Script("step", after=("deliver",))
@@ -49,7 +51,8 @@ class StepWrite(NamedTuple):
     `written`: how many chunks it has in Redis. `first_us`: the time from its arrival to the first chunk, if
     that is among `chunks`. `result`: its final result, if it ended. `compute_us`, `waited_us`: see
     `BatchSettled`. `has_passed`: it survived the start that was recorded last, which then does not count.
-    `streamed`: if it ended, see `BatchSettled`. `is_renewed`: with these chunks, what is kept of it in Redis
+    `streamed`: if it ended, see `BatchSettled`. `error`: the name of what the model raised, if it failed.
+    `is_renewed`: with these chunks, what is kept of it in Redis
     is to expire later; as with the first ones.
     """
 
@@ -64,6 +67,7 @@ class StepWrite(NamedTuple):
     has_passed: bool = False
     streamed: Streamed | None = None
     is_renewed: bool = True
+    error: str = ""
 
 
 class StepReply(NamedTuple):
@@ -91,7 +95,7 @@ class StepStore:
         finals: list[Argument] = []
         requests = [self._element(script_keys, finals, write) for write in writes]
         packed = msgpack.packb(requests, use_bin_type=False)  # Lua's cmsgpack does not know the type bin
-        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX, packed, *finals]
+        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX, packed, *finals]
         replies = self._link.run(_STEP, script_keys.keys, args)
         pairs = zip(replies[::2], replies[1::2], strict=True)
         return [StepReply(_STATES[state], unread) for state, unread in pairs]
@@ -123,7 +127,8 @@ class StepStore:
         if result is not None:
             finals.append(encode_result(result) if reply_to is None else encode_envelope(result))
             dead = () if write.dead_letter is None else encode_dead_letter(write.dead_letter)
-            element += _ARGS_BEFORE_FINALS + len(finals), encode_streamed(write.streamed), dead
+            failed = [] if result.status == OK else failures_fields(Failures({result.status: 1}, write.error))
+            element += _ARGS_BEFORE_FINALS + len(finals), encode_streamed(write.streamed), dead, failed
         return element
 
     def record_start(self, consumer: str, batch: Batch, number: int) -> None:

@@ -8,10 +8,12 @@ from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Result, RunResults, SequenceChange
+from carpool.messages import Batch, DeadLetter, Executed, Result, RunResults, SequenceChange
+from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
+from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -25,10 +27,8 @@ from carpool.store.results import (
     result_groups,
 )
 from carpool.store.sequences import change_args
-from carpool.wire.batches import decode_batch, encode_dead_letter
+from carpool.wire.batches import decode_batch, encode_dead_letter, failures_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
-
-DEAD_ENTRIES_MAX: Final = 10_000
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
 _RENEW: Final = Script("renew")
@@ -84,10 +84,11 @@ class Loaded(NamedTuple):
 
 class Renewal(NamedTuple):
     """What a renewal found: whether the model is still registered, whether the process's lease had not run
-    out before, and the IDs of batches that were lost."""
+    out before, how many model processes of all workers are live (0: unknown), and the IDs of lost batches."""
 
     is_registered: bool
     had_lease: bool
+    model_processes: int
     lost: set[str]
 
 
@@ -220,8 +221,12 @@ class WorkerStore:
         for batch_id, epoch in batches:
             args += [batch_id, epoch]
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]
-        registered, had_lease, *lost = self._link.run(_RENEW, keys, args)
-        return Renewal(bool(registered), bool(had_lease), {batch_id.decode() for batch_id in lost})
+        registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
+        return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
+
+    def bound_dead_letters(self) -> dict[str, int]:
+        """Drop the dead letters over the model's settings. Returns how many, by setting."""
+        return DeadLetters(self._link, self.keys).bound()
 
     def read_clock(self) -> None:
         """Set the clock from Redis's."""
@@ -248,18 +253,15 @@ class WorkerStore:
         batch: Batch,
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
-        compute_us: int,
+        executed: Executed,
         of_runs: Sequence[RunResults] = (),
-        executed: int = 0,
-        waited_us: int = 0,
-        overhead_us: int = 0,
         changes: Sequence[SequenceChange] = (),
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
         `results` of single requests by position, each with its address, and `of_runs` those of requests of
-        one run. All other positions were answered ahead. `executed`, `waited_us`, `overhead_us`:
-        see `BatchSettled`. `changes`: what all of these results do to sequences.
+        one run. All other positions were answered ahead. `changes`: what all of these results do to
+        sequences.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
         nothing was written, and the caller commits again. Raises FencedError.
@@ -273,10 +275,12 @@ class WorkerStore:
             left_out = left_out.difference(*(of_run.positions for of_run in of_runs))
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
         args: list[Argument] = [
-            consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, compute_us, executed,
-            waited_us, overhead_us, SETTLED_ENTRIES_MAX, DEAD_ENTRIES_MAX,
+            consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, executed.compute_us,
+            executed.requests, executed.waited_us, executed.overhead_us,
+            SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX,
             " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
-            len(left_out), *left_out, len(body_keys), *body_keys,
+            len(left_out), *left_out, *list_args(failures_fields(executed.failures)),
+            len(body_keys), *body_keys,
         ]  # fmt: skip
         args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])

@@ -5,7 +5,7 @@ Only batchers and workers write these, so a malformed one is a bug, and decoding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -16,6 +16,7 @@ from carpool.messages import (
     BatchSettled,
     DeadLetter,
     Dispatch,
+    Failures,
     KeptDeadLetter,
     ModelProcessesChanged,
     SequencePart,
@@ -152,7 +153,22 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         Streamed(*map(int, streamed.split())) if streamed else None,
         tuple(raw.get(b"broken", b"").decode().split()),
         int(raw.get(b"overhead_us", b"0")),
+        _decode_failures(raw) if b"failed" in raw else None,
     )
+
+
+def failures_fields(failures: Failures) -> list[str]:
+    """The fields of a settled entry that say what failed; none if nothing did."""
+    if not failures.statuses:
+        return []
+    failed = " ".join([f"{status}={number}" for status, number in failures.statuses.items()])
+    return ["failed", failed, *(["error", failures.error] if failures.error else [])]
+
+
+def _decode_failures(raw: Mapping[bytes, bytes]) -> Failures:
+    pairs = [pair.rpartition("=") for pair in raw[b"failed"].decode("utf-8", "replace").split()]
+    statuses = {status: int(number) for status, _, number in pairs}
+    return Failures(statuses, raw.get(b"error", b"").decode("utf-8", "replace"))
 
 
 def encode_streamed(streamed: Streamed | None) -> str:

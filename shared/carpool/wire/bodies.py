@@ -1,7 +1,7 @@
 """The body of a request or a result: bytes of its content type <-> Python values.
 
-Decoding limits depth, length and count. `decode_body` raises only InvalidArgumentError, whose detail names
-the field; `encode_body` raises only InternalError.
+Decoding limits depth, length and count. `decode_body` and `decode_result` raise only InvalidArgumentError,
+whose detail names the field; `encode_body` raises only InternalError.
 
 JSON goes through the standard library, because integers of any size must survive and NaN must be an error.
 (orjson reads integers beyond 64 bits as floats, and writes NaN as null.)
@@ -10,13 +10,16 @@ JSON goes through the standard library, because integers of any size must surviv
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from typing import Any, Final
 
 import msgpack
 import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
-from carpool.messages import JSON, RAW
+from carpool.messages import JSON
+from carpool.wire.content_types import is_value
 from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map
 
 MAX_DEPTH: Final = 64
@@ -26,17 +29,30 @@ MAX_JSON_ITEMS: Final = 1_000_000
 _TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _SCALAR_PACKER: Final = msgpack.Packer()  # shared by threads, so not for what calls back into Python
+_AS_BYTES: Final = (bytes, bytearray, memoryview, str, np.ndarray)
 _Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
 
 def decode_body(content_type: str, body: bytes) -> Any:
-    """A body as Python values: numpy arrays for tensors, bytes for octet-stream. Raises InvalidArgumentError.
+    """The body of a request as Python values: numpy arrays for tensors, bytes for octet-stream. Raises
+    InvalidArgumentError.
 
-    Depth, length and count are checked before anything large is built.
+    Depth, length and count are checked before anything large is built. The names in maps are text or bytes:
+    with integers, a producer could choose names that collide in a dict.
     """
-    if content_type == RAW:
+    return _decode(content_type, body, strict_names=True)
+
+
+def decode_result(content_type: str, body: bytes) -> Any:
+    """As `decode_body`, for the body of a result: names in maps may be anything that a dict can have, because
+    the model chose them and not a producer."""
+    return _decode(content_type, body, strict_names=False)
+
+
+def _decode(content_type: str, body: bytes, *, strict_names: bool) -> Any:
+    if not is_value(content_type):
         return body
-    value = _decode_json(body) if content_type == JSON else _decode_msgpack(body)
+    value = _decode_json(body) if content_type == JSON else _decode_msgpack(body, strict_names)
     return _replace_tensors(value, None, 0)
 
 
@@ -47,8 +63,11 @@ def _decode_json(body: bytes) -> Any:
         )
     try:
         return _JSON_DECODER.decode(body.decode())
-    except UnicodeDecodeError:
-        raise InvalidArgumentError("body: not UTF-8") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is {body[error.start]:02x} hex"
+        raise InvalidArgumentError(
+            f"body: not UTF-8 ({reason}); msgpack needs a content_type of its own"
+        ) from None
     except RecursionError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:
@@ -63,7 +82,7 @@ def _reject_constant(name: str) -> Any:
 _JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def _decode_msgpack(body: bytes) -> Any:
+def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
     containers = 0
 
     def count(container: Any) -> Any:
@@ -74,7 +93,7 @@ def _decode_msgpack(body: bytes) -> Any:
         return container
 
     try:
-        return msgpack.unpackb(body, object_hook=count, list_hook=count)
+        return msgpack.unpackb(body, object_hook=count, list_hook=count, strict_map_key=strict_names)
     except CarpoolError:
         raise
     except msgpack.StackError:
@@ -84,7 +103,29 @@ def _decode_msgpack(body: bytes) -> Any:
             "body: contains a str that is not UTF-8; send bytes, such as a tensor's data, as msgpack's bin"
         ) from None
     except Exception as error:  # msgpack's errors are ValueErrors, but hashing a map's key may raise others
-        raise InvalidArgumentError(f"body: not msgpack ({str(error) or 'unexpected end'})") from None
+        raise InvalidArgumentError(f"body: {_why_not_msgpack(body, error)}") from None
+
+
+def _why_not_msgpack(body: bytes, error: Exception) -> str:
+    if isinstance(error, msgpack.ExtraData):
+        reason = f"a value ends after {len(body) - len(error.extra)} of {len(body)} bytes"
+        if body[:1] in (b"{", b"[", b'"'):
+            reason += f": is it JSON? Then content_type must be {JSON}"
+    elif isinstance(error, msgpack.FormatError):
+        unpacker = msgpack.Unpacker(max_buffer_size=0)
+        unpacker.feed(body)
+        with suppress(msgpack.FormatError):
+            unpacker.skip()
+        reason = f"byte {unpacker.tell()} is {body[unpacker.tell()]:02x} hex, with which no value begins"
+    elif (name := _WRONG_NAME.match(str(error))) is not None:
+        return f"a name in a map is an {name[1]}; send text or bytes"
+    else:
+        reason = "unexpected end" if isinstance(error, ValueError) else str(error)
+    return f"not msgpack ({reason})"
+
+
+# How msgpack reports a name in a map that is neither text nor bytes.
+_WRONG_NAME: Final = re.compile(r"(\w+) is not allowed for map key")
 
 
 def _replace_tensors(value: Any, path: _Path, depth: int) -> Any:
@@ -123,7 +164,7 @@ def _field(path: _Path) -> str:
     parts: list[str] = []
     while path is not None:
         path, part = path
-        parts.append(f"[{part}]" if isinstance(part, int) else f".{part[:40]!s}")
+        parts.append(f"[{part}]" if isinstance(part, int) else f".{part!s:.40}")
     return "".join(("body", *reversed(parts)))
 
 
@@ -135,8 +176,8 @@ def _check_depth(depth: int) -> None:
 def encode_body(content_type: str, value: Any) -> bytes:
     """A value as bytes of `content_type`; arrays become tensors. Raises InternalError."""
     try:
-        if content_type == RAW:
-            return _encode_raw(value)
+        if not is_value(content_type):
+            return _encode_bytes(value, content_type)
         if content_type == JSON:
             return _JSON_ENCODER.encode(value).encode()
         if type(value) in _SCALARS:
@@ -144,6 +185,14 @@ def encode_body(content_type: str, value: Any) -> bytes:
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {error}") from None
+
+
+def result_type(content_type: str, wanted: str, value: Any) -> str:
+    """The content type of a result: the one that is wanted, or else that of the request. Where that is bytes,
+    and the result is not, it is JSON: an image has a label."""
+    if wanted:
+        return wanted
+    return content_type if is_value(content_type) or isinstance(value, _AS_BYTES) else JSON
 
 
 def _json_default(value: Any) -> Any:
@@ -161,14 +210,14 @@ _JSON_ENCODER: Final = json.JSONEncoder(
 )
 
 
-def _encode_raw(value: Any) -> bytes:
+def _encode_bytes(value: Any, content_type: str) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, str):
         return value.encode()
-    raise InternalError(f"a {type(value).__name__} cannot be written as {RAW}; use bytes")
+    raise InternalError(f"a {type(value).__name__} cannot be written as {content_type}; use bytes")
 
 
 def _msgpack_default(value: Any) -> Any:

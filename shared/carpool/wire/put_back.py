@@ -71,7 +71,10 @@ def _attributes_of(run: Run) -> Fields:
     if run.lane:
         attributes["lane"] = run.lane
     if run.deadline_us is not None:
-        attributes["expiration"] = max(1, (run.deadline_us - run.arrival_us) // 1000)
+        after_us = run.deadline_us - run.arrival_us
+        attributes["expiration"] = max(1, after_us // 1000 + run.not_before_ms)
+    if run.not_before_ms:
+        attributes["not_before"] = run.not_before_ms
     if run.sequence is not None:
         attributes.update(sequence_fields(run.sequence))
     return attributes

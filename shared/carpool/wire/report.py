@@ -75,6 +75,10 @@ class BatcherReport:
     # it is half of the times when it acts because a time has come.
     delays_us: tuple[int, int] = (0, 0)
     sequences: SequencesReport | None = None  # None: it is neither a stateful nor a bound model
+    failed: dict[str, int] = field(
+        default_factory=dict
+    )  # requests that workers answered with errors, by status
+    last_error: tuple[str, int] | None = None  # what the model raised last (`Failures`), and when
 
     def encode(self) -> str:
         """The report as JSON."""

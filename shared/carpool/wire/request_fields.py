@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, JSON
+from carpool.messages import JSON
+from carpool.wire.content_types import ACCEPT, canonical
 
 MAX_REQUESTS_PER_ENTRY: Final = 4096
 # A batch, or an entry put back, can be several times as large, and must stay below the 512 MiB that Redis
@@ -24,29 +25,31 @@ MAX_COST: Final = 1 << 40
 MAX_NAMES_BYTES: Final = 1 << 20  # of requests that are withdrawn, or of sequences that are ended
 
 SEQUENCE_FIELDS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "sequence_index"})
-# Fields that are not passed on to the model. All others are, and are kept when a request is put back: so is
-# `tenant`, although the batcher reads it. (`slots` and `sequence_place` are read only in an
-# entry put back: see `wire.put_back`.)
-CARPOOL_FIELDS: Final = frozenset(
+# What a producer may send, but for the fields of columns and of stored bodies.
+PRODUCER_FIELDS: Final = frozenset(
     {
         "body",
         "content_type",
         "correlation_id",
         "reply_to",
         "expiration",
+        "not_before",
         "priority",
         "lane",
         "cost",
         "reply_columns",
         "stream",
         *SEQUENCE_FIELDS,
-        "sequence_place",
         "requests",
-        "arrival",
         "withdraw",
         "end_sequences",
     }
 )
+# Fields that are not passed on to the model. All others are, and are kept when a request is put back.
+# (`slots` and `sequence_place` are read only in an entry put back: see `wire.put_back`.)
+CARPOOL_FIELDS: Final = PRODUCER_FIELDS | {"sequence_place", "arrival"}
+# These are passed on, although Carpool defines them, and the batcher reads the first.
+PASSED_ON_FIELDS: Final = frozenset({"tenant", "traceparent", ACCEPT})
 # These two sets are read only where there is no `body`. Beside a `body` they are the producer's own fields.
 COLUMN_FIELDS: Final = frozenset({"correlation_ids", "row_head", "rows", "bodies"})
 STORED_BODY_FIELDS: Final = frozenset({"body_key", "body_bytes"})
@@ -98,15 +101,16 @@ def read_content_type(raw: Fields) -> str:
     if "content_type" not in raw:
         return JSON
     value = read_text(raw, "content_type")
-    for content_type in CONTENT_TYPES:
-        if value == content_type:
-            return content_type  # the constant, so that waiting requests share one string
-    raise InvalidArgumentError(f"content_type: {value!r:.60} is not one of {', '.join(CONTENT_TYPES)}")
+    if content_type := canonical(value):
+        return content_type
+    raise InvalidArgumentError(f"content_type: {value!r:.60} is no content type, such as {JSON} or image/png")
 
 
 def read_valid_content_type(raw: Fields) -> str:
-    """As `read_content_type`, but returns JSON where the value is invalid."""
+    """That of an answer, as far as the fields are valid; else JSON."""
     try:
+        if ACCEPT in raw:
+            return canonical(read_text(raw, ACCEPT) or "") or JSON
         return read_content_type(raw)
     except CarpoolError:
         return JSON
@@ -148,6 +152,8 @@ def read_extra_fields(raw: Fields) -> dict[str, bytes]:
                 raise InvalidArgumentError(f"{field!r:.60}: must be bytes, text or a number")
             value = str(value).encode()
         extra[str(field)] = value
+    if ACCEPT in extra and not canonical(extra[ACCEPT].decode("ascii", "replace")):
+        raise InvalidArgumentError(f"{ACCEPT}: {extra[ACCEPT]!r:.60} is no content type, such as {JSON}")
     if len(extra) > MAX_FIELDS:
         raise InvalidArgumentError(
             f"fields: {len(extra)} besides Carpool's own; at most {MAX_FIELDS} are allowed"

@@ -18,9 +18,11 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import CarpoolError, InvalidArgumentError
+from carpool.keys import CORRELATION_ID
 from carpool.messages import Entry, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.wire.columns import decode_columns, head_bytes, is_columns
+from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX
 from carpool.wire.put_back import arrival_put_back, encode_runs, restore_tickets, tickets_of
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
@@ -31,7 +33,14 @@ from carpool.wire.request_fields import (
     Fields,
     count_ids,
 )
-from carpool.wire.runs import body_field, check_requests, decode_attributes, decode_request, refuse
+from carpool.wire.runs import (
+    body_field,
+    check_requests,
+    decode_attributes,
+    decode_request,
+    delay_from,
+    refuse,
+)
 from carpool.wire.sequence_fields import (
     Decoded,
     divide_sequences,
@@ -76,7 +85,7 @@ def decode_entry(
         for key, value in zip(flat[::2], flat[1::2], strict=True)
     }
     if "withdraw" in raw:
-        return entry, [Withdrawal(entry, frozenset(split_names(raw["withdraw"])))]
+        return entry, [_decode_withdrawal(entry, raw)]
     if "end_sequences" in raw:
         return entry, [read_end_sequences(entry, raw["end_sequences"])]
     packed = raw.pop("requests", None)
@@ -108,8 +117,18 @@ def decode_entry(
     if arrival is not None and not is_put_back:
         entry.arrival_us = arrived_us
         for run in entry.runs:
-            run.arrival_us = arrived_us
+            delay_from(run, arrived_us)
     return entry, decoded
+
+
+def _decode_withdrawal(entry: Entry, raw: Fields) -> Decoded:
+    """Names that cannot be correlation IDs withdraw nothing. If the first ones are, all of it is refused."""
+    names = split_names(raw["withdraw"])
+    looked_at = names[:NAMES_LOOKED_AT_MAX]
+    if looked_at and not any(map(CORRELATION_ID.fullmatch, looked_at)):
+        detail = f"withdraw: {looked_at[0]!r:.140} is no correlation ID; these are separated by spaces"
+        return refuse(entry, raw, entry.id, InvalidArgumentError(detail))
+    return Withdrawal(entry, frozenset(names))
 
 
 def refuse_oversized(

@@ -45,11 +45,23 @@ _PACKER: Final = msgpack.Packer()
 
 
 def _envelope(result: Result) -> Fields:
-    correlation_id, status, content_type, body, detail, batch_size, queue_us, compute_us, index, first_us = (
-        result
-    )
+    (
+        correlation_id,
+        status,
+        content_type,
+        body,
+        detail,
+        batch_size,
+        queue_us,
+        compute_us,
+        index,
+        first_us,
+        _,
+    ) = result
+    warnings = result.warnings
+    envelope: Fields
     if status == OK:
-        envelope: Fields = {
+        envelope = {
             "correlation_id": correlation_id,
             "status": status,
             "content_type": content_type,
@@ -63,8 +75,10 @@ def _envelope(result: Result) -> Fields:
             envelope["index"] = index
         if first_us is not None:
             envelope["first_us"] = first_us
+        if warnings:
+            envelope["warnings"] = list(warnings)
         return envelope
-    return {
+    envelope = {
         "correlation_id": correlation_id,
         "status": status,
         # A detail may quote a lone surrogate (JSON's "\ud800"), which UTF-8 cannot encode.
@@ -74,19 +88,23 @@ def _envelope(result: Result) -> Fields:
         "queue_us": queue_us,
         "compute_us": compute_us,
     }
+    if warnings:
+        envelope["warnings"] = list(warnings)
+    return envelope
 
 
 def _json_envelope(result: Result) -> bytes:
-    correlation_id, status, _, body, _, batch_size, queue_us, compute_us, index, first_us = result
+    correlation_id, status, _, body, _, batch_size, queue_us, compute_us, index, first_us, warnings = result
     if status != OK:
         return _JSON_ENCODER.encode(_envelope(result)).encode()
     # The body is JSON already, and no character that a correlation ID may have is escaped in JSON.
     envelope = _JSON_ENVELOPE % (correlation_id.encode(), body, batch_size, queue_us, compute_us)
-    if index is None and first_us is None:
+    if index is None and first_us is None and not warnings:
         return envelope
     of_stream = _JSON_FIELD % (b"index", index) if index is not None else b""
     of_stream += _JSON_FIELD % (b"first_us", first_us) if first_us is not None else b""
-    return envelope[:-1] + of_stream + b"}"
+    warned = b',"warnings":' + _JSON_ENCODER.encode(warnings).encode() if warnings else b""
+    return envelope[:-1] + of_stream + warned + b"}"
 
 
 _JSON_FIELD: Final = b',"%b":%d'

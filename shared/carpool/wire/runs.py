@@ -6,7 +6,7 @@ request costs almost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,9 +15,11 @@ from carpool.keys import CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
 from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
+from carpool.wire.field_hints import meant_field, warnings_of
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     MAX_COST,
+    PASSED_ON_FIELDS,
     STORED_BODY_FIELDS,
     Fields,
     count_ids,
@@ -31,7 +33,15 @@ from carpool.wire.request_fields import (
 )
 from carpool.wire.sequence_fields import Decoded, read_sequence, read_valid_sequence
 
-__all__ = ["Decoded", "body_field", "check_requests", "decode_attributes", "decode_request", "refuse"]
+__all__ = [
+    "Decoded",
+    "body_field",
+    "check_requests",
+    "decode_attributes",
+    "decode_request",
+    "delay_from",
+    "refuse",
+]
 
 MAX_EXPIRATION_MS: Final = 1 << 53
 
@@ -73,10 +83,52 @@ def decode_attributes(run: Run, raw: Fields, settings: ModelSettings) -> None:
         if not raw.keys() <= CARPOOL_FIELDS:
             run.tenant = read_name(raw, "tenant", "") or ""
             run.extra = read_extra_fields(raw)
+            if settings.unknown_fields == "refuse":
+                _refuse_unknown(run.extra)
         run.sequence = read_sequence(raw)
     expiration_ms = settings.expiration_ms(run.priority, asked_ms)
     if expiration_ms is not None:
         run.deadline_us = run.arrival_us + expiration_ms * 1000
+    if "not_before" in raw:
+        _delay(run, read_integer(raw, "not_before", 0, 0, MAX_EXPIRATION_MS), settings)
+
+
+def _delay(run: Run, not_before_ms: int, settings: ModelSettings) -> None:
+    """A run is to be dispatched at this time after the arrival of its entry, and not before. For all that is
+    measured and ordered by arrivals, it arrives then."""
+    if not not_before_ms:
+        return
+    if not_before_ms > settings.max_expiration_ms:
+        raise InvalidArgumentError(
+            f"not_before: {not_before_ms} is over this model's max_expiration_ms {settings.max_expiration_ms}"
+        )
+    if run.sequence is not None:
+        raise InvalidArgumentError("not_before: a request of a sequence is processed after the one before it")
+    if settings.preserve_ordering:
+        raise InvalidArgumentError(
+            "not_before: this model's results come in the order of arrival (preserve_ordering), so all later "
+            "ones would be delayed, too"
+        )
+    run.not_before_ms = not_before_ms
+    run.arrival_us += not_before_ms * 1000
+    if run.deadline_us is not None and run.deadline_us <= run.arrival_us:
+        raise InvalidArgumentError(
+            f"not_before: {not_before_ms}, but the request expires "
+            f"{(run.deadline_us - run.entry.arrival_us) // 1000} ms after its arrival, before that"
+        )
+
+
+def delay_from(run: Run, arrival_us: int) -> None:
+    """The arrival of a run's entry is this one, and not the one with which the run was decoded."""
+    run.arrival_us = arrival_us + run.not_before_ms * 1000
+
+
+def _refuse_unknown(extra: Iterable[str]) -> None:
+    for name in extra:
+        if name not in PASSED_ON_FIELDS:
+            meant = meant_field(name)
+            hint = f"did you mean {meant!r}?" if meant else "this model takes no others (unknown_fields)"
+            raise InvalidArgumentError(f"{name!r:.60}: is not a field that Carpool knows; {hint}")
 
 
 def _read_body(raw: Fields, settings: ModelSettings) -> Body:
@@ -172,6 +224,7 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
         error.detail,
         body_names=_stored_names_in(raw),
         breaks=read_valid_sequence(raw),
+        warnings=() if raw.keys() <= CARPOOL_FIELDS else warnings_of(map(str, raw.keys() - CARPOOL_FIELDS)),
     )
 
 

@@ -58,7 +58,7 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 _DATATYPES_BY_DTYPE: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
 DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
-_CONVERTED: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of dtypes -> from which, in states
+_CONVERTED: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of dtypes -> from which
 _INTEGER: Final = frozenset({int})
 _JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
@@ -303,7 +303,7 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
     try:
         array = _cast(data, datatype)
     except OverflowError:
-        raise _invalid(f"{field}.data", f"a number is outside {datatype}'s range") from None
+        raise _outside(datatype, field) from None
     except ValueError:
         raise _invalid(f"{field}.data", "has rows of unequal length") from None
     if shape is None:
@@ -314,6 +314,30 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
             f"has {array.size} numbers in shape {list(array.shape)}, but shape is {list(shape)}",
         )
     return array.reshape(shape)
+
+
+def converted(array: Array, datatype: str, field: str = "body") -> Array:
+    """An array whose numbers are those of `datatype`, converted where a list of them would be: floats to
+    narrower ones and integers to floats, but not floats to integers. Raises InvalidArgumentError, also for a
+    number outside the datatype's range."""
+    dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind not in _CONVERTED[dtype.kind]:
+        raise _invalid(f"{field}.datatype", f"{datatype_of(array)}, but this model takes {datatype}")
+    if dtype.kind == "f":
+        try:
+            return _cast(array, datatype)
+        except OverflowError:
+            raise _outside(datatype, field) from None
+    numbers = array.astype(dtype)
+    if (numbers != array).any():
+        raise _outside(datatype, field)
+    return numbers
+
+
+def _outside(datatype: str, field: str) -> InvalidArgumentError:
+    return _invalid(f"{field}.data", f"a number is outside {datatype}'s range")
 
 
 def _cast(data: object, datatype: str) -> Array:

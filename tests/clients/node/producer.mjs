@@ -4,7 +4,8 @@ import { decode, encode } from "@msgpack/msgpack";
 import { createClient, RESP_TYPES } from "redis";
 
 const redis = await createClient({ url: process.env.REDIS_URL }).connect();
-const binary = redis.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer }); // replies are read as bytes
+const waiting = await redis.duplicate().connect(); // a blocking read needs a connection of its own
+const binary = waiting.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer }); // replies are read as bytes
 
 const send = (model, fields) => redis.xAdd(`carpool:{${model}}:requests`, "*", fields);
 const result = async (model, id) => (await binary.blPop(`carpool:{${model}}:result:${id}`, 10)).element;
@@ -63,4 +64,4 @@ id = await send("away", { body: "1" });
 await send("away", { withdraw: id });
 print("withdrawal", { removed, id, envelope: JSON.parse(await result("away", id)) });
 
-await redis.close();
+await Promise.all([redis.close(), waiting.close()]);

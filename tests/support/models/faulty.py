@@ -94,3 +94,18 @@ class Curable:
             if isinstance(body, dict) and Path(body["cause"]).exists():
                 kill_process()
         return ["cured" for _ in batch]
+
+
+class Unsteady:
+    """Raises as often as a body says, and then returns how often it was called. It counts in a file."""
+
+    max_batch_size = 1
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        ((path, failures),) = batch
+        with Path(path).open("a") as file:
+            file.write(".")
+        calls = Path(path).stat().st_size
+        if calls <= failures:
+            raise RuntimeError(f"call {calls} fails")
+        return [calls]

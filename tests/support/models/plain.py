@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
 
 GATE: Final = "gate"
 GATE_S: Final = 30.0
+
+
+class Rows:
+    """The rows of the batch, as one array."""
+
+    inputs = (TensorSpec("row", "FP32", (2,)),)
+
+    def predict(self, batch: Any) -> Any:
+        return batch
+
+
+def label(images: list[bytes]) -> list[dict[str, int]]:
+    """Of images, how many bytes they have."""
+    return [{"bytes": len(image)} for image in images]
+
+
+def image(names: list[str]) -> list[bytes]:
+    """The other way round."""
+    return [b"\x89PNG " + str(name).encode() for name in names]
 
 
 class Echo:
@@ -75,6 +95,13 @@ class Lengths:
 
     def predict(self, batch: list[Any]) -> list[int]:
         return [len(body) for body in batch]
+
+
+class Counts:
+    """How often each number occurs in a body: a map whose names are whole numbers."""
+
+    def predict(self, batch: list[list[int]]) -> list[dict[int, int]]:
+        return [dict(Counter(body)) for body in batch]
 
 
 class Single(Echo):

@@ -12,6 +12,7 @@
 --       10 maximum length of `settled`, 11 of `dead`
 --       12 IDs of the sequences that are broken, separated by spaces; without those that were answered ahead
 --       13.. list of positions left out
+--           list of fields that the entry of `settled` has besides, if requests failed
 --           list of stored bodies to delete: index in KEYS
 --           list of results: index in KEYS, kind, ranges of tickets or '', payload
 --           list of dead letters: list of fields
@@ -26,6 +27,7 @@ if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } e
 local take = argument_reader(13)
 local left_out = {}
 for _ = 1, tonumber(take()) do left_out[take()] = true end
+local more = take_list(take)
 local answered, progress = { 'ANSWERED' }, redis.call('HKEYS', KEYS[3])
 local broken = { ARGV[12] ~= '' and ARGV[12] or nil }
 for _, field in ipairs(progress) do
@@ -46,10 +48,13 @@ if #progress > 0 then redis.call('DEL', KEYS[3]) end
 for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 local now = redis.call('TIME')  -- a batcher may read the entry later
 local settled_us = now[1] .. string.format('%06d', now[2])
-if #broken > 0 then broken = { 'broken', table.concat(broken, ' ') } end
+if #broken > 0 then
+  more[#more + 1] = 'broken'
+  more[#more + 1] = table.concat(broken, ' ')
+end
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[10], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
   'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'overhead_us', ARGV[9],
-  'settled_us', settled_us, unpack(broken))
+  'settled_us', settled_us, unpack(more))
 local arrived = {}
 for _ = 1, tonumber(take()) do
   local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()

@@ -23,6 +23,7 @@
 --     if it ended:
 --       14 index in ARGV of its final envelope  15 what was streamed: see encode_streamed
 --       16 fields and values of its dead letter, empty if none
+--       17 those that its entry of `settled` has besides, if it failed
 -- Returns for each request its state, and the number of envelopes in its list, or of entries in its reply stream:
 --   WRITTEN   the chunks and the result are written
 --   FENCED    the consumer does not own the batch any more
@@ -31,6 +32,7 @@
 -- O(requests + chunks + batches of the consumer), and O(bytes).
 local ID, EPOCH, TARGET, KIND, RESULT_TTL, WRITTEN, ENVELOPES, KEPT = 1, 2, 3, 4, 5, 6, 7, 8
 local TTL, COMPUTE_US, WAITED_US, BODIES, PASSED, FINAL, STREAMED, DEAD = 9, 10, 11, 12, 13, 14, 15, 16
+local FAILED = 17
 local requests = cmsgpack.unpack(ARGV[4])
 
 local epochs = {}  -- of the batches that the consumer owns, by ID
@@ -99,7 +101,7 @@ local function settle(request, streamed)
   end
   redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'batch', id, 'worker', ARGV[1], 'size', 1,
     'compute_us', request[COMPUTE_US], 'executed', 0, 'waited_us', request[WAITED_US], 'settled_us', settled_us,
-    'streamed', streamed)
+    'streamed', streamed, unpack(request[FAILED] or {}))
 end
 
 for r, request in ipairs(requests) do

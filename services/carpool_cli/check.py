@@ -1,0 +1,236 @@
+"""`carpool check MODEL BODY`: try a model out in this process, without Redis.
+
+The model is loaded, and executes BODY alone and in batches, as a worker would have it do. Results that depend
+on the batch are the commonest mistake in a model, and the hardest one to see once it is served.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, islice
+from math import isclose, isnan
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from carpool.errors import OK, CarpoolError, Unhealthy
+from carpool.messages import JSON, RAW, Result
+from carpool.plugins import UnusableError
+from carpool.settings import CarpoolSettings, Devices, read_settings
+from carpool.wire.bodies import decode_result, encode_body
+from carpool_cli.infer import read_body
+from carpool_cli.screen import Screen, build_table, clip, count, duration
+from carpool_worker.devices import devices
+from carpool_worker.model_process.loader import find_model, model_name
+from carpool_worker.model_process.model import LoadedModel, SteppingModel, load_model
+from carpool_worker.rehearsal import UNFINISHED, Rehearsal, Rehearsed
+
+TIMED_S: Final = 0.5  # for which each batch size is repeated
+TIMED_RUNS_MAX: Final = 200
+RELATIVE_MAX: Final = 1e-3  # by which numbers may differ: sums in another order are rounded otherwise
+ABSOLUTE_MAX: Final = 1e-5
+SHOWN_CHARS: Final = 200
+_HEADINGS: Final = ("batch", "time", "of a request", "requests/s", "steps")
+LINES_SUFFIX: Final = ".jsonl"
+
+Sizes = Mapping[int, Rehearsed]  # by the number of requests in a batch
+
+
+class CheckSettings(CarpoolSettings):
+    """Load a model in this process, and execute BODY alone and in batches. Needs no Redis.
+
+    BODY is JSON; text that is not JSON is a JSON string. @FILE is the contents of a file, and of a FILE.jsonl
+    each line is a body of its own; - is standard input. Exits with 1 if a request fails, or if a result
+    depends on the batch that it is executed in.
+    """
+
+    model_config = SettingsConfigDict(cli_parse_none_str="\0")
+
+    model: CliPositionalArg[str] = Field(
+        description="module:Name, path/file.py:Name, onnx:FILE, or a ready-made model, as for `carpool up`"
+    )
+    body: CliPositionalArg[str] = Field(description="JSON, text, @FILE, @FILE.jsonl or -")
+    raw: bool = Field(False, description="the body is raw bytes")
+    device: Devices = "auto"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what was found. Returns 1 if anything is wrong with the model."""
+    settings = read_settings(CheckSettings, argv, "carpool check")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C is an exception in the model
+    content_type = RAW if settings.raw else JSON
+    try:
+        name, location = model_name(settings.model)
+        bodies = [encode_body(content_type, body) for body in _bodies(settings.body, raw=settings.raw)]
+    except OSError as error:
+        return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
+    except (CarpoolError, ValueError) as error:
+        return _failed(str(error))
+    screen = Screen(sys.stdout)
+    try:
+        model = _load(screen, name, location, devices(settings.device, 1)[0])
+        return _check(screen, model, bodies, content_type)
+    except _NotCheckedError as error:
+        return _failed(str(error))
+    except Unhealthy as error:
+        return _failed(f"the model says that nothing works any more in its process: {error}")
+
+
+class _NotCheckedError(Exception):
+    """The model cannot be tried out, for this reason."""
+
+
+def _failed(error: str) -> int:
+    print(f"carpool check: {error}", file=sys.stderr)
+    return 1
+
+
+def _bodies(argument: str, *, raw: bool) -> list[Any]:
+    """The bodies that BODY names. Raises OSError, CarpoolError and ValueError."""
+    if not (argument.startswith("@") and argument.endswith(LINES_SUFFIX)) or raw:
+        return [read_body(argument, RAW if raw else JSON)]
+    lines = Path(argument[1:]).read_text().splitlines()
+    bodies = [read_body(line) for line in lines if line.strip()]
+    if not bodies:
+        raise ValueError(f"BODY: {argument[1:]} has no lines")
+    return bodies
+
+
+def _load(screen: Screen, name: str, location: str, device: str) -> LoadedModel | SteppingModel:
+    started_s = time.monotonic()
+    try:
+        model = load_model(find_model(location), device)
+    except UnusableError as error:
+        raise _NotCheckedError(str(error)) from None
+    except Exception as error:  # the user's own code, so the traceback helps
+        traceback.print_exc()
+        raise _NotCheckedError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from None
+    loaded = f"{name}: loaded on {device} in {duration(time.monotonic() - started_s)}"
+    inputs = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in model.inputs)
+    screen.print(f"{loaded}; {f'takes {inputs}' if inputs else 'declares no tensors'}")
+    for attribute, setting in model.misspelt.items():
+        screen.print(f"{attribute} is not a setting and has no effect; did you mean {setting}?")
+    return model
+
+
+def _check(
+    screen: Screen, model: LoadedModel | SteppingModel, bodies: Sequence[bytes], content_type: str
+) -> int:
+    try:
+        rehearsal = Rehearsal(model)
+    except ValueError as error:
+        raise _NotCheckedError(f"cannot be tried out: {error}; serve it with `carpool up`") from None
+    alone = [rehearsal.execute([body], content_type).results[0] for body in bodies]
+    for number, result in enumerate(alone, 1):
+        screen.print(f"body {number}: {_shown(result)}")
+    sizes = sorted({1, 2, model.settings.max_batch_size})
+    batches = {size: rehearsal.execute(_batch_of(bodies, size), content_type) for size in sizes}
+    good = [body for body, result in zip(bodies, alone, strict=True) if not _is_failure(result)]
+    if good:
+        timed = [_timed(rehearsal, _batch_of(good, size), content_type) for size in sizes]
+        screen.print_table(build_table([_HEADINGS, *timed]))
+    for trace in rehearsal.traces:
+        screen.print(trace.rstrip())
+    return _conclude(screen, alone, batches)
+
+
+def _conclude(screen: Screen, alone: Sequence[Result], batches: Sizes) -> int:
+    failed, different = sum(map(_is_failure, alone)), list(differences(alone, batches))
+    for difference in different:
+        screen.print(difference)
+    if different:
+        screen.print(
+            "Results depend on the batch: the model mixes its rows (by padding, by normalising over the "
+            "batch, by their order), or is random."
+        )
+    else:
+        screen.print(f"All results are the same in batches of {', '.join(map(str, batches))}.")
+    if failed:
+        screen.print(f"{failed} of {count(len(alone), 'body', 'bodies')} failed.")
+    return 1 if failed or different else 0
+
+
+def _batch_of(bodies: Sequence[bytes], size: int) -> list[bytes]:
+    return list(islice(cycle(bodies), size))
+
+
+def _is_failure(result: Result) -> bool:
+    return result.status not in (OK, UNFINISHED)
+
+
+def _timed(rehearsal: Rehearsal, batch: Sequence[bytes], content_type: str) -> list[str]:
+    """A row of the table: the median time that one batch is in the model."""
+    times_us: list[int] = []
+    steps = 0
+    end_s = time.monotonic() + TIMED_S
+    while not times_us or (len(times_us) < TIMED_RUNS_MAX and time.monotonic() < end_s):
+        executed = rehearsal.execute(batch, content_type)
+        times_us.append(executed.compute_us)
+        steps = executed.steps
+    size, seconds = len(batch), max(1e-6, statistics.median(times_us) / 1e6)
+    shown_steps = f"{steps:,}" if steps else "-"
+    return [str(size), duration(seconds), duration(seconds / size), f"{size / seconds:,.0f}", shown_steps]
+
+
+def differences(alone: Sequence[Result], batches: Sizes) -> Iterator[str]:
+    """A sentence for each batch in which a request was answered in another way than alone. Requests take
+    turns with the bodies of `alone`."""
+    for size, batch in batches.items():
+        for number, (result, expected) in enumerate(zip(batch.results, cycle(alone), strict=False), 1):
+            if not _are_same(result, expected):
+                yield (
+                    f"Request {number} of a batch of {size} is answered\n    {_shown(result)}\n"
+                    f"and alone\n    {_shown(expected)}"
+                )
+                break
+
+
+def _are_same(result: Result, expected: Result) -> bool:
+    if OK not in (result.status, expected.status):
+        return result.status == expected.status  # the words may name a place in the batch
+    if result.status != expected.status or result.body is None or expected.body is None:
+        return False
+    return are_close(_value(result), _value(expected))
+
+
+def are_close(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for the rounding of numbers."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        first, second = np.asarray(one), np.asarray(other)
+        if first.shape != second.shape or first.dtype.kind not in "fc":
+            return first.shape == second.shape and bool(np.array_equal(first, second))
+        return bool(np.allclose(first, second, RELATIVE_MAX, ABSOLUTE_MAX, equal_nan=True))
+    if isinstance(one, float) or isinstance(other, float):
+        return _are_close_numbers(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_close(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(are_close, one, other))
+    return bool(one == other)
+
+
+def _are_close_numbers(one: Any, other: Any) -> bool:
+    if not (isinstance(one, float | int) and isinstance(other, float | int)):
+        return False
+    return isclose(one, other, rel_tol=RELATIVE_MAX, abs_tol=ABSOLUTE_MAX) or (isnan(one) and isnan(other))
+
+
+def _value(result: Result) -> Any:
+    return decode_result(result.content_type, result.body or b"")
+
+
+def _shown(result: Result) -> str:
+    """A result, or an error, in one line."""
+    if result.status != OK:
+        return f"{result.status}: {result.detail}"
+    if result.content_type == RAW:
+        return f"{len(result.body or b''):,} bytes"
+    return clip(encode_body(JSON, _value(result)).decode(), SHOWN_CHARS)

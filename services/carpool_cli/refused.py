@@ -1,0 +1,29 @@
+"""What a command says when Redis does not do what it asks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from carpool.errors import PERMISSION_DENIED, PermissionDeniedError
+from carpool.store.connection import CommandError, LinkError, SignInError
+
+_ROLES: Final = """
+    The user with which this command signed in to Redis may not do this. `infer` needs the role producer or
+    admin, and all other commands that read or change a stack need admin. Set CARPOOL_REDIS_USER and
+    CARPOOL_REDIS_PASSWORD_FILE to that role's; with Docker Compose, use the service operator:
+    docker compose run --rm operator COMMAND. If the user has the role, its rules may be those of an older
+    version: run `carpool acl`, then ACL LOAD in Redis."""
+
+
+def explain(error: Exception, *, model: str = "MODEL") -> str:
+    """The error, and what to do about it. `model` is what `carpool up` could be started with."""
+    if isinstance(error, CommandError) and error.code == "NOPERM":
+        return f"{PERMISSION_DENIED}: {error}{_ROLES}"
+    if isinstance(error, PermissionDeniedError):
+        return f"{error}{_ROLES}"
+    if isinstance(error, LinkError) and not isinstance(error, SignInError):
+        return (
+            f"{error}\n    if no Redis runs there, start one with `carpool up {model}`, or name another with "
+            "--redis-url (CARPOOL_REDIS_URL)"
+        )
+    return str(error)

@@ -1,0 +1,42 @@
+"""Executes one frame with a model: from its header and payload to the message with its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from carpool.parts import Buffer
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.executor import decode_items, execute, never_late
+from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
+from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.outcomes import encode_outcome
+from carpool_worker.model_process.states import States
+
+
+def execute_frame(
+    model: LoadedModel, frame: FrameHeader, payload: Buffer
+) -> tuple[OutcomeHeader, list[Buffer]]:
+    """The header of the outcome and its payload, in pieces. Raises Unhealthy."""
+    states = None
+    if model.states:
+        payload, rows = frames.divide_payload(payload, frame.size * len(model.initial_state))
+        states = States(model.states, rows, frame.size)
+    items, requests = decode_items(frame, payload), [RequestInfo(*info) for info in frame.requests]
+    started_ns = time.perf_counter_ns()
+    outcome = execute(model, items, requests, states, _lateness(frame))
+    compute_us = (time.perf_counter_ns() - started_ns) // 1000
+    header, data = encode_outcome(model, frame, outcome, compute_us)
+    return header, [data] if states is None else [data, states.without(header.failures)]
+
+
+def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
+    """Whether the deadline of the request with an index has passed."""
+    if not frame.deadlines_us:
+        return never_late
+
+    def is_late(index: int) -> bool:
+        deadline_us = frame.deadlines_us[index]
+        return deadline_us is not None and deadline_us <= time.monotonic_ns() // 1000 + frame.redis_ahead_us
+
+    return is_late

@@ -1,0 +1,121 @@
+"""Executes bodies with a model as a worker does, but in this process, without Redis: to try a model out.
+
+Bodies are decoded, executed in one batch, and the results encoded, by the code that serves requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from carpool.errors import OK, InternalError
+from carpool.messages import Batch, BatchedRun, Result, SequencePart
+from carpool.model_settings import ModelKind
+from carpool.wire.bodies import encode_body, result_type
+from carpool_worker.codec import Codec
+from carpool_worker.execution import Execution
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.description import description_of, kind_of
+from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.model import LoadedModel, SteppingModel
+from carpool_worker.model_process.raised import followed, trace_of
+from carpool_worker.model_process.step_frames import Admit, Advance
+from carpool_worker.model_process.stepper import Stepper
+
+STEPS_MAX: Final = 1000
+UNFINISHED: Final = "UNFINISHED"  # the status of a request that was still being generated after these
+_ENTRY: Final = "1-0"
+
+
+class Rehearsed(NamedTuple):
+    """What became of a batch: the result of each body, in order, and the time in the model. `steps`: how many
+    a stepping model took."""
+
+    results: list[Result]
+    compute_us: int
+    steps: int = 0
+
+
+class Rehearsal:
+    """A loaded model and the worker's code around it. Models that bind sequences are not supported.
+
+    `traces`: the tracebacks of what the model raised so far, without repetitions.
+    """
+
+    def __init__(self, model: LoadedModel | SteppingModel) -> None:
+        self.kind = kind_of(model)
+        if self.kind is ModelKind.BOUND:
+            raise ValueError("it binds sequences: each of their requests depends on those before it")
+        self.traces: dict[str, None] = {}
+        self._codec = Codec(description_of(model))
+        self._model = model if isinstance(model, SteppingModel) else followed(model, self._keep)
+
+    def execute(self, bodies: Sequence[bytes], content_type: str) -> Rehearsed:
+        """Execute these in one batch; of a model that keeps states, each as the start of its own sequence.
+
+        Raises Unhealthy, if the model does.
+        """
+        keeps_states = self.kind is ModelKind.STATEFUL
+        runs = [_run_of(number, body, content_type, keeps_states) for number, body in enumerate(bodies)]
+        execution = Execution(Batch(_ENTRY, 1, runs, "full", 0, ""))
+        if isinstance(self._model, SteppingModel):
+            return self._generate(self._model, execution)
+        self._codec.prepare(execution, 0)
+        for frame in execution.frames:
+            header, payload = execute_frame(self._model, frame.header, b"".join(frame.payload))
+            self._codec.take_outcome(execution, frame, header, b"".join(payload))
+        execution.separate()
+        return Rehearsed(_in_order(execution), execution.compute_us)
+
+    def _generate(self, model: SteppingModel, execution: Execution) -> Rehearsed:
+        """Step requests until all have ended."""
+        stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
+        for position in execution.unanswered:
+            frame = self._codec.frame_of(execution, position, 0)
+            if frame is not None:
+                request = (str(position), "", dict[str, bytes]())
+                admit = Admit(position, frame.header.parts, request, 1, is_streamed=False)
+                stepper.admit(admit, b"".join(frame.payload))
+        while stepper.has_next and steps < STEPS_MAX:
+            steps += 1
+            step = stepper.advance()
+            if step is not None:
+                compute_us += step.step_us + step.begin_us
+                for advance in step.advances:
+                    _take(execution, advance)
+        stepper.close()
+        for position in execution.unanswered:
+            if position not in execution.results:
+                detail = f"it is still being generated after {STEPS_MAX:,} steps, which end this attempt"
+                execution.fail(position, UNFINISHED, detail)
+        return Rehearsed(_in_order(execution), compute_us, steps)
+
+    def _keep(self, error: BaseException) -> None:
+        self.traces.setdefault(trace_of(error))
+
+
+def _run_of(number: int, body: bytes, content_type: str, keeps_states: bool) -> BatchedRun:
+    part = None
+    if keeps_states:
+        part = SequencePart(str(number), True, False, None, SequencePart.place_of(_ENTRY, number))
+    return BatchedRun(_ENTRY, [str(number)], [body], content_type, None, 0, None, None, sequence=part)
+
+
+def _take(execution: Execution, advance: Advance) -> None:
+    """What a step did for a request that ended with it."""
+    if advance.failure is not None:
+        execution.fail(advance.key, *advance.failure)
+    elif advance.output is not None:
+        run, _ = execution.locate(advance.key)
+        (value,) = frames.unpack_values(advance.output)
+        try:
+            content_type = result_type(run.content_type, "", value)
+            body = encode_body(content_type, value)
+        except InternalError as error:
+            execution.fail(advance.key, error.status, error.detail)
+        else:
+            execution.results[advance.key] = Result(str(advance.key), OK, content_type, body)
+
+
+def _in_order(execution: Execution) -> list[Result]:
+    return [execution.results[position] for position in execution.unanswered]

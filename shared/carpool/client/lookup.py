@@ -1,0 +1,90 @@
+"""How a client finds a model: whether it is registered, is being loaded, and has a live model process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import Any, Final
+
+from carpool.errors import DeadlineExceededError, NotFoundError, PermissionDeniedError
+from carpool.keys import Keys, models_key
+
+POLL_S: Final = 0.1
+_NOBODY: Final = "no worker has registered it"
+_LOADING: Final = "a worker is loading it"
+_NO_PROCESS: Final = "it is registered, but no worker serves it now"
+
+
+class ModelLookup:
+    """`call` sends a command to Redis, and raises CarpoolErrors."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]], prefix: str) -> None:
+        self._call = call
+        self._prefix = prefix
+
+    async def models(self) -> list[str]:
+        """Names of the registered models."""
+        names = await self._call("SMEMBERS", models_key(self._prefix))
+        return sorted(name.decode() for name in names)
+
+    async def batch_size(self, model: str, timeout_s: float | None) -> int:
+        """The registered `max_batch_size`, once the model is registered.
+
+        Waits for that while a worker loads the model. Raises NotFoundError if none does, and
+        DeadlineExceededError.
+        """
+        keys, end_s = self._keys(model), _end_s(timeout_s)
+        while True:
+            size = await self._call("HGET", keys.registration, "max_batch_size")
+            if size is not None:
+                return int(size) if size.isdigit() else 1
+            if not await self._is_loading(keys):
+                break
+            if time.monotonic() >= end_s:
+                raise DeadlineExceededError(f"model {model!r}: {_LOADING}, for {timeout_s:g} s or longer")
+            await asyncio.sleep(POLL_S)
+        names = ", ".join(await self.models()) or "none"
+        raise NotFoundError(f"no worker has registered a model {model!r}; registered: {names}")
+
+    async def wait_ready(self, model: str, timeout_s: float | None) -> None:
+        """Wait until a model process can execute requests. Raises DeadlineExceededError, which says why."""
+        keys, end_s = self._keys(model), _end_s(timeout_s)
+        while missing := await self._missing(keys):
+            if time.monotonic() >= end_s:
+                raise DeadlineExceededError(f"model {model!r} is not ready after {timeout_s:g} s: {missing}")
+            await asyncio.sleep(POLL_S)
+
+    async def _missing(self, keys: Keys) -> str:
+        """What a model lacks to be ready; empty if nothing."""
+        is_registered = await self._call("HGET", keys.registration, "max_batch_size") is not None
+        if is_registered and await self._has_process(keys):
+            return ""
+        if await self._is_loading(keys):
+            return _LOADING
+        return _NO_PROCESS if is_registered else _NOBODY
+
+    async def _has_process(self, keys: Keys) -> bool:
+        """One that was killed counts for some more leases. Redis's clock, which producers may not read, would
+        tell."""
+        try:
+            return bool(await self._call("ZCARD", keys.workers))
+        except PermissionDeniedError:  # an ACL file that is older than this
+            return True
+
+    async def _is_loading(self, keys: Keys) -> bool:
+        try:
+            return bool(await self._call("EXISTS", keys.loading))
+        except PermissionDeniedError:
+            return False
+
+    def _keys(self, model: str) -> Keys:
+        try:
+            return Keys(model, self._prefix)
+        except ValueError as error:
+            raise NotFoundError(str(error)) from None
+
+
+def _end_s(timeout_s: float | None) -> float:
+    return inf if timeout_s is None else time.monotonic() + timeout_s

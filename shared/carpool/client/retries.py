@@ -1,0 +1,49 @@
+"""Sending a request again that ended with a status which may pass."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from carpool.backoff import with_jitter
+from carpool.client.options import RequestOptions, check_retries, checked_timeout_s
+from carpool.errors import InternalError, ResourceExhaustedError, UnavailableError
+
+PAUSE_S_MIN: Final = 0.1
+PAUSE_S_MAX: Final = 10.0
+# The queue is full, Redis cannot be reached, the model raised. All other statuses would come again.
+_MAY_PASS: Final = (ResourceExhaustedError, UnavailableError, InternalError)
+
+
+async def with_retries(
+    send: Callable[[RequestOptions], Awaitable[Any]],
+    options: RequestOptions,
+    default_timeout_s: float | None,
+    is_closed: Callable[[], bool],
+) -> Any:
+    """What `send` returns, which is called again after each error that may pass, `retries` times at most.
+
+    The pause doubles from PAUSE_S_MIN to PAUSE_S_MAX, and is shortened at random by up to a half. The timeout
+    is for all calls and pauses together: the last error is raised where the next pause would not end in time.
+    """
+    others: RequestOptions = {**options}
+    retries = check_retries(others.pop("retries"))
+    timeout_s = checked_timeout_s(options.get("timeout", default_timeout_s))
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    for attempt in range(retries + 1):
+        if until_s is not None and attempt:
+            others = {**others, "timeout": until_s - time.monotonic()}
+        try:
+            return await send(others)
+        except _MAY_PASS:
+            pause_s = with_jitter(min(PAUSE_S_MIN * 2**attempt, PAUSE_S_MAX))
+            if attempt == retries or is_closed() or _ends_before(until_s, pause_s):
+                raise
+            await asyncio.sleep(pause_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _ends_before(until_s: float | None, pause_s: float) -> bool:
+    return until_s is not None and time.monotonic() + pause_s >= until_s

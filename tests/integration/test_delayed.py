@@ -1,0 +1,93 @@
+"""Delayed requests (`not_before`) on a real Redis: never early, and also not after a batcher died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool import AsyncClient, Client
+from carpool.errors import InvalidArgumentError
+from carpool.keys import Keys
+from conftest import SERVERS
+from support.stack import Stack
+from support.waiting import wait_until
+
+MODEL = "square"
+KEYS = Keys(MODEL)
+
+
+@pytest.fixture
+def stack(stacks: Callable[[Path], Stack]) -> Stack:
+    """A stack shared by this module."""
+    stack = stacks(SERVERS[0])
+    stack.serve(MODEL)
+    return stack
+
+
+def answered_after_ms(stack: Stack, correlation_id: str, entry_id: str) -> int:
+    """How long after its acceptance a request was answered, by Redis's clock."""
+    result = stack.result(MODEL, correlation_id)
+    assert result["status"] == "OK", result
+    seconds, microseconds = stack.redis.time()
+    return int(seconds * 1000 + microseconds // 1000) - int(entry_id.partition("-")[0])
+
+
+def test_delayed_request_waits_while_others_are_served(stack: Stack) -> None:
+    delayed = stack.send(MODEL, body="3", not_before=1500)
+    for number in range(5):
+        prompt = stack.send(MODEL, body=number)
+        assert stack.result(MODEL, prompt)["body"] == number * number
+    assert stack.redis.xlen(KEYS.requests) == 1
+    assert answered_after_ms(stack, delayed, delayed) >= 1500
+
+
+def test_time_before_that_is_not_a_wait(stack: Stack) -> None:
+    result = stack.result(MODEL, stack.send(MODEL, body="3", not_before=1000))
+    assert result["body"] == 9
+    assert result["queue_us"] < 1_000_000
+
+
+def test_next_batcher_keeps_the_time(stack: Stack) -> None:
+    """Given one that dispatched a part of an entry, and so put the delayed rest back."""
+    packed: list[dict[str, Any]] = [
+        {"correlation_id": "prompt", "body": b"2"},
+        {"correlation_id": "delayed", "body": b"3", "not_before": 4000, "expiration": 60_000},
+    ]
+    entry_id = stack.send_packed(MODEL, packed)
+    assert stack.result(MODEL, "prompt")["body"] == 4
+    ((_, fields),) = stack.redis.xrange(KEYS.requests)
+    assert fields[b"arrival"] == entry_id.partition("-")[0].encode()
+    stack.active_batcher(MODEL).kill()
+    stack.batcher()
+    assert answered_after_ms(stack, "delayed", entry_id) >= 4000
+
+
+def test_delayed_request_can_be_withdrawn(stack: Stack) -> None:
+    stack.send(MODEL, body="3", correlation_id="unwanted", not_before=3_600_000)
+    removed = stack.send(MODEL, body="3", not_before=3_600_000)
+    stack.send(MODEL, withdraw="unwanted")
+    assert stack.result(MODEL, "unwanted")["status"] == "CANCELLED"
+    assert stack.redis.xdel(KEYS.requests, removed) == 1
+    wait_until(lambda: not stack.redis.xlen(KEYS.requests), description="nothing waits")
+
+
+async def test_clients_delay_requests(stack: Stack) -> None:
+    async with AsyncClient(stack.url, timeout=15) as client:
+        started_s = time.monotonic()
+        assert await client.infer(MODEL, 7, not_before=0.5) == 49
+        assert time.monotonic() - started_s >= 0.5
+        assert await client.infer(MODEL, 7, not_before=0) == 49
+        for not_before in (15, 60.0, -1, float("nan"), "soon"):
+            with pytest.raises(InvalidArgumentError, match="not_before: "):
+                await client.infer(MODEL, 7, not_before=not_before)  # type: ignore[arg-type]
+
+
+def test_blocking_client_delays_requests(stack: Stack) -> None:
+    with Client(stack.url, timeout=15) as client:
+        started_s = time.monotonic()
+        assert client.infer(MODEL, 7, not_before=0.3) == 49
+        assert time.monotonic() - started_s >= 0.3

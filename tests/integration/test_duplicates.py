@@ -1,0 +1,116 @@
+"""A request that is sent again while it waits is executed once, and never lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from carpool.keys import Keys
+from support.stack import Stack
+from support.waiting import wait_until
+
+MODEL: Final = "Echo"
+KEYS: Final = Keys(MODEL)
+BATCH: Final = 16
+
+
+class Held:
+    """A model whose process waits at a gate: what is sent waits in the batcher, until `open`."""
+
+    def __init__(self, stack: Stack, gate: Path) -> None:
+        self.stack = stack
+        self.redis: Any = stack.redis
+        self._gate = gate
+        self._held = 0
+        self._send_held([{"correlation_id": "held", "body": json.dumps({"gate": str(gate)})}])
+        fillers = [{"correlation_id": f"filler-{at}", "body": b"0"} for at in range(BATCH)]
+        while self.redis.xlen(KEYS.requests) == 0:  # until there is capacity for no more
+            self._send_held(fillers)
+        self.settled_before: str = self.redis.xinfo_stream(KEYS.settled)["last-generated-id"].decode()
+
+    def _send_held(self, requests: list[dict[str, Any]]) -> None:
+        before = self.redis.xlen(KEYS.batches)
+        self.stack.send_packed(MODEL, requests, reply_to="nobody")
+        self._held += len(requests)
+        wait_until(
+            lambda: self.redis.xlen(KEYS.batches) > before or before >= 2, description="they are in flight"
+        )
+
+    def open(self) -> int:
+        """Let everything be executed. Returns how many requests were."""
+        self._gate.touch()
+        self.stack.wait_until_idle(MODEL)
+        settled = self.redis.xrange(KEYS.settled, f"({self.settled_before}")
+        return sum(int(fields[b"size"]) for _, fields in settled) - self._held
+
+
+@pytest.fixture
+def hold(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Callable[..., Held]]:
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.serve("plain.py:Echo")
+
+        def held(**settings: str) -> Held:
+            if settings:
+                stack.configure(MODEL, **settings)
+            return Held(stack, gate)
+
+        yield held
+
+
+def test_duplicates_that_wait_are_executed_once(hold: Callable[..., Held]) -> None:
+    held = hold()
+    for _ in range(3):
+        held.stack.send(MODEL, correlation_id="twice", body="7")
+    held.stack.send(MODEL, correlation_id="twice", body="8", reply_to="another")  # not the same request
+    for _ in range(2):
+        held.stack.send(MODEL, correlation_ids="a b c", rows=b"123", reply_to="columns")
+    held.stack.send(MODEL, correlation_ids="b x", rows=b"24", reply_to="columns")
+    assert held.open() == 6
+    assert held.stack.result(MODEL, "twice")["body"] == 7
+    assert not held.redis.exists(KEYS.result("twice"))
+    assert [reply["body"] for reply in held.stack.replies(MODEL, "another")] == [b"8"]
+    replies = held.stack.replies(MODEL, "columns")
+    assert sorted(reply["correlation_id"] for reply in replies) == ["a", "b", "c", "x"]
+
+
+def test_duplicates_do_not_meet_in_later_batches_either(hold: Callable[..., Held]) -> None:
+    """More than a batch, sent twice: the second copies stand several batches behind the first."""
+    held = hold()
+    names = [f"n{at}" for at in range(5 * BATCH)]
+    for _ in range(2):
+        for name in names:
+            held.stack.send(MODEL, correlation_id=name, body="1", reply_to="me")
+    assert held.open() == len(names)
+    assert sorted(reply["correlation_id"] for reply in held.stack.replies(MODEL, "me")) == sorted(names)
+
+
+@pytest.mark.parametrize("withdrawn", ["first", "second"])
+def test_duplicate_of_a_withdrawn_request_is_executed(hold: Callable[..., Held], withdrawn: str) -> None:
+    held = hold()
+    first = held.stack.send(MODEL, correlation_id="again", body="1")
+    second = held.stack.send(MODEL, correlation_id="again", body="2")
+    held.redis.xdel(KEYS.requests, first if withdrawn == "first" else second)
+    assert held.open() == 1
+    assert held.stack.result(MODEL, "again")["body"] == (2 if withdrawn == "first" else 1)
+
+
+def test_duplicate_may_name_the_same_stored_body(hold: Callable[..., Held]) -> None:
+    held = hold()
+    held.redis.set(KEYS.body("large"), b"17")
+    for _ in range(2):
+        held.stack.send(MODEL, correlation_id="large", body_key="large", body_bytes=2)
+    assert held.open() == 1
+    assert held.stack.result(MODEL, "large")["body"] == 17
+
+
+def test_duplicates_keep_the_order_of_results(hold: Callable[..., Held]) -> None:
+    held = hold(preserve_ordering="true")
+    for name in ("a", "a", "b", "a", "c"):
+        held.stack.send(MODEL, correlation_id=name, body="1", reply_to="ordered")
+    assert held.open() == 3
+    wait_until(lambda: len(held.stack.replies(MODEL, "ordered")) == 3, description="no result is withheld")
+    assert [reply["correlation_id"] for reply in held.stack.replies(MODEL, "ordered")] == ["a", "b", "c"]

@@ -1,0 +1,71 @@
+"""A model that raises is seen: in its worker's log, in `carpool top`, and in `carpool models`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from carpool.client.sync import Client
+from carpool.errors import InternalError
+from support.stack import Stack
+from support.waiting import wait_until
+
+FAILED = 40
+
+
+def carpool(stack: Stack, *arguments: str) -> str:
+    command = [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", stack.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def of_model(stack: Stack, model: str) -> dict[str, Any]:
+    states: list[dict[str, Any]] = json.loads(carpool(stack, "models", "--json"))
+    return next(state for state in states if state["model"] == model)
+
+
+def wait_for_state(stack: Stack, model: str, is_met: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    wait_until(lambda: is_met(of_model(stack, model)), description="the batcher has reported it")
+    return of_model(stack, model)
+
+
+def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
+    stack.serve("faulty.py:Faulty")
+    worker = stack.served_by("Faulty")
+    with Client(stack.url, timeout=20) as client:
+        for _ in range(FAILED):
+            with pytest.raises(InternalError, match="this one is spoilt"):
+                client.infer("Faulty", "raise")
+        assert client.infer("Faulty", "fine") is not None
+    state = wait_for_state(stack, "Faulty", lambda state: state["failed"].get("INTERNAL") == FAILED)
+    assert state["last_error"].startswith("RuntimeError at faulty.py:")
+    shown = carpool(stack, "models")
+    assert f"Requests of Faulty that failed: {FAILED} INTERNAL" in shown
+    assert "RuntimeError at faulty.py:" in shown
+    (model,) = json.loads(carpool(stack, "top", "--once", "--json"))["models"]
+    assert model["failed"]["INTERNAL"]["total"] == FAILED
+    assert model["last_error"] == state["last_error"]
+    logged = [event for event in worker.events("model raised") if "spoilt" in event["exception"]]
+    assert logged
+    assert len(logged) < FAILED // 4, "a traceback in ten seconds, not one for each request"
+
+
+def test_dead_letters_are_shown_by_top(stack: Stack) -> None:
+    stack.serve("faulty.py:Faulty")
+    with Client(stack.url, timeout=60) as client, pytest.raises(Exception, match=r"dead letter|died"):
+        client.infer("Faulty", "kill")
+    wait_until(lambda: of_model(stack, "Faulty")["dead"] == 1, description="it is a dead letter")
+    assert "dead letters" in carpool(stack, "top", "--once")
+
+
+def test_generator_that_raises(stack: Stack) -> None:
+    stack.serve("stepping.py:countdown")
+    with Client(stack.url, timeout=20) as client, pytest.raises(InternalError):
+        client.infer("countdown", "three")
+    state = wait_for_state(stack, "countdown", lambda state: state["failed"])
+    assert state["failed"] == {"INTERNAL": 1}
+    assert stack.served_by("countdown").events("model raised")

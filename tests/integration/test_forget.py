@@ -1,0 +1,177 @@
+"""`carpool forget`: a model that is no longer served is removed from Redis, and batchers drop it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+from redis import Redis
+
+from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.model_settings import ModelKind, ModelSettings
+from carpool.store.connection import Link
+from carpool.store.removal import Removal, Removed, Use
+from carpool.store.worker import WorkerStore
+from carpool.wire.registration import encode_registration
+from carpool_batcher.meter import BatcherMetrics
+from carpool_batcher.service import BatcherService
+from carpool_cli.local.embedded import EmbeddedRedis
+from support.waiting import wait_until
+
+MODEL: Final = "old-1.0"  # the dot is no wildcard
+KEYS: Final = Keys(MODEL)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(append_only=False) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(embedded: EmbeddedRedis) -> Iterator[Any]:
+    client = Redis.from_url(embedded.url, protocol=2)
+    client.flushall()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def link(embedded: EmbeddedRedis, redis: Any) -> Iterator[Link]:
+    link = Link(embedded.url, name="test")
+    yield link
+    link.close()
+
+
+def register(link: Link, model: str, kind: ModelKind = ModelKind.PLAIN) -> WorkerStore:
+    """As a worker does, which has stopped by now."""
+    store = WorkerStore(link, Keys(model))
+    store.register(encode_registration(ModelSettings().as_text(), [], [], kind))
+    return store
+
+
+def forget(embedded: EmbeddedRedis, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "carpool_cli", "forget", *arguments, "--redis-url", embedded.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def names(redis: Any) -> set[str]:
+    return {name.decode() for name in redis.scan_iter(count=1000)}
+
+
+def test_everything_of_the_model_is_removed_and_nothing_else(
+    embedded: EmbeddedRedis, redis: Any, link: Link
+) -> None:
+    register(link, "old-1x0")
+    others = names(redis)
+    register(link, MODEL)
+    redis.hset(KEYS.config, "max_batch_size", 2)
+    redis.xadd(KEYS.dead, {"body": "1"})
+    redis.xadd(KEYS.dead, {"body": "2"})
+    for number in range(1200):
+        redis.hset(KEYS.sequence(str(number)), "state", "x")
+    redis.rpush(KEYS.result("r"), "unread")
+    done = forget(embedded, MODEL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        f"{MODEL} is removed: 2 dead letters; 1,204 keys: batches, config, dead, model, sequence (1,200); "
+        "1 key with unread results left to expire\n"
+    )
+    assert names(redis) - {KEYS.result("r")} == others
+    assert redis.smembers("carpool:models") == {b"old-1x0"}
+    again = forget(embedded, MODEL)
+    assert again.returncode == 1
+    assert again.stderr == f"carpool forget: model '{MODEL}' is not registered; registered models: old-1x0\n"
+
+
+def test_model_in_use_is_left_as_it_is(embedded: EmbeddedRedis, redis: Any, link: Link) -> None:
+    store = register(link, MODEL)
+    store.join("host-1-a", 600_000)
+    store.join("host-1-b", 600_000)
+    redis.xadd(KEYS.requests, {"body": "1"})
+    before = names(redis)
+    done = forget(embedded, MODEL)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (
+        f"carpool forget: {MODEL} is not removed: host-1-a (and 1 other) serves it, and it has "
+        "1 waiting entry; --force removes it anyway\n"
+    )
+    assert names(redis) == before
+    forced = forget(embedded, MODEL, "--force")
+    assert forced.returncode == 0, forced.stderr
+    assert forced.stdout.startswith(f"{MODEL} is removed: 1 waiting entry; 5 keys: ")
+    assert "a worker still serves it, and will register it again: host-1-a (and 1 other)" in forced.stdout
+    assert not redis.exists(KEYS.registration, KEYS.requests, KEYS.workers)
+
+
+def test_request_that_arrives_between_the_look_and_the_removal_stays(
+    redis: Any, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(link, MODEL)
+    removal, look = Removal(link, KEYS), Removal.use
+
+    def look_and_let_arrive(self: Removal) -> Use:
+        use = look(self)
+        redis.xadd(KEYS.requests, {"body": "1"})
+        return use
+
+    monkeypatch.setattr(Removal, "use", look_and_let_arrive)
+    assert removal.remove_if_unused() == Use([], 1, 0)
+    assert redis.xlen(KEYS.requests) == 2 and redis.sismember("carpool:models", MODEL)
+
+
+def test_prefix_is_no_pattern(redis: Any, link: Link) -> None:
+    redis.hset("a*[b]:{m}:model", "a", "b")
+    redis.hset("axb:{m}:sequence:1", "a", "b")
+    removed = Removal(link, Keys("m", "a*[b]")).remove_if_unused()
+    assert isinstance(removed, Removed) and removed.keys == {"model": 1}
+    assert names(redis) == {"axb:{m}:sequence:1"}
+
+
+class Served:
+    """A batcher whose loop the test runs."""
+
+    def __init__(self, url: str) -> None:
+        self.metrics = BatcherMetrics()
+        self.service = BatcherService(url, DEFAULT_PREFIX, "batcher-under-test", self.metrics, {})
+
+    def run_until(self, condition: Callable[[], object], description: str) -> None:
+        def ran() -> object:
+            self.service.run_once()
+            return condition()
+
+        wait_until(ran, description=description)
+
+    def series(self) -> list[str]:
+        """What is exported of the model."""
+        return [
+            sample.name
+            for family in self.metrics.registry.collect()
+            for sample in family.samples
+            if sample.labels.get("model") == MODEL
+        ]
+
+
+@pytest.mark.parametrize("kind", [ModelKind.PLAIN, ModelKind.STATEFUL])
+def test_batcher_drops_a_forgotten_model(
+    embedded: EmbeddedRedis, redis: Any, link: Link, kind: ModelKind
+) -> None:
+    store = register(link, MODEL, kind)
+    redis.hset(KEYS.sequence("kept"), mapping={"state": "x", "next": 1})
+    redis.zadd(KEYS.sequences, {"kept": redis.time()[0] * 1000})
+    served = Served(embedded.url)
+    models = served.service._models
+    served.run_until(lambda: MODEL in models and models[MODEL].batcher.active, "it is served")
+    assert served.series()
+    store.join("gone", 1)
+    assert isinstance(Removal(link, KEYS).remove(), Removed)
+    served.run_until(lambda: not models, "it is dropped")
+    assert served.series() == []
+    assert not served.service._subscribed and not served.service._busy
+    served.run_until(lambda: not names(redis) - {KEYS.report}, "nothing of it is written again")
+    register(link, MODEL, kind)
+    served.run_until(lambda: MODEL in models and models[MODEL].batcher.active, "it is served again")
+    assert served.series()

@@ -1,0 +1,131 @@
+"""Models that are being loaded, for which clients wait; and requests that nobody reads."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from carpool.client.aio import AsyncClient
+from carpool.client.sync import Client
+from carpool.errors import DeadlineExceededError, NotFoundError
+from carpool.keys import Keys
+from support.stack import Service, Stack
+from support.waiting import wait_until
+
+LEASE: Final = ("--lease-ms", "600")
+SLOW: Final = """
+import os, time
+class Slow:
+    def load(self, device):
+        while not os.path.exists({gate!r}):
+            time.sleep(0.01)
+        if os.path.getsize({gate!r}):
+            raise OSError("no weights")
+    def predict(self, batch):
+        return batch
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The model loads once this file exists; with any content, it cannot be loaded."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def loading(stack: Stack, gate: Path, tmp_path: Path) -> Service:
+    """A worker that loads Slow."""
+    (tmp_path / "slow.py").write_text(SLOW.format(gate=str(gate)))
+    stack.batcher()
+    worker = stack.worker(f"{tmp_path / 'slow.py'}:Slow", *LEASE, ready=False)
+    wait_until(lambda: stack.redis.exists(Keys("Slow").loading), description="it tells that it loads")
+    return worker
+
+
+def models(stack: Stack) -> tuple[list[dict[str, Any]], str]:
+    """What `carpool models --json` prints, and its warnings."""
+    command = [sys.executable, "-m", "carpool_cli", "models", "--json", "--redis-url", stack.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.usefixtures("loading")
+def test_request_waits_until_the_model_is_loaded(stack: Stack, gate: Path) -> None:
+    ((state,), warnings) = models(stack)
+    assert (state["model"], state["loading"], state["workers"], warnings) == ("Slow", True, 0, "")
+    with Client(stack.url, timeout=30) as client, ThreadPoolExecutor() as threads:
+        inferred = threads.submit(client.infer, "Slow", 7)
+        submitted = client.submit("Slow", 8)
+        ready = threads.submit(client.wait_ready, "Slow", 30)
+        streamed = threads.submit(lambda: list(client.stream("Slow", 9)))
+        assert not (inferred.done() or submitted.done() or ready.done())
+        gate.touch()
+        assert (inferred.result(), submitted.result(), ready.result()) == (7, 8, None)
+        assert streamed.result() == [9]
+        client.wait_ready("Slow", 1)
+    wait_until(lambda: not models(stack)[0][0]["loading"], description="it is loaded")
+
+
+@pytest.mark.usefixtures("loading")
+async def test_a_timeout_is_for_loading_and_executing(stack: Stack) -> None:
+    async with AsyncClient(stack.url) as client:
+        with pytest.raises(DeadlineExceededError, match=r"'Slow': a worker is loading it, for 0\.2 s"):
+            await client.infer("Slow", 7, timeout=0.2)
+        with pytest.raises(DeadlineExceededError, match=r"not ready after 0\.2 s: a worker is loading it"):
+            await client.wait_ready("Slow", timeout=0.2)
+
+
+def test_model_that_cannot_be_loaded_is_not_found(stack: Stack, gate: Path, loading: Service) -> None:
+    with Client(stack.url, timeout=30) as client:
+        submitted = client.submit("Slow", 7)
+        gate.write_text("broken")
+        with pytest.raises(NotFoundError, match="no worker has registered a model 'Slow'"):
+            submitted.result()
+    wait_until(lambda: not loading.alive, description="its worker has ended")
+    assert not stack.redis.exists(Keys("Slow").loading)
+
+
+def test_worker_that_is_killed_while_it_loads_is_forgotten(stack: Stack, loading: Service) -> None:
+    loading.kill()
+    wait_until(lambda: not stack.redis.exists(Keys("Slow").loading), description="its lease ran out")
+
+
+async def test_waiting_for_a_model_says_what_is_missing(stack: Stack) -> None:
+    async with AsyncClient(stack.url) as client:
+        with pytest.raises(DeadlineExceededError, match="no worker has registered it"):
+            await client.wait_ready("square", timeout=0.1)
+        stack.serve("square")
+        await client.wait_ready("square", timeout=30)
+        stack.served_by("square").terminate()
+        with pytest.raises(DeadlineExceededError, match="registered, but no worker serves it now"):
+            await client.wait_ready("square", timeout=0.1)
+
+
+def test_closed_terminal_stops_a_worker_as_sigterm_does(stack: Stack) -> None:
+    stack.serve("square")
+    worker = stack.served_by("square")
+    worker.signal(signal.SIGHUP)
+    wait_until(lambda: not worker.alive, description="it has stopped")
+    assert worker.events("worker stopped")[0]["clean"]
+    assert not stack.live_workers("square")
+
+
+def test_requests_that_nobody_reads_are_shown(stack: Stack) -> None:
+    stack.serve("square")
+    for key in ("carpool:{sqare}:requests", "carpool:square:requests", "carpool:{other}:requests"):
+        stack.redis.xadd(key, {"body": "7"})
+    stack.send("square", body="7")
+    states, warnings = models(stack)
+    assert [state["model"] for state in states] == ["square"]
+    lines = sorted(warnings.splitlines())
+    assert len(lines) == 3
+    assert "carpool:square:requests are read by nobody: the name of the model needs braces" in lines[0]
+    assert "{other}:requests are read by nobody: no worker has registered a model 'other', and" in lines[1]
+    assert "no worker has registered a model 'sqare'; did you mean 'square'?" in lines[2]

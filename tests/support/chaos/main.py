@@ -1,0 +1,71 @@
+"""Faults under load: `make chaos`, or `make chaos CHAOS='--faults "*killed*" --runs 10 --seed 7'`.
+
+Each run prints its seed; with --runs 1 and that seed it is repeated. What a machine of many processes does is
+not the same each time, but the faults come in the same order, and at the same number of requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from support.chaos.faults import FAULTS, Fault
+from support.chaos.report import document, is_kept, progress, table
+from support.chaos.run import SPEC, Outcome, started
+
+DOCUMENT: Final = Path(__file__).parents[3] / "docs/reliability.md"
+RUNS: Final = 3
+TIMES: Final = 3  # that a fault is inflicted in a run
+TIMES_ANYTHING: Final = 12
+
+
+def carry_out(fault: Fault, home: Path, seed: int, times: int, spec: str = SPEC) -> Outcome:
+    """One run. `spec`: the argument of the workers."""
+    with started(home, seed, always_on_disk=fault.always_on_disk, spec=spec) as run:
+        for _ in range(times):
+            run.wait_for_load()
+            fault.inflict(run)
+        run.wait_for_load()
+        return run.finish()
+
+
+def main() -> int:
+    """Do the runs, and print the table. Returns 1 if a run did not keep what is promised."""
+    parser = argparse.ArgumentParser(
+        prog="make chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", default="*", help="a pattern; the faults: " + "; ".join(FAULTS))
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"of each fault (default: {RUNS})")
+    parser.add_argument("--seed", type=int, default=1, help="of the first run; the next ones have the next")
+    parser.add_argument("--times", type=int, help="that a fault is inflicted in a run")
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}; needs all faults")
+    options = parser.parse_args()
+    chosen = fnmatch.filter(FAULTS, options.faults)
+    if not chosen:
+        parser.error(f"--faults: none is called {options.faults!r}")
+    if options.write and len(chosen) < len(FAULTS):
+        parser.error("--write needs all faults")
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
+    are_kept = True
+    for seed in range(options.seed, options.seed + options.runs):
+        for name in chosen:
+            fault = FAULTS[name]
+            times = options.times or (TIMES_ANYTHING if name.startswith("any") else TIMES)
+            with tempfile.TemporaryDirectory(prefix="carpool-chaos-") as home:
+                outcome = carry_out(fault, Path(home), seed, times)
+            outcomes[name].append(outcome)
+            are_kept &= is_kept(name, outcome)
+            print(progress(name, outcome, seed), file=sys.stderr, flush=True)
+    print("\n".join(table(outcomes)))
+    if options.write:
+        DOCUMENT.write_text(document(outcomes, f"{options.seed} to {options.seed + options.runs - 1}"))
+        print(f"written: {DOCUMENT}", file=sys.stderr)
+    return 0 if are_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The tables of `make chaos`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from support.chaos.faults import FAULTS
+from support.chaos.run import LEASE_S, PRODUCERS, Outcome
+
+Outcomes = Mapping[str, Sequence[Outcome]]  # by fault
+
+_HEAD: Final = """\
+# What happens when something fails
+
+Written by `make chaos CHAOS=--write`, which anyone can repeat.
+
+Each run has a real Redis, two batchers, two workers with a lease of {lease} s, and {producers} producers:
+processes that send requests in every form which the protocol has, and send again, under the same
+correlation ID, what Redis did not confirm. The model answers with a hash of correlation ID and body, so that
+a result that went to another request shows. A fault is inflicted at a random moment, several times in a run.
+Then the load ends, and every request is looked for: the history of what was sent is in files of the
+producers, not in Redis.
+
+- lost: accepted, and without a result; duplicated: more final results than were asked for; misrouted: a
+  result of another request; left over: keys or pending batches that should not be there when all is answered.
+- recovery: from the fault until a new request is answered, or, where a worker or its model process is the
+  victim, until all batches that were in flight are settled. From the end of the fault where it has one.
+- memory: the most that a process, or Redis, had.
+
+Measured on {machine}; seeds {seeds}.
+
+"""
+_COLUMNS: Final = (
+    "fault", "runs", "requests", "lost", "duplicated", "misrouted", "left over", "recovery, median", "worst",
+    "bound", "kept", "memory of Redis", "of a batcher", "of a worker",
+)  # fmt: skip
+
+
+def document(outcomes: Outcomes, seeds: str) -> str:
+    """The whole document."""
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    head = _HEAD.format(lease=LEASE_S, producers=PRODUCERS, machine=machine, seeds=seeds)
+    notes = [
+        "",
+        "Rows in brackets are not covered by what [Carpool promises](../README.md#what-carpool-promises):",
+        "there the table shows what was lost.",
+    ]
+    return "\n".join([head + "\n".join(table(outcomes)), *notes, ""])
+
+
+def table(outcomes: Outcomes) -> Iterator[str]:
+    """The lines of the table."""
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---|" + "---:|" * (len(_COLUMNS) - 1)
+    for name, of_fault in outcomes.items():
+        if of_fault:
+            yield f"| {' | '.join(_cells(name, of_fault))} |"
+
+
+def _cells(name: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    fault, reports = FAULTS[name], [outcome.report for outcome in outcomes]
+    recoveries_s = [seconds for outcome in outcomes for seconds in outcome.recoveries_s]
+    yield name if fault.is_covered else f"({name})"
+    yield str(len(outcomes))
+    yield f"{sum(report.accepted for report in reports):,}"
+    for kind in ("lost", "duplicated", "misrouted"):
+        yield f"{sum(len(getattr(report, kind)) for report in reports):,}"
+    yield f"{sum(len(outcome.left_over) for outcome in outcomes):,}"
+    yield _seconds(median(recoveries_s) if recoveries_s else None)
+    yield _seconds(max(recoveries_s, default=None))
+    yield _seconds(fault.bound_s)
+    yield "yes" if all(is_kept(name, outcome) for outcome in outcomes) else "no"
+    for kind in ("Redis", "batcher", "worker"):
+        yield f"{max(outcome.memory_mib[kind] for outcome in outcomes):,.0f} MiB"
+
+
+def is_kept(name: str, outcome: Outcome) -> bool:
+    """Whether a run kept what is promised, and recovered in time. Where the promise does not cover the fault,
+    requests may be lost."""
+    fault, report = FAULTS[name], outcome.report
+    is_in_time = fault.bound_s is None or max(outcome.recoveries_s, default=0.0) <= fault.bound_s
+    if fault.is_covered:
+        return is_in_time and outcome.is_faultless
+    return is_in_time and not (report.duplicated or report.misrouted or report.unexpected)
+
+
+def progress(name: str, outcome: Outcome, seed: int) -> str:
+    """A line for one run."""
+    report = outcome.report
+    recoveries = ", ".join(map(_seconds, outcome.recoveries_s)) or "-"
+    verdict = "kept" if is_kept(name, outcome) else "NOT KEPT"
+    return (
+        f"{verdict}: {name}, seed {seed}: {report.accepted:,} accepted, {report.ok:,} ok, "
+        f"{report.error} errors, {len(report.lost)} lost, {len(report.duplicated)} duplicated, "
+        f"{len(report.misrouted)} misrouted, "
+        f"{len(report.unexpected)} unexpected, left over: {', '.join(outcome.left_over) or 'nothing'}; "
+        f"recovered in {recoveries}"
+    )
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} s"

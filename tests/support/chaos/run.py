@@ -1,0 +1,200 @@
+"""One run: a stack under load, a fault, and what became of each request."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from redis import RedisError
+
+from carpool.keys import Keys
+from support.chaos.producers import ProducerProcess
+from support.checker import Checker, Report
+from support.load import collect
+from support.stack import Service, Stack, fixed_keys
+from support.waiting import Stopwatch, wait_until
+
+MODEL: Final = "Busy"  # batches of up to 32, which take 20 ms
+SPEC: Final = "hashing.py:Busy"
+KEYS: Final = Keys(MODEL)
+LEASE_S: Final = 0.6  # of workers
+PRODUCERS: Final = 2
+RESULTS_KEPT_MS: Final = 3_600_000  # they are read when the run is over
+SETTLE_S_MAX: Final = 60.0
+PROBE_S: Final = 1.0  # a probe without a result for so long is sent again
+MIB: Final = 1 << 20
+
+
+class Outcome(NamedTuple):
+    """What became of a run. `recoveries_s`: one for each time that the fault was inflicted; `memory_mib`: the
+    most that each kind of process had; `left_over`: what was in Redis at the end and should not be."""
+
+    report: Report
+    recoveries_s: list[float]
+    memory_mib: Mapping[str, float]
+    left_over: list[str]
+
+    @property
+    def is_faultless(self) -> bool:
+        """Whether each accepted request has exactly one result of its own, and nothing is left over."""
+        return self.report.faultless and not self.left_over
+
+
+class Run:
+    """The stack during a run. `stack.url` leads to Redis for all services and producers."""
+
+    def __init__(self, stack: Stack, home: Path, seed: int, spec: str = SPEC) -> None:
+        """`spec`: the argument of the workers."""
+        self._spec = spec
+        self.stack = stack
+        self.home = home
+        self.random = random.Random(seed)
+        self.recoveries_s: list[float] = []
+        self._probes = 0
+        self.workers = [self._new_worker() for _ in range(2)]
+        self.batchers = [stack.batcher() for _ in range(2)]
+        stack.wait_for_model(MODEL, workers=2)
+        stack.redis.hset(KEYS.config, "result_ttl_ms", RESULTS_KEPT_MS)
+        self.producers = [
+            ProducerProcess(stack.url, MODEL, f"p{number}", home) for number in range(PRODUCERS)
+        ]
+        self.wait_for_load()
+
+    # --- what faults use -----------------------------------------------------------------------------------
+
+    def wait_for_load(self) -> None:
+        """Wait until more requests are accepted: a random number, so that a fault comes at any moment."""
+        self.producers[0].wait_for_more(self.random.randint(10, 60))
+
+    def active_batcher(self) -> Service:
+        """The batcher that has the lease."""
+        return self.stack.active_batcher(MODEL)
+
+    def replace(self, service: Service) -> None:
+        """Start another service in place of one that was killed."""
+        of = self.batchers if service in self.batchers else self.workers
+        of[of.index(service)] = self.stack.batcher() if of is self.batchers else self._new_worker()
+
+    def any_worker(self) -> Service:
+        """One of the workers, with a batch."""
+        worker: Service = self.random.choice(self.workers)
+        wait_until(lambda: self.stack.has_batch(MODEL, worker), description="the worker has a batch")
+        return worker
+
+    def recovers(self) -> None:
+        """Measure how long it takes from now until a new request is answered."""
+        watch = Stopwatch()
+        self._probe()
+        self.recoveries_s.append(watch.passed_s)
+
+    def settles(self) -> None:
+        """Measure how long it takes from now until all batches that are in flight now are settled."""
+        watch = Stopwatch()
+        last = self._call(lambda redis: redis.xrevrange(KEYS.batches, count=1))
+        if last:
+            wait_until(
+                lambda: not self._call(lambda redis: redis.xrange(KEYS.batches, "-", last[0][0], count=1)),
+                description="what was in flight is settled",
+                timeout_s=SETTLE_S_MAX,
+            )
+        self.recoveries_s.append(watch.passed_s)
+
+    def _probe(self) -> None:
+        """Send a request until it is answered."""
+        end_s = time.monotonic() + SETTLE_S_MAX
+        while time.monotonic() < end_s:
+            self._probes += 1
+            name = f"probe-{self._probes}"
+            try:
+                self.stack.redis.xadd(KEYS.requests, {"correlation_id": name, "body": '"probe"'})
+                if self.stack.redis.blpop([KEYS.result(name)], PROBE_S):
+                    return
+            except RedisError:
+                time.sleep(0.02)
+        raise AssertionError("no request is answered any more")
+
+    def _call(self, ask: Callable[[Any], Any]) -> Any:
+        """Ask Redis, again if it cannot be reached."""
+        end_s = time.monotonic() + SETTLE_S_MAX
+        while True:
+            try:
+                return ask(self.stack.redis)
+            except RedisError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(0.02)
+
+    def _new_worker(self) -> Service:
+        return self.stack.worker(self._spec, "--lease-ms", str(int(LEASE_S * 1000)))
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def finish(self) -> Outcome:
+        """Stop the load, wait until everything is answered, and look at what became of each request."""
+        for producer in self.producers:
+            producer.kill()
+        checker = Checker()
+        for producer in self.producers:
+            producer.tell(checker)
+        is_idle = _is_idle(self.stack)
+        collect(self.stack, MODEL, _WithoutProbes(checker))
+        left_over = [] if is_idle else ["requests that wait or are in flight"]
+        left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.config})
+        if self.stack.pending(MODEL):
+            left_over.append("pending batches")
+        return Outcome(checker.report(), self.recoveries_s, self._memory(), left_over)
+
+    def _memory(self) -> dict[str, float]:
+        redis = self.stack.redis.info("memory")["used_memory_peak"] / MIB
+        services = {"Redis": redis, "batcher": 0.0, "worker": 0.0}
+        for service in [*self.batchers, *self.workers]:
+            kind = "batcher" if service in self.batchers else "worker"
+            services[kind] = max(services[kind], _peak_mib(service.pid))
+        return services
+
+
+class _WithoutProbes(Checker):
+    """Passes on what is not the answer of a probe."""
+
+    def __init__(self, checker: Checker) -> None:
+        super().__init__()
+        self._checker = checker
+
+    def envelope(self, found_at: str, envelope: Mapping[str, Any]) -> None:
+        if not found_at.startswith("probe-"):
+            self._checker.envelope(found_at, envelope)
+
+
+def _is_idle(stack: Stack) -> bool:
+    try:
+        stack.wait_until_idle(MODEL, SETTLE_S_MAX)
+    except (AssertionError, RedisError):
+        return False
+    return True
+
+
+def _peak_mib(pid: int) -> float:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")] or ["VmHWM: 0 kB"]
+    return int(line.split()[1]) / 1024
+
+
+@contextmanager
+def started(home: Path, seed: int, *, always_on_disk: bool = False, spec: str = SPEC) -> Iterator[Run]:
+    """A stack under load. `always_on_disk`: Redis writes to its disk before it answers."""
+    home.mkdir(parents=True, exist_ok=True)
+    with Stack(home / "stack") as stack:
+        stack.redis.config_set("appendfsync", "always" if always_on_disk else "everysec")
+        run = Run(stack, home, seed, spec)
+        try:
+            yield run
+        finally:
+            for producer in run.producers:
+                producer.kill()

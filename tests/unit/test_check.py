@@ -1,0 +1,216 @@
+"""`carpool check`: what it finds in models with the usual mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from carpool_cli import check
+
+MODELS: Final = """
+import numpy as np
+from carpool import StateSpec, TensorSpec, Unhealthy
+
+def shout(batch):
+    return [text.upper() for text in batch]
+
+def shares(batch):
+    return [value / sum(batch) for value in batch]
+
+def inverse(batch):
+    return [1 / value for value in batch]
+
+def missing(batch):
+    return batch[:-1]
+
+def countdown(body):
+    yield from range(body, 0, -1)
+
+def endless(body):
+    while True:
+        yield body
+
+def length(batch):
+    return [len(body) for body in batch]
+
+def first(batch):
+    return [body[:3] for body in batch]
+
+def ill(batch):
+    raise Unhealthy("the card is gone")
+
+class Scaled:
+    max_batch_size = 8
+    inputs = [TensorSpec("x", "FP32", (3,))]
+    def predict(self, batch):
+        return np.cumsum(batch * np.float32(1.0001), axis=1)
+
+class Total:
+    max_batch_size = 8
+    states = [StateSpec("sum", "FP64", (-1,))]
+    def predict(self, batch, states):
+        sums = states["sum"] + np.array(batch)
+        return sums.tolist(), {"sum": sums}
+
+class Picky:
+    max_batch_szie = 4
+    def validate(self, body):
+        if body > 3:
+            raise ValueError("is above 3")
+    def predict(self, batch):
+        return batch
+
+class Bound:
+    binds_sequences = True
+    max_batch_size = 2
+    def predict(self, batch):
+        return batch
+
+class Unloadable:
+    def load(self, device):
+        raise OSError("weights.bin is missing")
+    def predict(self, batch):
+        return batch
+"""
+
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Checks a model, and returns the exit status and what was printed."""
+    (tmp_path / "models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check, "TIMED_S", 0.0)
+
+    def run(model: str, *arguments: str) -> tuple[int, str]:
+        status = check.main([f"models.py:{model}", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "result", "largest"),
+    [
+        ("shout", "hello", '"HELLO"', 32),
+        ("shout", "null null", '"NULL NULL"', 32),
+        ("Scaled", "[1, 2, 3]", "[1.000", 8),
+        ("Total", "5", "5.0", 8),
+        ("countdown", "3", "[3,2,1]", 32),
+        ("Picky", "3", "3", 32),
+    ],
+)
+def test_good_model(checked: Check, model: str, body: str, result: str, largest: int) -> None:
+    status, printed = checked(model, body)
+    assert status == 0, printed
+    assert "body 1: " in printed
+    assert result in printed
+    assert f"All results are the same in batches of 1, 2, {largest}." in printed
+
+
+def test_model_that_mixes_its_rows(checked: Check) -> None:
+    status, printed = checked("shares", "5")
+    assert status == 1
+    assert "Request 1 of a batch of 2 is answered\n    0.5\nand alone\n    1.0" in printed
+    assert "Results depend on the batch" in printed
+
+
+def test_failing_body_of_several_is_shown_with_its_traceback(checked: Check) -> None:
+    Path("bodies.jsonl").write_text("1\n\n2\n0\n")
+    status, printed = checked("inverse", "@bodies.jsonl")
+    assert status == 1
+    assert "body 2: 0.5" in printed
+    assert "body 3: INTERNAL: the model failed on this request: division by zero" in printed
+    assert printed.count("ZeroDivisionError") == 1
+    assert "1 / value" in printed
+    assert "carpool_worker" not in printed, "only the lines of the model are of interest"
+    assert "All results are the same" in printed, "the others are not affected"
+    assert "1 of 3 bodies failed." in printed
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "reason"),
+    [
+        ("missing", "1", "INTERNAL: the model returned 0 results for 1 requests"),
+        ("Picky", "4", "INVALID_ARGUMENT: the model rejected this body: is above 3"),
+        ("Scaled", "[1, 2]", "INVALID_ARGUMENT: body"),
+        ("shout", "7", "INTERNAL: the model failed on this request: "),
+        ("length", "7", "object of type 'int' has no len()"),
+    ],
+)
+def test_failure_of_the_only_body(checked: Check, model: str, body: str, reason: str) -> None:
+    status, printed = checked(model, body)
+    assert status == 1
+    assert reason in printed
+    assert "1 of 1 body failed." in printed
+    assert "requests/s" not in printed, "a time would be that of failing"
+
+
+def test_endless_generation_is_no_failure(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carpool_worker.rehearsal.STEPS_MAX", 20)
+    status, printed = checked("endless", "1")
+    assert status == 0
+    assert "still being generated after 20 steps" in printed
+
+
+def test_raw_bytes_from_a_file(checked: Check) -> None:
+    Path("image.bin").write_bytes(bytes(300))
+    status, printed = checked("first", "@image.bin", "--raw")
+    assert (status, "body 1: 3 bytes" in printed) == (0, True), printed
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("Bound", "binds sequences"),
+        ("Unloadable", "OSError: weights.bin is missing"),
+        ("Nothing", "has no 'Nothing'"),
+        ("ill", "nothing works any more in its process: the card is gone"),
+    ],
+)
+def test_model_that_cannot_be_tried_out(checked: Check, model: str, reason: str) -> None:
+    status, printed = checked(model, "1")
+    assert status == 1
+    assert reason in printed.splitlines()[-1]
+    assert printed.splitlines()[-1].startswith("carpool check: ")
+
+
+def test_missing_file(checked: Check) -> None:
+    assert checked("shout", "@absent") == (
+        1, "carpool check: BODY: cannot read absent: No such file or directory\n",
+    )  # fmt: skip
+    Path("empty.jsonl").write_text("\n")
+    assert checked("shout", "@empty.jsonl") == (1, "carpool check: BODY: empty.jsonl has no lines\n")
+
+
+def test_misspelt_setting_is_named(checked: Check) -> None:
+    assert "max_batch_szie is not a setting" in checked("Picky", "1")[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "close"),
+    [
+        (1.0, 1.0001, True),
+        (1.0, 1.1, False),
+        (0.0, 1e-6, True),
+        (float("nan"), float("nan"), True),
+        (1, 2, False),
+        (1.0, "1.0", False),
+        ([1.0, {"a": 2.0}], [1.0001, {"a": 2.0001}], True),
+        ([1.0], [1.0, 2.0], False),
+        ({"a": 1.0}, {"b": 1.0}, False),
+        (np.ones(3, np.float32), np.full(3, 1.0001, np.float32), True),
+        (np.ones(3, np.float32), np.ones((3, 1), np.float32), False),
+        (np.array([1, 2]), np.array([1, 3]), False),
+        (np.array(["a"], object), np.array(["a"], object), True),
+    ],
+)
+def test_numbers_may_differ_by_their_rounding(one: Any, other: Any, close: bool) -> None:
+    assert check.are_close(one, other) is close
+    assert check.are_close(other, one) is close
