@@ -181,7 +181,7 @@ def test_sequences_are_spread_and_further_ones_wait_for_a_slot(stack: Stack) -> 
         ("raise", {}, INTERNAL),
         ("return", {}, INTERNAL),
         ("refuse", {}, INVALID_ARGUMENT),
-        (1, {"content_type": "text/html"}, INVALID_ARGUMENT),
+        (1, {"content_type": "html"}, INVALID_ARGUMENT),
         (1, {"expiration": 1}, DEADLINE_EXCEEDED),
     ],
 )

@@ -113,7 +113,7 @@ def send_good_and_invalid(producer: Producer) -> None:
     for _ in range(4):
         producer.receive("OK", "", *[producer.send(number) for number in range(10)])
     producer.receive("OK", "", *producer.pack(*range(16)))  # two full batches
-    for fields in ({"priority": 10}, {"content_type": "text/plain"}):
+    for fields in ({"priority": 10}, {"content_type": "plain"}):
         producer.infer("INVALID_ARGUMENT", "input", 1, **fields)
     producer.infer("UNIMPLEMENTED", "input", 1, sequence_id=3)
     producer.infer("INVALID_ARGUMENT", "cost", 1, cost=1001)

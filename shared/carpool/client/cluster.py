@@ -96,8 +96,10 @@ class ClusterTransport:
         self._of_channels[channel].withdraw(channel, correlation_ids)
 
     async def call_again(self, *command: str) -> Any:
-        """As Transport.call_again, for a command whose first argument is its key. One without arguments goes to
-        all nodes that are connected, and the reply is that of one, or an error."""
+        """As Transport.call_again, for a command whose first argument is its key.
+
+        One without arguments goes to all nodes that are connected; the reply is that of one, or an error.
+        """
         if len(command) == 1:
             replies = await asyncio.gather(*[transport.call_again(*command) for transport in self._open])
             errors = [reply for reply in replies if isinstance(reply, CommandError)]
