@@ -345,7 +345,7 @@ async def test_unknown_model_is_not_found_and_the_error_names_the_others(client:
         ("Faulty", "raise", {}, InternalError, "this one is spoilt"),
         ("Faulty", "kill", {}, AbortedError, "died 2 times"),
         ("square", 1, {"priority": 11}, InvalidArgumentError, "priority"),
-        ("square", 1, {"content_type": "html"}, InvalidArgumentError, "content_type"),
+        ("square", b"1", {"content_type": "html"}, InvalidArgumentError, "content_type"),
         ("square", 1, {"correlation_id": "no spaces"}, InvalidArgumentError, "correlation_id"),
         ("square", 1, {"fields": {"reply_to": "elsewhere"}}, InvalidArgumentError, "reply_to"),
         ("square", 1, {"fields": {"tenant": None}}, InvalidArgumentError, "tenant"),

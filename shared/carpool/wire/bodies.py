@@ -217,7 +217,7 @@ def _encode_bytes(value: Any, content_type: str) -> bytes:
         return value.tobytes()
     if isinstance(value, str):
         return value.encode()
-    raise InternalError(f"a {type(value).__name__} cannot be written as {content_type}; use bytes")
+    raise InternalError(f"a value of type {type(value).__name__} cannot be written as {content_type}; use bytes")
 
 
 def _msgpack_default(value: Any) -> Any:
