@@ -56,7 +56,7 @@ def test_clients_send_and_accept_any_content_type(client: Client) -> None:
     assert client.infer("image", "cat", accept=RAW) == b"\x89PNG cat"
     with pytest.raises(InternalError, match="cannot be written as application/json: JSON cannot hold bytes"):
         client.infer("image", "cat", accept=JSON)
-    with pytest.raises(InternalError, match="a dict cannot be written as image/png; use bytes"):
+    with pytest.raises(InternalError, match="a value of type dict cannot be written as image/png; use bytes"):
         client.infer("label", PNG, accept="image/png")
 
 
