@@ -217,7 +217,8 @@ def _encode_bytes(value: Any, content_type: str) -> bytes:
         return value.tobytes()
     if isinstance(value, str):
         return value.encode()
-    raise InternalError(f"a value of type {type(value).__name__} cannot be written as {content_type}; use bytes")
+    kind = type(value).__name__
+    raise InternalError(f"a value of type {kind} cannot be written as {content_type}; use bytes")
 
 
 def _msgpack_default(value: Any) -> Any:
