@@ -15,18 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from math import isclose, isnan
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.errors import OK, CarpoolError, Unhealthy
-from carpool.messages import JSON, RAW, Result
+from carpool.messages import JSON, Result
 from carpool.plugins import UnusableError
-from carpool.settings import CarpoolSettings, Devices, read_settings
+from carpool.settings import Devices, read_settings
 from carpool.wire.bodies import decode_result, encode_body
-from carpool_cli.infer import read_body
+from carpool.wire.content_types import ACCEPT, canonical, is_value
+from carpool_cli.infer import BodySettings, read_body
 from carpool_cli.screen import Screen, build_table, clip, count, duration
 from carpool_worker.devices import devices
 from carpool_worker.model_process.loader import find_model, model_name
@@ -44,7 +45,7 @@ LINES_SUFFIX: Final = ".jsonl"
 Sizes = Mapping[int, Rehearsed]  # by the number of requests in a batch
 
 
-class CheckSettings(CarpoolSettings):
+class CheckSettings(BodySettings):
     """Load a model in this process, and execute BODY alone and in batches. Needs no Redis.
 
     BODY is JSON; text that is not JSON is a JSON string. @FILE is the contents of a file, and of a FILE.jsonl
@@ -58,18 +59,22 @@ class CheckSettings(CarpoolSettings):
         description="module:Name, path/file.py:Name, onnx:FILE, or a ready-made model, as for `carpool up`"
     )
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE, @FILE.jsonl or -")
-    raw: bool = Field(False, description="the body is raw bytes")
     device: Devices = "auto"
+
+    @property
+    def extra(self) -> dict[str, bytes]:
+        """The fields that a request with BODY has for the model. Raises InvalidArgumentError."""
+        named = self.fields | ({ACCEPT: self.accept} if self.accept else {})
+        return {name: value.encode() for name, value in named.items()}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what was found. Returns 1 if anything is wrong with the model."""
     settings = read_settings(CheckSettings, argv, "carpool check")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C is an exception in the model
-    content_type = RAW if settings.raw else JSON
     try:
         name, location = model_name(settings.model)
-        bodies = [encode_body(content_type, body) for body in _bodies(settings.body, raw=settings.raw)]
+        requests = _requests(settings)
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     except (CarpoolError, ValueError) as error:
@@ -77,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     screen = Screen(sys.stdout)
     try:
         model = _load(screen, name, location, devices(settings.device, 1)[0])
-        return _check(screen, model, bodies, content_type)
+        return _check(screen, model, requests)
     except _NotCheckedError as error:
         return _failed(str(error))
     except Unhealthy as error:
@@ -93,10 +98,36 @@ def _failed(error: str) -> int:
     return 1
 
 
-def _bodies(argument: str, *, raw: bool) -> list[Any]:
+class _Requests(NamedTuple):
+    """Requests that differ only in their bodies."""
+
+    bodies: list[bytes]
+    content_type: str
+    extra: Mapping[str, bytes]
+
+    def alone(self) -> Iterator[_Requests]:
+        """Each one by itself."""
+        for body in self.bodies:
+            yield self._replace(bodies=[body])
+
+    def batch(self, size: int) -> _Requests:
+        """So many, by turns."""
+        return self._replace(bodies=list(islice(cycle(self.bodies), size)))
+
+
+def _requests(settings: CheckSettings) -> _Requests:
+    """What the settings name. Raises OSError, CarpoolError and ValueError."""
+    content_type = canonical(settings.body_type)
+    if not content_type:
+        raise ValueError(f"--content-type: {settings.body_type!r:.60} is no content type")
+    bodies = [encode_body(content_type, body) for body in _bodies(settings.body, content_type)]
+    return _Requests(bodies, content_type, settings.extra)
+
+
+def _bodies(argument: str, content_type: str) -> list[Any]:
     """The bodies that BODY names. Raises OSError, CarpoolError and ValueError."""
-    if not (argument.startswith("@") and argument.endswith(LINES_SUFFIX)) or raw:
-        return [read_body(argument, RAW if raw else JSON)]
+    if not (argument.startswith("@") and argument.endswith(LINES_SUFFIX)) or content_type != JSON:
+        return [read_body(argument, content_type)]
     lines = Path(argument[1:]).read_text().splitlines()
     bodies = [read_body(line) for line in lines if line.strip()]
     if not bodies:
@@ -121,21 +152,19 @@ def _load(screen: Screen, name: str, location: str, device: str) -> LoadedModel 
     return model
 
 
-def _check(
-    screen: Screen, model: LoadedModel | SteppingModel, bodies: Sequence[bytes], content_type: str
-) -> int:
+def _check(screen: Screen, model: LoadedModel | SteppingModel, requests: _Requests) -> int:
     try:
         rehearsal = Rehearsal(model)
     except ValueError as error:
         raise _NotCheckedError(f"cannot be tried out: {error}; serve it with `carpool up`") from None
-    alone = [rehearsal.execute([body], content_type).results[0] for body in bodies]
+    alone = [rehearsal.execute(*request).results[0] for request in requests.alone()]
     for number, result in enumerate(alone, 1):
         screen.print(f"body {number}: {_shown(result)}")
     sizes = sorted({1, 2, model.settings.max_batch_size})
-    batches = {size: rehearsal.execute(_batch_of(bodies, size), content_type) for size in sizes}
-    good = [body for body, result in zip(bodies, alone, strict=True) if not _is_failure(result)]
+    batches = {size: rehearsal.execute(*requests.batch(size)) for size in sizes}
+    good = [body for body, result in zip(requests.bodies, alone, strict=True) if not _is_failure(result)]
     if good:
-        timed = [_timed(rehearsal, _batch_of(good, size), content_type) for size in sizes]
+        timed = [_timed(rehearsal, requests._replace(bodies=good).batch(size)) for size in sizes]
         screen.print_table(build_table([_HEADINGS, *timed]))
     for trace in rehearsal.traces:
         screen.print(trace.rstrip())
@@ -158,24 +187,20 @@ def _conclude(screen: Screen, alone: Sequence[Result], batches: Sizes) -> int:
     return 1 if failed or different else 0
 
 
-def _batch_of(bodies: Sequence[bytes], size: int) -> list[bytes]:
-    return list(islice(cycle(bodies), size))
-
-
 def _is_failure(result: Result) -> bool:
     return result.status not in (OK, UNFINISHED)
 
 
-def _timed(rehearsal: Rehearsal, batch: Sequence[bytes], content_type: str) -> list[str]:
+def _timed(rehearsal: Rehearsal, batch: _Requests) -> list[str]:
     """A row of the table: the median time that one batch is in the model."""
     times_us: list[int] = []
     steps = 0
     end_s = time.monotonic() + TIMED_S
     while not times_us or (len(times_us) < TIMED_RUNS_MAX and time.monotonic() < end_s):
-        executed = rehearsal.execute(batch, content_type)
+        executed = rehearsal.execute(*batch)
         times_us.append(executed.compute_us)
         steps = executed.steps
-    size, seconds = len(batch), max(1e-6, statistics.median(times_us) / 1e6)
+    size, seconds = len(batch.bodies), max(1e-6, statistics.median(times_us) / 1e6)
     shown_steps = f"{steps:,}" if steps else "-"
     return [str(size), duration(seconds), duration(seconds / size), f"{size / seconds:,.0f}", shown_steps]
 
@@ -231,6 +256,6 @@ def _shown(result: Result) -> str:
     """A result, or an error, in one line."""
     if result.status != OK:
         return f"{result.status}: {result.detail}"
-    if result.content_type == RAW:
-        return f"{len(result.body or b''):,} bytes"
+    if not is_value(result.content_type):
+        return f"{len(result.body or b''):,} bytes of {result.content_type}"
     return clip(encode_body(JSON, _value(result)).decode(), SHOWN_CHARS)

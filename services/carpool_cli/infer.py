@@ -17,22 +17,21 @@ from carpool.client.aio import AsyncClient
 from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
-from carpool.settings import ConnectionSettings, Seconds, read_settings
+from carpool.settings import CarpoolSettings, ConnectionSettings, Seconds, read_settings
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.content_types import canonical
 from carpool_cli.refused import explain
 
 
-class RequestSettings(ConnectionSettings):
-    """How BODY is sent."""
+class BodySettings(CarpoolSettings):
+    """What BODY is, and what comes with it."""
 
-    raw: bool = Field(False, description="send the body as raw bytes, and print the result's bytes")
+    raw: bool = Field(False, description="the body and the result are raw bytes")
     content_type: str = Field(
-        "", description="content type of the body, such as image/png; all but JSON are sent as they are"
+        "", description="content type of the body, such as image/png; all but JSON are taken as they are"
     )
     accept: str = Field("", description="content type of the result (default: that of the body, or JSON)")
     field: list[str] = Field([], description="NAME=VALUE: a further field, for the model; may be repeated")
-    cost: int | None = Field(None, ge=0, description="what the request counts towards max_batch_cost")
 
     @property
     def body_type(self) -> str:
@@ -40,12 +39,23 @@ class RequestSettings(ConnectionSettings):
         return self.content_type or (RAW if self.raw else JSON)
 
     @property
+    def fields(self) -> dict[str, str]:
+        """The further fields. Raises InvalidArgumentError."""
+        return dict(map(_named, self.field))
+
+
+class RequestSettings(BodySettings, ConnectionSettings):
+    """How BODY is sent."""
+
+    cost: int | None = Field(None, ge=0, description="what the request counts towards max_batch_cost")
+
+    @property
     def body_options(self) -> RequestOptions:
         """The options of a request with the body. Raises InvalidArgumentError."""
         return {
             "content_type": self.body_type,
             "accept": self.accept or None,
-            "fields": dict(map(_named, self.field)),
+            "fields": self.fields,
             "cost": self.cost,
         }
 

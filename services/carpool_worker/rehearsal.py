@@ -5,13 +5,14 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.errors import OK, InternalError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
 from carpool.model_settings import ModelKind
 from carpool.wire.bodies import encode_body, result_type
+from carpool.wire.content_types import accepted
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
@@ -50,13 +51,17 @@ class Rehearsal:
         self._codec = Codec(description_of(model))
         self._model = model if isinstance(model, SteppingModel) else followed(model, self._keep)
 
-    def execute(self, bodies: Sequence[bytes], content_type: str) -> Rehearsed:
+    def execute(
+        self, bodies: Sequence[bytes], content_type: str, extra: Mapping[str, bytes] | None = None
+    ) -> Rehearsed:
         """Execute these in one batch; of a model that keeps states, each as the start of its own sequence.
+        `extra`: the fields for the model, and `accept`.
 
         Raises Unhealthy, if the model does.
         """
         keeps_states = self.kind is ModelKind.STATEFUL
-        runs = [_run_of(number, body, content_type, keeps_states) for number, body in enumerate(bodies)]
+        template = BatchedRun(_ENTRY, [], [], content_type, None, 0, None, extra or None)
+        runs = [_run_of(template, number, body, keeps_states) for number, body in enumerate(bodies)]
         execution = Execution(Batch(_ENTRY, 1, runs, "full", 0, ""))
         if isinstance(self._model, SteppingModel):
             return self._generate(self._model, execution)
@@ -70,10 +75,11 @@ class Rehearsal:
     def _generate(self, model: SteppingModel, execution: Execution) -> Rehearsed:
         """Step requests until all have ended."""
         stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
+        fields = dict(execution.batch.runs[0].extra or {})
         for position in execution.unanswered:
             frame = self._codec.frame_of(execution, position, 0)
             if frame is not None:
-                request = (str(position), "", dict[str, bytes]())
+                request = (str(position), "", fields)
                 admit = Admit(position, frame.header.parts, request, 1, is_streamed=False)
                 stepper.admit(admit, b"".join(frame.payload))
         while stepper.has_next and steps < STEPS_MAX:
@@ -94,11 +100,11 @@ class Rehearsal:
         self.traces.setdefault(trace_of(error))
 
 
-def _run_of(number: int, body: bytes, content_type: str, keeps_states: bool) -> BatchedRun:
+def _run_of(template: BatchedRun, number: int, body: bytes, keeps_states: bool) -> BatchedRun:
     part = None
     if keeps_states:
         part = SequencePart(str(number), True, False, None, SequencePart.place_of(_ENTRY, number))
-    return BatchedRun(_ENTRY, [str(number)], [body], content_type, None, 0, None, None, sequence=part)
+    return template._replace(correlation_ids=[str(number)], bodies=[body], sequence=part)
 
 
 def _take(execution: Execution, advance: Advance) -> None:
@@ -109,7 +115,7 @@ def _take(execution: Execution, advance: Advance) -> None:
         run, _ = execution.locate(advance.key)
         (value,) = frames.unpack_values(advance.output)
         try:
-            content_type = result_type(run.content_type, "", value)
+            content_type = result_type(run.content_type, accepted(run.extra), value)
             body = encode_body(content_type, value)
         except InternalError as error:
             execution.fail(advance.key, error.status, error.detail)

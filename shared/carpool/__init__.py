@@ -1,24 +1,54 @@
-"""Carpool: dynamic batching for models, over Redis streams. Producers need only `Client` or `AsyncClient`."""
+"""Carpool: dynamic batching for models, over Redis streams. Producers need only `Client` or `AsyncClient`.
+
+A model needs the errors, which `carpool.errors` describes, and the specifications of its tensors and states.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from carpool import errors
+from carpool.errors import (
+    AbortedError,
+    CancelledRequestError,
+    CarpoolError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnavailableError,
+    Unhealthy,
+    UnimplementedError,
+    UnknownOutcomeError,
+)
+
 if TYPE_CHECKING:
     from carpool.client import AsyncClient, Client, Reply
-    from carpool.errors import CarpoolError, Unhealthy, UnknownOutcomeError
     from carpool.wire.tensors import StateSpec, TensorSpec
 
 __all__ = [
+    "AbortedError",
     "AsyncClient",
+    "CancelledRequestError",
     "CarpoolError",
     "Client",
+    "DeadlineExceededError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "PermissionDeniedError",
     "Reply",
+    "ResourceExhaustedError",
     "StateSpec",
     "TensorSpec",
+    "UnavailableError",
     "Unhealthy",
+    "UnimplementedError",
     "UnknownOutcomeError",
+    "errors",
 ]
 
 # Imported on first use: a model process must not pay for a Redis client that it never needs.
@@ -26,9 +56,6 @@ _MODULES: Final = {
     "AsyncClient": "carpool.client",
     "Client": "carpool.client",
     "Reply": "carpool.client",
-    "CarpoolError": "carpool.errors",
-    "Unhealthy": "carpool.errors",
-    "UnknownOutcomeError": "carpool.errors",
     "StateSpec": "carpool.wire.tensors",
     "TensorSpec": "carpool.wire.tensors",
 }

@@ -12,6 +12,7 @@ from redis import Redis
 from carpool.keys import Keys
 from carpool.store import reader as reader_module
 from carpool.store.connection import CommandError
+from carpool.store.link_errors import LinkError
 from carpool.store.reader import (
     OversizedEntry,
     ReadResult,
@@ -304,29 +305,44 @@ def read_until_added(redis: Any, reader: StreamReader, keys: Keys, subscription:
     return read_until(reader, subscription) == [added]
 
 
-def test_wait_that_someone_ended_is_repeated(embedded: EmbeddedRedis, redis: Any) -> None:
-    """Given CLIENT UNBLOCK with an error, expect that the next read goes on, and that many are an error."""
+def test_error_whose_cause_has_gone_is_no_failure(
+    embedded: EmbeddedRedis, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a key that was no stream for a moment, expect that it is read again; twice is an error."""
+    reader = StreamReader(embedded.url, "test")
+    keys = Keys("m")
+    subscription = reader.subscribe(keys, b"0-0")
+
+    def read_what_is_no_stream() -> ReadResult:
+        """Let Redis reject an XREAD, and remove the cause before the reply is received."""
+        redis.set(keys.requests, "no stream")
+        with monkeypatch.context() as patch:
+            patch.setattr(reader_module, "readable_links", lambda _links, _timeout_s: [])
+            reader.read(0.0)
+        redis.delete(keys.requests)
+        return reader.read(1.0)
+
+    assert read_what_is_no_stream() == ReadResult({}, {})
+    with pytest.raises(CommandError, match="WRONGTYPE"):
+        wait_until(read_what_is_no_stream, description="the second error in a row")
+    assert read_until_added(redis, reader, keys, subscription)
+    reader.close()
+
+
+def test_wait_that_someone_ended_is_an_error_of_the_connection(embedded: EmbeddedRedis, redis: Any) -> None:
+    """Redis ends waits so when it becomes a replica. Its new connection goes on."""
     reader = StreamReader(embedded.url, "test")
     subscription = reader.subscribe(Keys("m"), b"0-0")
 
-    def unblock() -> bool:
+    def read_and_unblock_it() -> bool:
+        reader.read(0.0)  # again, if its time was over before it could be unblocked
         names = {client["name"]: client["id"] for client in redis.client_list()}
         return bool(redis.execute_command("CLIENT", "UNBLOCK", names["test:reads"], "ERROR"))
 
-    def read_and_unblock_it() -> bool:
-        reader.read(0.0)  # again, if its time was over before it could be unblocked
-        return unblock()
-
     wait_until(read_and_unblock_it, description="the read is unblocked")
-    assert reader.read(1.0) == ReadResult({}, {})
+    with pytest.raises(LinkError, match="UNBLOCKED"):
+        reader.read(1.0)
     assert read_until_added(redis, reader, Keys("m"), subscription)
-
-    def read_and_unblock() -> None:
-        reader.read(0.0)
-        unblock()
-
-    with pytest.raises(CommandError, match="UNBLOCKED"):
-        wait_until(read_and_unblock, description="two reads in a row are unblocked")
     reader.close()
 
 

@@ -40,6 +40,14 @@ def length(batch):
 def first(batch):
     return [body[:3] for body in batch]
 
+class Greeting:
+    def predict(self, batch, requests):
+        languages = [request.fields.get("language", b"").decode() for request in requests]
+        return [f"{language} {name}" for language, name in zip(languages, batch)]
+
+def named(request):
+    yield request
+
 def ill(batch):
     raise Unhealthy("the card is gone")
 
@@ -112,6 +120,30 @@ def test_good_model(checked: Check, model: str, body: str, result: str, largest:
     assert "body 1: " in printed
     assert result in printed
     assert f"All results are the same in batches of 1, 2, {largest}." in printed
+
+
+def test_content_type_and_fields_reach_the_model(checked: Check) -> None:
+    Path("image.png").write_bytes(b"\x89PNG")
+    status, printed = checked("length", "@image.png", "--content-type", "IMAGE/PNG")
+    assert (status, "body 1: 4\n" in printed) == (0, True)
+    status, printed = checked("first", "@image.png", "--content-type", "image/png", "--accept", "image/png")
+    assert (status, "body 1: 3 bytes of image/png" in printed) == (0, True)
+    status, printed = checked("named", "@image.png", "--content-type", "image/png", "--accept", "text/plain")
+    assert (status, "body 1: 4 bytes of text/plain" in printed) == (0, True)
+    status, printed = checked("Greeting", "Ada", "--field", "language=fr")
+    assert (status, 'body 1: "fr Ada"' in printed) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        (("--content-type", "html"), "--content-type: 'html' is no content type"),
+        (("--field", "language"), "--field: 'language' is not NAME=VALUE"),
+    ],
+)
+def test_options_of_the_body_are_checked(checked: Check, option: tuple[str, str], error: str) -> None:
+    status, printed = checked("Greeting", "Ada", *option)
+    assert (status, error in printed) == (1, True), printed
 
 
 def test_model_that_mixes_its_rows(checked: Check) -> None:

@@ -342,7 +342,7 @@ class _Watch:
     def _find_cause(self, error: CommandError, result: ReadResult) -> None:
         """Redis rejected a whole XREAD. Find the models it is because of: a key with another type, say.
 
-        If there is none, the cause may have gone, or someone ended the wait (CLIENT UNBLOCK): read again.
+        If there is none, the cause may have gone: read again, once.
         """
         members = list(self._subscriptions)
         probes: list[Sequence[Argument]] = [
