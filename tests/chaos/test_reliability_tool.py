@@ -25,6 +25,10 @@ SELECTED: Final = (
     "Redis is killed, appendfsync always",
     "the memory of Redis is full",
     "permissions are revoked for a second",
+    "the disk of Redis is full",
+    "the network carries no replies for 5 s",
+    "connections are cut in the middle of a reply",
+    "services are killed, and others have clocks that are an hour off",
 )
 MEMORY: Final = {"Redis": 10.0, "batcher": 50.0, "worker": 60.0}
 FINE: Final = Report(5, 5, 5, 0, [], [], [], [], {"OK": 5})
@@ -39,6 +43,17 @@ def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
     outcome = carry_out(FAULTS[name], tmp_path, seed=1, times=1)
     assert outcome.is_faultless, progress(name, outcome, 1)
     assert outcome.report.ok > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["the primary is killed, with Sentinel", "the primary is killed, in a cluster"]
+)
+def test_failover(name: str, tmp_path: Path) -> None:
+    """The newest requests may be lost, because replication is asynchronous, and nothing else may go wrong."""
+    outcome = carry_out(FAULTS[name], tmp_path, seed=1, times=1)
+    report = outcome.report
+    assert not (report.duplicated or report.misrouted or report.unexpected), progress(name, outcome, 1)
+    assert len(report.lost) < report.accepted / 10, progress(name, outcome, 1)
 
 
 def test_results_of_others_are_found(tmp_path: Path) -> None:

@@ -5,65 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
-from carpool.lifecycle import command_that_dies_with_parent
 from carpool_cli.local.embedded import EmbeddedRedis, _free_port
 from carpool_cli.roles import rules
 from support.configured import major
+from support.sentinel import HOST, Sentinel
 from support.stack import Stack
 from support.waiting import wait_until
 
 MODEL: Final = "Hashing"
-HOST: Final = "127.0.0.1"
-
-
-class Sentinel:
-    """A sentinel that watches a primary under the name `main`, and takes it for dead after half a second."""
-
-    def __init__(self, binary: Path, home: Path, primary_port: int) -> None:
-        self.port = _free_port()
-        configuration = home / "sentinel.conf"
-        configuration.write_text(
-            f"port {self.port}\nbind {HOST}\ndir {home}\n"
-            f"sentinel monitor main {HOST} {primary_port} 1\n"
-            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
-        )
-        self._process = subprocess.Popen(
-            command_that_dies_with_parent([str(binary), str(configuration), "--sentinel"]),
-            stdout=subprocess.DEVNULL,
-        )
-        self.redis: Any = Redis(HOST, self.port)
-
-    def knows_replicas(self) -> bool:
-        try:
-            return bool(self.redis.execute_command("SENTINEL", "REPLICAS", "main"))
-        except ConnectionError:
-            return False
-
-    def answers(self) -> bool:
-        try:
-            return bool(self.redis.ping())
-        except RedisConnectionError:
-            return False
-
-    def primary_port(self) -> int:
-        _, port = self.redis.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")
-        return int(port)
-
-    def stop(self) -> None:
-        self.redis.close()
-        self._process.kill()
-        self._process.wait()
 
 
 @pytest.fixture

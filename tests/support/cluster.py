@@ -39,7 +39,9 @@ class ClusterNode(EmbeddedRedis):
         return self.redis.execute_command("CLUSTER", *command)
 
     def kill(self) -> None:
+        """SIGKILL; return once it has ended."""
         os.kill(self.pid, signal.SIGKILL)
+        wait_until(lambda: not self.alive, description="the server has ended")
 
     def stop(self) -> None:
         self.redis.close()

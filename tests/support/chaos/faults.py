@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from redis import Redis
 
-from support.chaos.producers import ProducerProcess
-from support.chaos.run import KEYS, LEASE_S, MODEL, Run
+from support.chaos.run import KEYS, LEASE_S, Run
+from support.chaos.servers import ServersOf, alone, behind_a_network, in_a_cluster, with_a_sentinel
+from support.proxy import Direction, Proxy
 from support.stack import frozen
-from support.waiting import wait_until
+from support.waiting import Stopwatch, wait_until
 
 BATCHER_S: Final = 3.0
 # A batch whose process died is executed one request at a time, to find the one that is the cause.
@@ -22,16 +25,25 @@ WORKER_S: Final = LEASE_S + 1
 CONNECTION_S: Final = 15.0
 FLOOD_SPEED: Final = 10
 FLOOD_ENTRIES: Final = 3000
+CLOCK: Final = """\
+import time
+def off(clock, ticks_per_s, seconds={seconds}):
+    return lambda: clock() + seconds * ticks_per_s
+time.time, time.time_ns = off(time.time, 1), off(time.time_ns, 10**9)
+"""
 
 
 class Fault(NamedTuple):
     """`inflict` inflicts it once and sees to what it broke. `bound_s`: how long recovery may take; None: that
-    says nothing here. `is_covered`: whether Carpool promises that no accepted request is lost."""
+    says nothing here. `is_covered`: whether Carpool promises that no accepted request is lost. `times`: how
+    often it is inflicted in a run. `servers`: what the processes of a run connect to."""
 
     inflict: Callable[[Run], None]
     bound_s: float | None
     is_covered: bool = True
     always_on_disk: bool = False
+    times: int = 3
+    servers: ServersOf = alone
 
 
 def kill_batcher(run: Run) -> None:
@@ -104,7 +116,7 @@ def flood(run: Run) -> None:
     """A producer at ten times the pace, until the queue is full."""
     run.stack.redis.hset(KEYS.config, "max_queue_size", 2000)
     run.stack.redis.xadd(KEYS.settled, {"config": "max_queue_size", "size": 0})
-    flooding = ProducerProcess(run.stack.url, MODEL, "flood", run.home, FLOOD_SPEED)
+    flooding = run.new_producer("flood", FLOOD_SPEED)
     run.producers.append(flooding)
     flooding.wait_for_more(FLOOD_ENTRIES)
     flooding.kill()
@@ -158,6 +170,72 @@ def revoke_permissions(run: Run) -> None:
     run.recovers()
 
 
+def fill_disk(run: Run) -> None:
+    """The append-only file cannot grow for two seconds: Redis refuses writes, and keeps what it accepted."""
+    process, folder = run.stack.server.pid, Path(run.stack.redis.config_get("dir")["dir"])
+    size = max(file.stat().st_size for file in folder.rglob("*.aof*"))
+    _, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (size, hard))
+    wait_until(
+        lambda: run.stack.redis.info("persistence")["aof_last_write_status"] == "err",
+        description="Redis cannot write to its disk",
+    )
+    time.sleep(2.0)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+    run.recovers()
+
+
+def set_clocks(run: Run) -> None:
+    """Services are killed. In their place others are started, whose hosts' clocks are an hour off."""
+    for victim in (run.active_batcher(), run.any_worker()):
+        folder = run.home / f"clock-{run.random.choice((-3600, 3600))}"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(CLOCK.format(seconds=folder.name.removeprefix("clock-")))
+        for of_role in run.servers.environment.values():
+            of_role["PYTHONPATH"] = str(folder)
+        victim.kill()
+        run.replace(victim)
+    run.recovers()
+
+
+def hold(*directions: Direction) -> Callable[[Run], None]:
+    """The network carries nothing these ways for 5 s, and connections stay open."""
+
+    def inflict(run: Run) -> None:
+        with network(run).hold(*directions):
+            time.sleep(5.0)
+        run.recovers()
+
+    return inflict
+
+
+def slow_down(run: Run) -> None:
+    """Each way takes between 150 and 350 ms for 5 s, so that leases run out while they are renewed."""
+    network(run).latency_s = (0.15, 0.35)
+    run.wait_for_load()
+    time.sleep(5.0)
+    network(run).latency_s = (0.0, 0.0)
+    run.recovers()
+
+
+def cut_replies(run: Run) -> None:
+    network(run).cut()
+    run.recovers()
+
+
+def network(run: Run) -> Proxy:
+    assert run.servers.proxy is not None
+    return run.servers.proxy
+
+
+def fail_over(run: Run) -> None:
+    """The primary is killed, and a replica takes its place."""
+    assert run.servers.fail_over is not None
+    watch = Stopwatch()
+    run.servers.fail_over()
+    run.recovers(watch)
+
+
 def anything(run: Run) -> None:
     """One of the others that leave Redis's data alone, at random."""
     run.random.choice(_MIXED)(run)
@@ -165,7 +243,7 @@ def anything(run: Run) -> None:
 
 _MIXED: Final = (
     kill_batcher, freeze_batcher, kill_worker, freeze_worker, kill_model_process, kill_producer,
-    kill_connections, flush_scripts, fill_memory,
+    kill_connections, flush_scripts, fill_memory, fill_disk, set_clocks,
 )  # fmt: skip
 
 FAULTS: Final[dict[str, Fault]] = {
@@ -187,5 +265,21 @@ FAULTS: Final[dict[str, Fault]] = {
     "SCRIPT FLUSH": Fault(flush_scripts, BATCHER_S),
     "the memory of Redis is full": Fault(fill_memory, BATCHER_S),
     "permissions are revoked for a second": Fault(revoke_permissions, BATCHER_S),
-    "any of these, at random": Fault(anything, CONNECTION_S),
+    "the disk of Redis is full": Fault(fill_disk, BATCHER_S),
+    "the network carries nothing for 5 s": Fault(hold(*Direction), CONNECTION_S, servers=behind_a_network),
+    "the network carries no replies for 5 s": Fault(
+        hold(Direction.REPLIES), CONNECTION_S, servers=behind_a_network
+    ),
+    "the network takes 500 ± 200 ms there and back, for 5 s": Fault(
+        slow_down, CONNECTION_S, servers=behind_a_network
+    ),
+    "connections are cut in the middle of a reply": Fault(cut_replies, BATCHER_S, servers=behind_a_network),
+    "services are killed, and others have clocks that are an hour off": Fault(set_clocks, BATCHER_S),
+    "the primary is killed, with Sentinel": Fault(
+        fail_over, CONNECTION_S, is_covered=False, times=1, servers=with_a_sentinel
+    ),
+    "the primary is killed, in a cluster": Fault(
+        fail_over, CONNECTION_S, is_covered=False, times=1, servers=in_a_cluster(KEYS.requests)
+    ),
+    "any of these that leave the network alone, at random": Fault(anything, CONNECTION_S, times=12),
 }

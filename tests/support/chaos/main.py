@@ -19,13 +19,11 @@ from support.chaos.run import SPEC, Outcome, started
 
 DOCUMENT: Final = Path(__file__).parents[3] / "docs/reliability.md"
 RUNS: Final = 3
-TIMES: Final = 3  # that a fault is inflicted in a run
-TIMES_ANYTHING: Final = 12
 
 
 def carry_out(fault: Fault, home: Path, seed: int, times: int, spec: str = SPEC) -> Outcome:
     """One run. `spec`: the argument of the workers."""
-    with started(home, seed, always_on_disk=fault.always_on_disk, spec=spec) as run:
+    with started(home, seed, servers=fault.servers, always_on_disk=fault.always_on_disk, spec=spec) as run:
         for _ in range(times):
             run.wait_for_load()
             fault.inflict(run)
@@ -54,9 +52,8 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.runs):
         for name in chosen:
             fault = FAULTS[name]
-            times = options.times or (TIMES_ANYTHING if name.startswith("any") else TIMES)
             with tempfile.TemporaryDirectory(prefix="carpool-chaos-") as home:
-                outcome = carry_out(fault, Path(home), seed, times)
+                outcome = carry_out(fault, Path(home), seed, options.times or fault.times)
             outcomes[name].append(outcome)
             are_kept &= is_kept(name, outcome)
             print(progress(name, outcome, seed), file=sys.stderr, flush=True)

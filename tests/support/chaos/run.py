@@ -13,6 +13,7 @@ from redis import RedisError
 
 from carpool.keys import Keys
 from support.chaos.producers import ProducerProcess
+from support.chaos.servers import Servers, ServersOf, alone
 from support.checker import Checker, Report
 from support.load import collect
 from support.stack import Service, Stack, fixed_keys
@@ -45,12 +46,13 @@ class Outcome(NamedTuple):
 
 
 class Run:
-    """The stack during a run. `stack.url` leads to Redis for all services and producers."""
+    """The stack during a run. `servers`: what its services and producers connect to."""
 
-    def __init__(self, stack: Stack, home: Path, seed: int, spec: str = SPEC) -> None:
+    def __init__(self, servers: Servers, home: Path, seed: int, spec: str = SPEC) -> None:
         """`spec`: the argument of the workers."""
         self._spec = spec
-        self.stack = stack
+        self.servers = servers
+        self.stack = stack = servers.stack
         self.home = home
         self.random = random.Random(seed)
         self.recoveries_s: list[float] = []
@@ -59,9 +61,7 @@ class Run:
         self.batchers = [stack.batcher() for _ in range(2)]
         stack.wait_for_model(MODEL, workers=2)
         stack.redis.hset(KEYS.config, "result_ttl_ms", RESULTS_KEPT_MS)
-        self.producers = [
-            ProducerProcess(stack.url, MODEL, f"p{number}", home) for number in range(PRODUCERS)
-        ]
+        self.producers = [self.new_producer(f"p{number}") for number in range(PRODUCERS)]
         self.wait_for_load()
 
     # --- what faults use -----------------------------------------------------------------------------------
@@ -69,6 +69,10 @@ class Run:
     def wait_for_load(self) -> None:
         """Wait until more requests are accepted: a random number, so that a fault comes at any moment."""
         self.producers[0].wait_for_more(self.random.randint(10, 60))
+
+    def new_producer(self, name: str, speed: float = 1) -> ProducerProcess:
+        """Start one. `speed` multiplies its pace."""
+        return ProducerProcess(self.servers.producers_url, MODEL, name, self.home, speed)
 
     def active_batcher(self) -> Service:
         """The batcher that has the lease."""
@@ -85,9 +89,9 @@ class Run:
         wait_until(lambda: self.stack.has_batch(MODEL, worker), description="the worker has a batch")
         return worker
 
-    def recovers(self) -> None:
-        """Measure how long it takes from now until a new request is answered."""
-        watch = Stopwatch()
+    def recovers(self, watch: Stopwatch | None = None) -> None:
+        """Measure how long it takes until a new request is answered, from now or the start of `watch`."""
+        watch = watch or Stopwatch()
         self._probe()
         self.recoveries_s.append(watch.passed_s)
 
@@ -187,12 +191,14 @@ def _peak_mib(pid: int) -> float:
 
 
 @contextmanager
-def started(home: Path, seed: int, *, always_on_disk: bool = False, spec: str = SPEC) -> Iterator[Run]:
+def started(
+    home: Path, seed: int, *, servers: ServersOf = alone, always_on_disk: bool = False, spec: str = SPEC
+) -> Iterator[Run]:
     """A stack under load. `always_on_disk`: Redis writes to its disk before it answers."""
     home.mkdir(parents=True, exist_ok=True)
-    with Stack(home / "stack") as stack:
-        stack.redis.config_set("appendfsync", "always" if always_on_disk else "everysec")
-        run = Run(stack, home, seed, spec)
+    with servers(home) as connected:
+        connected.stack.redis.config_set("appendfsync", "always" if always_on_disk else "everysec")
+        run = Run(connected, home, seed, spec)
         try:
             yield run
         finally:
