@@ -143,6 +143,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("step.lua: how much of a stream is unread", "llen", "result"),
         Grant("step.lua: how much of a stream is unread", "xlen", "replies"),
         Grant("load large bodies", "getrange", "body"),
+        Grant("whether a request that was sent again has its result", "lindex", "result"),
         Grant("load states", "hget", "sequence"),
         Grant("read the batches of a bound model", "xrange", "batches"),
         Grant("read what a process of a bound model is told", "xread", "inbox"),

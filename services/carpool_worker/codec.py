@@ -25,7 +25,7 @@ from carpool.errors import (
     InternalError,
     InvalidArgumentError,
 )
-from carpool.messages import MSGPACK, RAW, Batch, BatchedRun
+from carpool.messages import MSGPACK, RAW, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_body, result_type
@@ -93,12 +93,15 @@ class Codec:
         groups: _Groups = {}
         raising = self._raising if len(self._raising) else None
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
-            positions = range(start, start + len(run.correlation_ids))
+            positions: Sequence[int] = range(start, start + len(run.correlation_ids))
+            if execution.answered:
+                positions = [position for position in positions if position not in execution.answered]
+            is_whole = len(positions) == len(run.correlation_ids)
             is_apart = raising is not None and raising.is_apart(run)
             if _expired(run, now_us):
                 for position in positions:
                     execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
-            elif type(run.bodies) is Rows and (stacked := self._stacked_rows(run, run.bodies)) is not None:
+            elif is_whole and (stacked := self._stacked_rows(run)) is not None:
                 parts, data = stacked
                 _add(groups, (is_apart, parts), positions, data)
             else:
@@ -135,12 +138,13 @@ class Codec:
                 return self._frame(execution, decoded[0], [position], [decoded[1]])
         return None
 
-    def _stacked_rows(self, run: BatchedRun, rows: Rows) -> _Decoded | None:
+    def _stacked_rows(self, run: BatchedRun) -> _Decoded | None:
         """The rows of a run as they are, if each is a tensor's data; None: decode each body.
 
         In msgpack they are if the head of the run is that of the tensor, in octet-stream if it has none.
         """
-        if len(self.inputs) != 1 or len(rows) < 2 or self._takes_sequences:
+        rows = run.bodies
+        if type(rows) is not Rows or len(self.inputs) != 1 or len(rows) < 2 or self._takes_sequences:
             return None
         spec = self.inputs[0]
         if run.content_type == RAW:
@@ -263,9 +267,8 @@ class Codec:
                 fields = [
                     (*of_one, *of_sequence) for of_one, of_sequence in zip(fields, sequences, strict=True)
                 ]
-        header = FrameHeader(
-            positions[0], len(positions), parts, fields, _deadlines_us(execution.batch, positions)
-        )
+        deadlines = _deadlines(execution, positions)
+        header = FrameHeader(positions[0], len(positions), parts, fields, deadlines)
         if not parts:
             payload = _array_of_packed(values)
         elif len(parts) == 1:
@@ -366,14 +369,16 @@ class _ResultHead(NamedTuple):
         return cls(parts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
 
 
-def _deadlines_us(batch: Batch, positions: Sequence[int]) -> Sequence[int | None]:
+def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int | None]]:
     """Those of the requests at these positions, for a frame."""
-    deadlines_us = batch.deadlines_us
-    if not deadlines_us or len(positions) == 1:
+    batch = execution.batch
+    if len(positions) == 1:
         return ()
     if len(positions) == batch.size:
-        return deadlines_us
-    return [deadlines_us[position] for position in positions]
+        deadlines = [(len(run.correlation_ids), run.deadline_us) for run in batch.runs]
+    else:
+        deadlines = [(1, execution.locate(position)[0].deadline_us) for position in positions]
+    return deadlines if any(deadline_us is not None for _, deadline_us in deadlines) else ()
 
 
 def _are_valid(datatype: str, data: Buffer) -> bool:

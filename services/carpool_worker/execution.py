@@ -254,6 +254,8 @@ class Execution:
 
     def failed(self) -> dict[str, int]:
         """How many results are errors, by status."""
+        if not self.results:
+            return {}
         return dict(Counter([result.status for result in self.results.values() if result.status != OK]))
 
 

@@ -168,7 +168,7 @@ class Replica(ReplicaLoop[Execution]):
             self._occupied_since_s = time.monotonic()
         _, header, payload = execution.frames[execution.frames_sent]
         execution.frames_sent += 1
-        if header.deadlines_us:
+        if header.deadlines:
             header = header._replace(redis_ahead_us=self._clock.ahead_us)
         self.process.send(header, *payload)
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import structlog
 
 from carpool.readiness import wait_until_ready
-from carpool_worker.execution_watch import ExecutionWatch
+from carpool_worker.execution_watch import Due, ExecutionWatch
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.retirement import Retirement
@@ -91,11 +91,11 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         """End a model process that takes too long. One without a limit is reported."""
         executed, limit_ms = self._executing() if self.process.ready else (None, None)
         now_s = time.monotonic()
-        self._watch.follow(executed, limit_ms, now_s)
-        if self._watch.is_over(now_s):
+        due = self._watch.follow(executed, limit_ms, now_s)
+        if due is Due.END:
             self.process.kill(f"it took longer than max_execution_ms, {limit_ms} ms")
             self._watch.follow(None, None, now_s)
-        elif self._watch.is_to_report(now_s):
+        elif due is Due.REPORT:
             passed_s = round(self._watch.passed_s(now_s))
             self._log.warning("model process still executes", worker=self.consumer, seconds=passed_s)
 
@@ -111,7 +111,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (fetcher.waiting and of_fetch is None)
         try:
-            timeout_s = 0.0 if is_due else min(self._timeout_s(), self._watch.left_s(time.monotonic()))
+            timeout_s = 0.0 if is_due else min(self._timeout_s(), self._until_over_s())
             if of_process is None:  # it is ending
                 timeout_s = min(timeout_s, ENDED_POLL_S)
             readable, writable = wait_until_ready(readers, writers, timeout_s)
@@ -127,6 +127,11 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             self._take_fetched(fetcher.finish())
         elif fetcher.waiting:
             fetcher.check_overdue()
+
+    def _until_over_s(self) -> float:
+        """How long until the model process has taken too long."""
+        over_at_s = self._watch.over_at_s
+        return over_at_s if over_at_s == float("inf") else max(0.0, over_at_s - time.monotonic())
 
     def _retire_process(self) -> None:
         """Replace a process because all that it executes fails. What is in hand is not suspect."""

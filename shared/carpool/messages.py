@@ -326,13 +326,6 @@ class Batch:
         self.starts, self.size = starts, size
 
     @cached_property
-    def deadlines_us(self) -> Sequence[int | None]:
-        """The deadline of each request, by position; empty if none has one."""
-        if {run.deadline_us for run in self.runs} == {None}:
-            return ()
-        return [run.deadline_us for run in self.runs for _ in run.correlation_ids]
-
-    @cached_property
     def requests(self) -> list[BatchedRequest]:
         """Each request by itself, by position: for what concerns single requests."""
         return [

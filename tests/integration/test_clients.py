@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from carpool.errors import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
     UnavailableError,
     UnimplementedError,
@@ -31,7 +33,7 @@ from carpool.errors import (
 from carpool.keys import Keys
 from conftest import SERVERS
 from support.models.hashing import digest
-from support.stack import Stack
+from support.stack import RESULT_S, Stack
 from support.waiting import Stopwatch, wait_until
 from support.wire import count_requests
 
@@ -410,10 +412,28 @@ async def test_request_is_sent_again_until_it_succeeds(
     await asyncio.gather(*blockers)
 
 
+async def test_map_sends_again(client: AsyncClient, stack: Stack, gate: Path, tmp_path: Path) -> None:
+    bodies = [[str(tmp_path / str(failures)), failures] for failures in (0, 2, 1, 3)]
+    kept = client.map("Unsteady", bodies, in_flight=3, retries=2, return_exceptions=True)
+    *results, last = [result async for result in kept]
+    assert results == [1, 3, 2]
+    assert isinstance(last, InternalError)
+    with pytest.raises(InternalError, match="call 2 fails"):
+        await anext(client.map("Unsteady", [[str(tmp_path / "x"), 2]], retries=1))
+
+    some = [0, blocking_body(gate), 1, 2]
+    async with aclosing(client.map("Single", some, in_flight=3, retries=1)) as mapping:
+        assert await anext(mapping) == 0
+    gate.touch()
+    await wait_in_thread(lambda: stack.redis.xlen(Keys("Single").requests) == 0, "the others are withdrawn")
+
+
 def test_blocking_client_sends_again(blocking: Client, tmp_path: Path) -> None:
     assert blocking.infer("Unsteady", [str(tmp_path / "a"), 1], retries=1) == 2
     assert blocking.submit("Unsteady", [str(tmp_path / "b"), 1], retries=1).result(15) == 2
-    for call in (blocking.infer_many, blocking.map, blocking.stream):
+    bodies = [[str(tmp_path / name), 1] for name in "cde"]
+    assert list(blocking.map("Unsteady", bodies, in_flight=2, retries=1)) == [2, 2, 2]
+    for call in (blocking.infer_many, blocking.stream):
         with pytest.raises(InvalidArgumentError, match="retries: is an option of infer"):
             list(call("square", [1], retries=1))
 
@@ -434,6 +454,15 @@ async def test_closed_client_and_unreachable_redis_are_unavailable(stack: Stack,
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         await unreachable.connect()
     await unreachable.close()
+
+
+async def test_user_who_may_not_read_results_is_told_so(stack: Stack) -> None:
+    """Not only after the timeout. The request itself was accepted."""
+    stack.redis.execute_command("ACL", "SETUSER", "writer", "on", ">x", "~*", "&*", "+@all", "-xread")
+    async with AsyncClient(stack.url.replace("://", "://writer:x@"), timeout=RESULT_S) as client:
+        for _ in range(2):
+            with pytest.raises(PermissionDeniedError, match=r"results cannot be read.*xread"):
+                await client.infer("square", 7)
 
 
 # --- Client ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A request that is sent again while it waits is executed once, and never lost."""
+"""A request that is sent again while it waits, or when it has its result, is executed once, and not lost."""
 
 from __future__ import annotations
 
@@ -114,3 +114,50 @@ def test_duplicates_keep_the_order_of_results(hold: Callable[..., Held]) -> None
     assert held.open() == 3
     wait_until(lambda: len(held.stack.replies(MODEL, "ordered")) == 3, description="no result is withheld")
     assert [reply["correlation_id"] for reply in held.stack.replies(MODEL, "ordered")] == ["a", "b", "c"]
+
+
+# --- after the first copy has its result -------------------------------------------------------------------
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Iterator[Stack]:
+    """A model that takes 10 ms, and says how often it was called. Nothing is known of it at first."""
+    with Stack(tmp_path / "stack") as stack:
+        stack.serve("counting.py:Counting")
+        yield stack
+
+
+def test_request_that_has_its_result_is_not_executed_again(counting: Stack) -> None:
+    keys = Keys("Counting")
+    counting.send("Counting", correlation_id="first", body="1")
+    counting.wait_until_idle("Counting")
+    counting.send_packed(
+        "Counting",
+        [{"correlation_id": name, "body": b"1"} for name in ("first", "second")],
+    )
+    counting.send("Counting", correlation_ids="first third", rows=b"12")
+    assert counting.result("Counting", "third")["body"] <= 4
+    counting.wait_until_idle("Counting")
+    assert [counting.redis.llen(keys.result(name)) for name in ("first", "second")] == [1, 1]
+    assert counting.result("Counting", "first")["body"] == 1
+    counting.send("Counting", correlation_id="first", body="1")  # its result was read, so it is a new request
+    assert counting.result("Counting", "first")["body"] == 4
+    assert counting.pending("Counting") == 0
+
+
+@pytest.mark.parametrize("kind", ["error", "string", "garbage"])
+def test_what_is_no_good_result_is_no_reason(counting: Stack, kind: str) -> None:
+    key = Keys("Counting").result("again")
+    if kind == "error":
+        counting.send("Counting", correlation_id="again", body='"raise"')
+        counting.wait_until_idle("Counting")
+        assert counting.redis.llen(key) == 1
+    elif kind == "string":
+        counting.redis.set(key, "no list")
+    else:
+        counting.redis.rpush(key, b"\xc1")
+    counting.send("Counting", correlation_id="again", body="1")
+    counting.send("Counting", correlation_id="last", body="1")
+    counting.wait_until_idle("Counting")
+    assert counting.result("Counting", "last")["body"] == (3 if kind == "error" else 2)
+    assert kind == "string" or counting.redis.llen(key) == 2

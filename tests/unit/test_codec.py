@@ -287,10 +287,10 @@ def test_frame_has_the_deadlines_of_its_requests() -> None:
     dated = [request_of([1])._replace(deadline_us=NOW_US + number) for number in (1, 2)]
     undated, alone = request_of([1]), request_of([1, 2])._replace(deadline_us=NOW_US + 3)
     execution = prepared(codec_of(ANY), dated[0], alone, undated, dated[1])
-    deadlines = [(frame.positions, frame.header.deadlines_us) for frame in execution.frames]
-    assert deadlines == [([0, 2, 3], [NOW_US + 1, None, NOW_US + 2]), ([1], ())]
+    deadlines = [(frame.positions, frame.header.deadlines) for frame in execution.frames]
+    assert deadlines == [([0, 2, 3], [(1, NOW_US + 1), (1, None), (1, NOW_US + 2)]), ([1], ())]
     (frame,) = prepared(codec_of(ANY), undated, undated).frames
-    assert frame.header.deadlines_us == ()
+    assert frame.header.deadlines == ()
 
 
 def test_failure_in_a_frame_is_mapped_to_its_position_in_the_batch() -> None:

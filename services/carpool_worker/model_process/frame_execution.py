@@ -32,11 +32,14 @@ def execute_frame(
 
 def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
     """Whether the deadline of the request with an index has passed."""
-    if not frame.deadlines_us:
+    if not frame.deadlines:
         return never_late
+    deadlines_us: list[int | None] = []  # of each request; most frames are executed without them
 
     def is_late(index: int) -> bool:
-        deadline_us = frame.deadlines_us[index]
+        if not deadlines_us:
+            deadlines_us.extend([deadline_us for size, deadline_us in frame.deadlines for _ in range(size)])
+        deadline_us = deadlines_us[index]
         return deadline_us is not None and deadline_us <= time.monotonic_ns() // 1000 + frame.redis_ahead_us
 
     return is_late

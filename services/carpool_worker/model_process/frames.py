@@ -65,15 +65,16 @@ class FrameHeader(NamedTuple):
     Without `parts` the payload is a packed list of values. `requests` only for a model that asks for them.
     For a model that keeps states, the payload ends with the states of all requests.
 
-    `deadlines_us`: of each request, by Redis's clock, which is `redis_ahead_us` ahead of this host's
-    monotonic one; None: it has none. Empty if none has one, or where there is but one request.
+    `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
+    `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one, or where
+    there is but one request.
     """
 
     first: int
     size: int
     parts: Sequence[Part] = ()
     requests: Sequence[RequestFields | SequenceFields] = ()
-    deadlines_us: Sequence[int | None] = ()
+    deadlines: Sequence[tuple[int, int | None]] = ()
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 

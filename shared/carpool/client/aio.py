@@ -10,8 +10,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+)
 from concurrent.futures import Future
+from contextlib import aclosing
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, Unpack
@@ -45,7 +54,7 @@ from carpool.client.options import (
     checked_timeout_s,
     optional_fields,
 )
-from carpool.client.retries import with_retries
+from carpool.client.retries import each_with_retries, with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
@@ -308,7 +317,7 @@ class AsyncClient:
         in_flight: int = IN_FLIGHT,
         return_exceptions: bool = False,
         **options: Unpack[RequestOptions],
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """Send a request for each of `bodies`, and yield the results in the same order.
 
         `bodies` may be endless: at most `in_flight` requests have no result at any time. An error is raised
@@ -316,11 +325,17 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "map")
+        source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
+        if "retries" in options:
+            retried = each_with_retries(lambda body: self.submit(model, body, **options), source, in_flight)
+            async with aclosing(retried) as outcomes:
+                async for outcome in outcomes:
+                    yield _checked(outcome, return_exceptions)
+            return
         channel = self._channels.get(model)
         if channel is None:
             channel, options = await self._find(model, options)
         window = Window(self._loop)
-        source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
         try:
             async for body in source:
                 self._add_or_fail(channel, body, options, window)

@@ -135,7 +135,7 @@ def check_no_retries(options: RequestOptions) -> None:
     """Reject `retries` in a call that sends each request once."""
     if "retries" in options:
         raise InvalidArgumentError(
-            "retries: is an option of infer, request and submit, outside of a sequence"
+            "retries: is an option of infer, request, submit and map, outside of a sequence"
         )
 
 

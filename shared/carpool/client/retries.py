@@ -1,15 +1,16 @@
-"""Sending a request again that ended with a status which may pass."""
+"""Sending requests again that ended with a status which may pass."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any, Final
 
 from carpool.backoff import with_jitter
 from carpool.client.options import RequestOptions, check_retries, checked_timeout_s
-from carpool.errors import InternalError, ResourceExhaustedError, UnavailableError
+from carpool.errors import CarpoolError, InternalError, ResourceExhaustedError, UnavailableError
 
 PAUSE_S_MIN: Final = 0.1
 PAUSE_S_MAX: Final = 10.0
@@ -43,6 +44,33 @@ async def with_retries(
                 raise
             await asyncio.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
+
+
+async def each_with_retries(
+    submit: Callable[[Any], asyncio.Future[Any]], bodies: AsyncIterable[Any], in_flight: int
+) -> AsyncGenerator[Any, None]:
+    """What becomes of each of `bodies`, in their order: what its future returns, or its CarpoolError.
+
+    At most `in_flight` futures are not done at any time. Closing the iterator cancels them.
+    """
+    window: deque[asyncio.Future[Any]] = deque()
+    try:
+        async for body in bodies:
+            window.append(submit(body))
+            while len(window) >= in_flight or (window and window[0].done()):
+                yield await _outcome(window.popleft())
+        while window:
+            yield await _outcome(window.popleft())
+    finally:
+        for future in window:
+            future.cancel()
+
+
+async def _outcome(future: asyncio.Future[Any]) -> Any:
+    try:
+        return await future
+    except CarpoolError as error:
+        return error
 
 
 def _ends_before(until_s: float | None, pause_s: float) -> bool:

@@ -36,7 +36,6 @@ from carpool.client.options import (
     IN_FLIGHT,
     RequestOptions,
     check_in_flight,
-    check_no_retries,
 )
 from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink
@@ -336,7 +335,6 @@ class Client:
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         check_in_flight(in_flight)
-        check_no_retries(options)
         window: deque[Future[Any]] = deque()
         try:
             for body in bodies:

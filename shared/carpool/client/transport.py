@@ -410,6 +410,10 @@ class Transport:
     def _on_read(self, reply: Any) -> None:
         """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
         if isinstance(reply, CommandError):
+            if reply.code == "NOPERM":  # another connection will not help
+                error = failure("the results cannot be read, whatever became of the request", reply)
+                for entry in self._unanswered():
+                    self._on_rejected(entry, error)
             self._on_connection_lost(LinkError(f"cannot read the reply stream: {reply}"))
             return
         for stream, entries in reply or ():
