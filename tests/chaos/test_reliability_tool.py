@@ -11,7 +11,7 @@ import pytest
 from support.chaos.faults import FAULTS
 from support.chaos.main import carry_out
 from support.chaos.producer import ACCEPTED, SENT, unconfirmed
-from support.chaos.report import document, is_kept, progress, table
+from support.chaos.report import document, is_kept, progress, quoted, table
 from support.chaos.run import Outcome
 from support.checker import Checker, Report
 
@@ -79,6 +79,17 @@ def test_what_is_kept(name: str, outcome: Outcome, kept: bool) -> None:
     (_, _, row) = table({name: [outcome]})
     assert f"| {'yes' if kept else 'no'} |" in row
     assert row in document({name: [outcome]}, "1 to 1")
+
+
+def test_readme_quotes_some_rows() -> None:
+    text = "before\n\n| fault | runs |\n|---|---:|\n| old | 1 |\n\nafter\n"
+    outcomes = {name: [Outcome(FINE, [0.1], MEMORY, [])] for name in FAULTS}
+    before, *lines, after = quoted(outcomes, text).split("\n\n")
+    assert (before, after, len(lines)) == ("before", "after\n", 1)
+    assert "| the active batcher is killed | 1 | 5 | 0 | 0 | 0 | 0.10 s | 0.10 s |" in lines[0]
+    assert "| old |" not in lines[0]
+    with pytest.raises(ValueError, match="0 tables begin"):
+        quoted(outcomes, "no table")
 
 
 def test_producer_goes_on_with_what_was_not_confirmed(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from typing import Final
 import pytest
 
 from carpool import AsyncClient, Client
+from carpool.cluster import SLOTS
 from carpool.errors import UnavailableError
 from carpool.store.async_link import AsyncLink
 from carpool.store.connection import Link, LinkError
 from carpool_cli.local import paste
 from conftest import SERVERS, name_of
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
+from support.sentinel import Sentinel
 from support.stack import START_S, Stack
 from support.waiting import wait_until
 
@@ -178,6 +180,48 @@ def test_command_line_over_tls(stack: Stack) -> None:
 
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+
+
+# --- Sentinel and Cluster
+
+
+async def test_sentinel_over_tls(
+    stack: Stack, tls_server: Path, certificates: Certificates, tmp_path: Path
+) -> None:
+    """Given a sentinel that speaks TLS only, expect it to lead both kinds of links to the server."""
+    authority = certificates.certificate("authority")
+    options = certificates.of_server()
+    sentinel = Sentinel(tls_server, tmp_path, stack.server.port, tls=options, authority=authority)
+    url = f"rediss{sentinel.url.removeprefix('redis')}?ssl_ca_certs={authority}"
+    try:
+        wait_until(sentinel.answers, description="the sentinel answers")
+        async with AsyncClient(url, timeout=15) as client:
+            assert await client.infer("square", 6) == 36
+        link = Link(url, name="link")
+        assert link.call("PING") == b"PONG"
+        link.close()
+        assert "certificate verify failed" in await connection_error(url.partition("?")[0])
+    finally:
+        sentinel.stop()
+
+
+async def test_cluster_over_tls(tls_server: Path, certificates: Certificates, tmp_path: Path) -> None:
+    """Given a cluster of one node that speaks TLS only, expect services and clients to use it."""
+    authority = certificates.certificate("authority")
+    options = (*NO_PERSISTENCE, *certificates.of_server(), "--cluster-enabled", "yes", "--tls-cluster", "yes")
+    trusted = trusting(authority)
+    server = ConfiguredRedis(tmp_path / "redis", *options, binary=tls_server, url=trusted, tls=True)
+    url = f"rediss+cluster://127.0.0.1:{server.port}?ssl_ca_certs={authority}"
+    environment = {role: {"CARPOOL_REDIS_URL": url} for role in ("batcher", "worker")}
+    with Stack(tmp_path / "stack", server=server, environment=environment) as stack:
+        stack.redis.execute_command("CLUSTER", "ADDSLOTS", *range(SLOTS))
+        wait_until(
+            lambda: b"cluster_state:ok" in stack.redis.execute_command("CLUSTER", "INFO"),
+            description="the cluster is formed",
+        )
+        stack.serve("square")
+        async with AsyncClient(url, timeout=15) as client:
+            assert await client.infer("square", 6) == 36
 
 
 # --- a link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,21 +17,33 @@ HOST: Final = "127.0.0.1"
 
 
 class Sentinel:
-    """A sentinel that watches a primary under the name `main`, and takes it for dead after half a second."""
+    """A sentinel that watches a primary under the name `main`, and takes it for dead after half a second.
 
-    def __init__(self, binary: Path, home: Path, primary_port: int) -> None:
+    `tls`: it speaks TLS only, with these options of redis-server. `authority` signed its certificate.
+    """
+
+    def __init__(
+        self,
+        binary: Path,
+        home: Path,
+        primary_port: int,
+        *,
+        tls: Sequence[str] = (),
+        authority: str | None = None,
+    ) -> None:
         self.port = _free_port()
         configuration = home / "sentinel.conf"
+        ports = f"port 0\ntls-port {self.port}\ntls-replication yes" if tls else f"port {self.port}"
         configuration.write_text(
-            f"port {self.port}\nbind {HOST}\ndir {home}\n"
+            f"{ports}\nbind {HOST}\ndir {home}\n"
             f"sentinel monitor main {HOST} {primary_port} 1\n"
             "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
         )
         self._process = subprocess.Popen(
-            command_that_dies_with_parent([str(binary), str(configuration), "--sentinel"]),
+            command_that_dies_with_parent([str(binary), str(configuration), "--sentinel", *tls]),
             stdout=subprocess.DEVNULL,
         )
-        self.redis: Any = Redis(HOST, self.port)
+        self.redis: Any = Redis(HOST, self.port, ssl=bool(tls), ssl_ca_certs=authority)
 
     @property
     def url(self) -> str:

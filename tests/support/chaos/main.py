@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from support.chaos.faults import FAULTS, Fault
-from support.chaos.report import document, is_kept, progress, table
+from support.chaos.report import document, is_kept, progress, quoted, table
 from support.chaos.run import SPEC, Outcome, started
 
-DOCUMENT: Final = Path(__file__).parents[3] / "docs/reliability.md"
+ROOT: Final = Path(__file__).parents[3]
+DOCUMENT: Final = ROOT / "docs/reliability.md"
+README: Final = ROOT / "README.md"
 RUNS: Final = 3
 
 
@@ -60,7 +62,8 @@ def main() -> int:
     print("\n".join(table(outcomes)))
     if options.write:
         DOCUMENT.write_text(document(outcomes, f"{options.seed} to {options.seed + options.runs - 1}"))
-        print(f"written: {DOCUMENT}", file=sys.stderr)
+        README.write_text(quoted(outcomes, README.read_text()))
+        print(f"written: {DOCUMENT} and a part of it to {README}", file=sys.stderr)
     return 0 if are_kept else 1
 
 

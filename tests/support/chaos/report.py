@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
@@ -38,6 +39,28 @@ _COLUMNS: Final = (
     "bound", "kept", "memory of Redis", "of a batcher", "of a worker",
 )  # fmt: skip
 
+_QUOTED_COLUMNS: Final = (
+    "fault", "runs", "requests", "lost", "duplicated", "misrouted", "recovery, median", "worst"
+)  # fmt: skip
+_QUOTED: Final = (
+    "the active batcher is killed",
+    "the active batcher stands still past its lease",
+    "a worker is killed",
+    "a worker stands still past its lease",
+    "a model process is killed",
+    "a producer at ten times the pace",
+    "Redis is killed, appendfsync always",
+    "Redis is killed, appendfsync everysec",
+    "Redis stands still for 30 s",
+    "the memory of Redis is full",
+    "the disk of Redis is full",
+    "the network carries no replies for 5 s",
+    "the primary is killed, with Sentinel",
+    "the primary is killed, in a cluster",
+    "any of these that leave the network alone, at random",
+)
+_QUOTED_TABLE: Final = re.compile(r"^\| fault \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+
 
 def document(outcomes: Outcomes, seeds: str) -> str:
     """The whole document."""
@@ -51,13 +74,23 @@ def document(outcomes: Outcomes, seeds: str) -> str:
     return "\n".join([head + "\n".join(table(outcomes)), *notes, ""])
 
 
-def table(outcomes: Outcomes) -> Iterator[str]:
-    """The lines of the table."""
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield "|---|" + "---:|" * (len(_COLUMNS) - 1)
+def table(outcomes: Outcomes, columns: Sequence[str] = _COLUMNS) -> Iterator[str]:
+    """The lines of a table with these columns."""
+    yield f"| {' | '.join(columns)} |"
+    yield "|---|" + "---:|" * (len(columns) - 1)
     for name, of_fault in outcomes.items():
         if of_fault:
-            yield f"| {' | '.join(_cells(name, of_fault))} |"
+            cells = dict(zip(_COLUMNS, _cells(name, of_fault), strict=True))
+            yield f"| {' | '.join([cells[column] for column in columns])} |"
+
+
+def quoted(outcomes: Outcomes, text: str) -> str:
+    """A document whose table of faults is replaced by one of the same columns, with some of these."""
+    rows = table({name: outcomes[name] for name in _QUOTED}, _QUOTED_COLUMNS)
+    replaced, count = _QUOTED_TABLE.subn(lambda _: "\n".join(rows), text)
+    if count != 1:
+        raise ValueError(f"{count} tables begin with a column `fault`, but one should")
+    return replaced
 
 
 def _cells(name: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
