@@ -16,7 +16,6 @@ from carpool_worker.meter import WorkerMetrics
 
 BLOCK_MS: Final = 500  # a drain waits as long for the reply to a fetch
 RECLAIMS_PER_LEASE: Final = 4
-SOUGHT_US_MIN: Final = 5000  # the execution of a batch of which results are sought: 50 round trips
 
 
 class Reclaimer:
@@ -57,7 +56,7 @@ class Reclaimer:
         deaths = {position: starts - 1 for position, starts in progress.started.items() if starts > 1}
         return Execution(
             batch,
-            progress.answered,
+            progress.answered | batch.answered,
             deaths,
             dict(progress.started),
             chunks=progress.chunks,
@@ -76,12 +75,9 @@ class Fetcher:
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
         block_ms: int | None = None,
-        *,
-        seeks_results: bool = False,
     ) -> None:
         """`block_ms`: how long Redis waits for a batch, and how often batches of dead workers are looked for.
-        None: half a second, and a few times in each lease. `seeks_results`: requests that were sent again are
-        not executed if they have a result."""
+        None: half a second, and a few times in each lease."""
         self._consumer = consumer
         self._store = store
         self._block_ms = block_ms or BLOCK_MS
@@ -91,7 +87,6 @@ class Fetcher:
         self.waiting = False  # for the reply to a fetch
         self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
         self._asked_us = 0  # when the fetch was sent, by Redis's clock
-        self._seeks_results = seeks_results
         self._unloaded: list[Execution] = []  # their stored bodies and states could not be loaded yet
 
     def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
@@ -122,7 +117,8 @@ class Fetcher:
             self._register_again(error)
             return []
         self._unloaded = [
-            Execution(batch, waited_us=max(0, self._asked_us - batch.dispatched_us)) for batch in batches
+            Execution(batch, batch.answered, waited_us=max(0, self._asked_us - batch.dispatched_us))
+            for batch in batches
         ]
         return self._load()
 
@@ -144,7 +140,7 @@ class Fetcher:
         If Redis cannot be reached, the next `start` continues here.
         """
         for execution in self._unloaded:
-            load(self._store, execution, seek_results=self._seeks_results and _is_long(execution))
+            load(self._store, execution)
         loaded, self._unloaded = self._unloaded, []
         return loaded
 
@@ -155,18 +151,8 @@ class Fetcher:
         self._register(self._store)
 
 
-def load(store: WorkerStore, execution: Execution, *, seek_results: bool = False) -> None:
-    """Load stored bodies and states of a batch. A request whose body cannot be loaded gets its result; those
-    that have one are not executed."""
-    loaded = store.load(execution.batch, execution.answered, seek_results=seek_results)
-    execution.states = loaded.states
-    execution.answered |= loaded.have_results
-    for position, detail in loaded.failures.items():
-        if position not in execution.answered:
-            execution.fail(position, INVALID_ARGUMENT, detail)
-
-
-def _is_long(execution: Execution) -> bool:
-    """Whether a look at Redis takes little of the time that it may save."""
-    expected_us = execution.batch.expected_us
-    return not expected_us or expected_us >= SOUGHT_US_MIN
+def load(store: WorkerStore, execution: Execution) -> None:
+    """Load stored bodies and states of a batch. A request whose body cannot be loaded gets its result."""
+    failures, execution.states = store.load(execution.batch, execution.answered)
+    for position, detail in failures.items():
+        execution.fail(position, INVALID_ARGUMENT, detail)

@@ -183,8 +183,7 @@ class Worker:
         if ready.kind is ModelKind.BOUND:
             return self._new_bound_replica(consumer, process, codec, ready)
         committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
-        fetcher = self._new_fetcher(consumer, seeks_results=True)
-        return Replica(consumer, process, codec, fetcher, committer, self._clock, metrics)
+        return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
 
     def _new_bound_replica(
         self, consumer: str, process: ProcessHandle, codec: Codec, ready: Ready
@@ -197,11 +196,9 @@ class Worker:
         parts = (process, codec, inbox, store, committer, slots)
         return BoundReplica(consumer, *parts, self._lease_ms, self._register, self._metrics)
 
-    def _new_fetcher(
-        self, consumer: str, block_ms: int | None = None, *, seeks_results: bool = False
-    ) -> Fetcher:
-        parts = (self._new_store("fetch"), self._lease_ms, self._register, self._metrics, block_ms)
-        return Fetcher(consumer, *parts, seeks_results=seeks_results)
+    def _new_fetcher(self, consumer: str, block_ms: int | None = None) -> Fetcher:
+        store, register = self._new_store("fetch"), self._register
+        return Fetcher(consumer, store, self._lease_ms, register, self._metrics, block_ms)
 
     def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:
         loop = Loop(name, run_once, self._on_error(name))

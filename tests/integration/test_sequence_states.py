@@ -31,7 +31,7 @@ from carpool.messages import (
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.results import Address, Answer, FencedError, Start
-from carpool.store.worker import Loaded, WorkerStore
+from carpool.store.worker import WorkerStore
 from carpool.wire.batches import decode_settled, encode_batch
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker import committer as committing
@@ -285,7 +285,7 @@ def test_a_start_drops_what_was_broken_before_it(model: Model) -> None:
 def test_batch_without_sequences_uses_none_of_their_keys(model: Model) -> None:
     run = Run(Entry("1-0", 1000), ["plain"], [b"1"], arrival_us=1000)
     batch = model.batch(run)
-    assert model.worker.load(batch) == Loaded({}, {})
+    assert model.worker.load(batch) == ({}, {})
     assert model.worker.commit("w", batch, {0: (HERE, ok("plain"))}, [], Executed(1)) == set()
     keys = set(model.redis.scan_iter("*"))
     assert not [key for key in keys if b"sequence" in key]
@@ -611,11 +611,11 @@ def test_states_are_loaded_when_redis_answers_again(model: Model, service: Servi
     load = store.load
     calls: list[str] = []
 
-    def flaky(batch: Batch, answered: Any = (), **options: bool) -> Any:
+    def flaky(batch: Batch, answered: Any = ()) -> Any:
         calls.append(batch.id)
         if len(calls) == 1:
             raise LinkError("planted")
-        return load(batch, answered, **options)
+        return load(batch, answered)
 
     store.load = flaky  # type: ignore[method-assign]
     assert service.fetcher.start() == []

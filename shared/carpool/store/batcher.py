@@ -50,9 +50,13 @@ from carpool.wire.inbox import SequenceEnded, encode_ended
 from carpool.wire.requests import encode_runs, tickets_of
 
 _ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/enter"))
-_DISPATCH: Final = Script("dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back", "inbox"))
+_DISPATCH: Final = Script(
+    "dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back", "inbox", "answered")
+)
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence", "inbox"))
 _MISSING: Final = Script("missing")
+
+SOUGHT_KEYS_MAX: Final = 900  # of a dispatch; beyond these, what was sent again is executed again
 
 PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
 PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
@@ -303,9 +307,22 @@ class BatcherStore:
         if process:
             fields += ["process", process]
         args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
+        # A model that steps has chunks in these lists; sequences know what was sent again.
+        is_plain = not self.has_sequences and "settings" not in of_model
+        args += group_list_args(self._perhaps_answered(dispatch, script_keys) if is_plain else ())
         args += list_args(fields)
         args += [process, script_keys.index(self.keys.inbox(process))] if process else [""]
         return args
+
+    def _perhaps_answered(self, dispatch: Dispatch, script_keys: ScriptKeys) -> Iterator[list[Argument]]:
+        """The requests that may have been sent again, and have results: their producers chose their IDs, and
+        the results are in lists. A reader of a reply stream knows what was in it; tickets must be used."""
+        for run in dispatch.runs:
+            is_in_list = run.reply_to is None and run.tickets is None
+            if is_in_list and not run.correlation_ids[0].startswith(run.entry.id):
+                for name in run.correlation_ids:
+                    if len(script_keys.keys) < SOUGHT_KEYS_MAX:
+                        yield [script_keys.index(self.keys.result(name)), name]
 
     def _run_active(self, script: Script, script_keys: list[str], args: list[Argument]) -> Any:
         reply = self._link.run(script, script_keys, args)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
-from carpool.errors import OK
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, BatchedRun, DeadLetter, Executed, Result, RunResults, SequenceChange
+from carpool.messages import Batch, DeadLetter, Executed, Result, RunResults, SequenceChange
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
@@ -30,7 +29,6 @@ from carpool.store.results import (
 from carpool.store.sequences import change_args
 from carpool.wire.batches import decode_batch, encode_dead_letter, failures_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
-from carpool.wire.results import status_of
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
 _RENEW: Final = Script("renew")
@@ -77,12 +75,11 @@ class Reclaimed(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What was loaded for a batch, by position: what is wrong with stored bodies that could not be; the
-    states of sequences, without those of which Redis has none; and which requests have OK results already."""
+    """What was loaded for a batch, by position: what is wrong with stored bodies that could not be; and the
+    states of sequences, without those of which Redis has none."""
 
     failures: Mapping[int, str]
     states: dict[int, bytes]
-    have_results: frozenset[int] = frozenset()
 
 
 class Renewal(NamedTuple):
@@ -169,41 +166,51 @@ class WorkerStore:
         entry_id, flat, epoch, progress = reply
         return Reclaimed(decode_batch(entry_id, flat, epoch), Progress.read(progress))
 
-    def load(self, batch: Batch, answered: Container[int] = (), *, seek_results: bool = False) -> Loaded:
+    def load(self, batch: Batch, answered: Container[int] = ()) -> Loaded:
         """Load what a batch does not have with it, in one round trip: stored bodies, into its runs, and the
         states of sequences, except for those that start, and those that a process has. Not for `answered`
-        positions. `seek_results`: also look for the results of requests that may have been sent before.
+        positions.
 
         Bodies that cannot be loaded stay as they are.
         """
-        needs = _needs_of(batch, answered, seek_results)
-        batch.body_names = needs.body_names
-        if not (needs.bodies or needs.sequences or needs.results):
+        stored: list[tuple[int, list[Body], int, StoredBody]] = []
+        sequences: list[tuple[int, str]] = []
+        position = 0
+        for run in batch.runs:
+            if type(run.bodies) is list:
+                stored += [
+                    (position + at, run.bodies, at, body)
+                    for at, body in enumerate(run.bodies)
+                    if type(body) is StoredBody
+                ]
+            is_kept = run.sequence is not None and not run.sequence.starts and not batch.process
+            if run.sequence is not None and is_kept and position not in answered:
+                sequences.append((position, run.sequence.sequence_id))
+            position += len(run.correlation_ids)
+        if not stored and not sequences:
             return Loaded({}, {})
+        batch.body_names = [body.name for *_, body in stored]
+        needed = [item for item in stored if item[0] not in answered]
         # No more than a byte over what was declared: what a key has is up to its producer.
         commands: list[tuple[Command, int]] = [
             (("GETRANGE", self.keys.body(body.name), 0, body.size_bytes), body.size_bytes)
-            for *_, body in needs.bodies
+            for *_, body in needed
         ]
-        commands += [(("HGET", self.keys.sequence(name), "state"), 0) for _, name in needs.sequences]
-        commands += [(("LINDEX", self.keys.result(name), -1), 0) for _, name in needs.results]
-        replies = iter(self._link.call_strings(commands))
+        commands += [(("HGET", self.keys.sequence(name), "state"), 0) for _, name in sequences]
+        replies = self._link.call_strings(commands)
+        for reply in replies:
+            if isinstance(reply, CommandError) and reply.code != "WRONGTYPE":
+                raise reply
         failures: dict[int, str] = {}
-        for position, bodies, at, body in needs.bodies:
-            reply = _checked(next(replies))
+        for (position, bodies, at, body), reply in zip(needed, replies[: len(needed)], strict=True):
             if isinstance(reply, CommandError):
                 failures[position] = "body_key: the key is not a string"
             elif len(reply) != body.size_bytes:
                 failures[position] = _wrong_length(len(reply), body)
             else:
                 bodies[at] = reply
-        states = [(position, _checked(next(replies))) for position, _ in needs.sequences]
-        results = [(position, next(replies)) for position, _ in needs.results]
-        return Loaded(
-            failures,
-            {position: state for position, state in states if type(state) is bytes},
-            frozenset([position for position, result in results if _is_ok(result)]),
-        )
+        states = zip(sequences, replies[len(needed) :], strict=True)
+        return Loaded(failures, {position: state for (position, _), state in states if type(state) is bytes})
 
     def renew(
         self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]], *, revive: bool = True
@@ -284,54 +291,6 @@ class WorkerStore:
         if outcome == b"SETTLED_MORE":
             release(self._link, keys)
         return set(positions)
-
-
-class _Needs(NamedTuple):
-    """What a batch does not have with it, by position: stored bodies, and where they belong; the IDs of
-    sequences; the IDs of requests that may have results. `body_names`: of all stored bodies."""
-
-    body_names: list[str]
-    bodies: list[tuple[int, list[Body], int, StoredBody]]
-    sequences: list[tuple[int, str]]
-    results: list[tuple[int, str]]
-
-
-def _needs_of(batch: Batch, answered: Container[int], seek_results: bool) -> _Needs:
-    needs = _Needs([], [], [], [])
-    for start, run in zip(batch.starts, batch.runs, strict=True):
-        if type(run.bodies) is list:
-            stored = [(at, body) for at, body in enumerate(run.bodies) if type(body) is StoredBody]
-            needs.body_names.extend([body.name for _, body in stored])
-            needs.bodies.extend(
-                [(start + at, run.bodies, at, body) for at, body in stored if start + at not in answered]
-            )
-        part = run.sequence
-        if part is not None and not (part.starts or batch.process or start in answered):
-            needs.sequences.append((start, part.sequence_id))
-        if seek_results and _may_be_sent_again(run):
-            ids = enumerate(run.correlation_ids, start)
-            needs.results.extend([(position, name) for position, name in ids if position not in answered])
-    return needs
-
-
-def _may_be_sent_again(run: BatchedRun) -> bool:
-    """Whether the producer chose the correlation IDs, and results of an earlier copy can be looked for: those
-    in lists. Who reads a reply stream knows what it has; tickets and sequences have rules of their own."""
-    is_alone = run.tickets is None and run.sequence is None
-    return is_alone and run.reply_to is None and not run.correlation_ids[0].startswith(run.entry_id)
-
-
-def _checked(reply: Any) -> Any:
-    """A reply, or the error that the key has another type. Raises all other errors."""
-    if isinstance(reply, CommandError) and reply.code != "WRONGTYPE":
-        raise reply
-    return reply
-
-
-def _is_ok(result: Any) -> bool:
-    """Whether this is a result, and a good one: after an error a request may well be sent again. An ACL file
-    that is older than this question forbids it."""
-    return type(result) is bytes and status_of(result) == OK
 
 
 def _wrong_length(found_bytes: int, body: StoredBody) -> str:

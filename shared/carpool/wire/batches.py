@@ -92,7 +92,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     if gone:
         entry_ids = frozenset(gone.decode().split())
         runs = [run for run in runs if run.entry_id not in entry_ids]
-    return Batch(
+    batch = Batch(
         entry_id.decode(),
         epoch,
         runs,
@@ -107,6 +107,19 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"process", b"").decode(),
         int(raw[b"max_execution_ms"]) if b"max_execution_ms" in raw else None,
     )
+    if b"answered" in raw:
+        batch.answered = _positions_in_lists(batch, frozenset(raw[b"answered"].decode().split()))
+    return batch
+
+
+def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozenset[int]:
+    """The positions of those of these requests whose results are in lists."""
+    in_lists = [
+        enumerate(run.correlation_ids, start)
+        for start, run in zip(batch.starts, batch.runs, strict=True)
+        if run.reply_to is None
+    ]
+    return frozenset([position for ids in in_lists for position, name in ids if name in correlation_ids])
 
 
 def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:

@@ -163,16 +163,6 @@ def decode_results(packed: bytes) -> list[Any]:
     return envelopes
 
 
-def status_of(envelope: bytes) -> str:
-    """The status of an envelope on a result's own list, which anyone may have written; empty without one."""
-    try:
-        fields = json.loads(envelope) if envelope.startswith(b"{") else msgpack.unpackb(envelope)
-    except ValueError:
-        return ""
-    status = fields.get("status") if type(fields) is dict else None
-    return status if type(status) is str else ""
-
-
 _Types = tuple[tuple[str, type], ...]
 _TYPES: Final[_Types] = (("correlation_id", str), ("status", str), ("final", bool))
 _TYPES_OF_FINAL: Final[_Types] = (("batch_size", int), ("queue_us", int), ("compute_us", int))

@@ -11,6 +11,9 @@
 -- Of a model with sequences only the active batcher may dispatch: another one, which was paused, would send a request
 -- of a sequence beside the one in flight.
 --
+-- A request that was sent again may have its result already. Its batch names it in a field `answered`, and the worker
+-- does not execute it.
+--
 -- A batch of a bound model is for one process: it is in the pending list of its consumer at once, as if that had
 -- fetched it, and in its inbox.
 --
@@ -20,8 +23,9 @@
 --       3.. list of the processes of a bound model that execute these batches
 --       list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
---       list of batches: list of the indexes of its entries; list of its fields; the process that executes it, '' if
---           it is any, else also the index in KEYS of its inbox
+--       list of batches: list of the indexes of its entries; list of requests that may have been sent again: index in
+--           KEYS of the result, correlation ID; list of its fields; the process that executes it, '' if it is any,
+--           else also the index in KEYS of its inbox
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
 --       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
 --         { IDs of missing entries },
@@ -55,14 +59,23 @@ for p = 1, tonumber(take()) do
   end
 end
 
-local batch_ids = {}
+local batch_ids, is_answered = {}, answered_reader()
 for b = 1, tonumber(take()) do
   local missing_here, entries = {}, tonumber(take())
   for _ = 1, entries do
     local index = tonumber(take())
     if is_missing[index] then missing_here[#missing_here + 1] = ids[index] end
   end
+  local answered = {}
+  for _ = 1, tonumber(take()) do
+    local key, id = KEYS[tonumber(take())], take()
+    if is_answered(key) then answered[#answered + 1] = id end
+  end
   local fields = take_list(take)
+  if #answered > 0 then
+    fields[#fields + 1] = 'answered'
+    fields[#fields + 1] = table.concat(answered, ' ')
+  end
   batch_ids[b] = ''
   if #missing_here < entries then
     if #missing_here > 0 then
