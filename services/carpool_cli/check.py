@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from math import isclose, isnan
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -175,13 +175,16 @@ def _conclude(screen: Screen, alone: Sequence[Result], batches: Sizes) -> int:
     failed, different = sum(map(_is_failure, alone)), list(differences(alone, batches))
     for difference in different:
         screen.print(difference)
-    if different:
+    sizes = ", ".join(map(str, batches))
+    if different and any(map(_is_failure, chain(*[batch.results for batch in batches.values()]))):
+        screen.print("Requests fail, or their results differ, depending on the batch that they are in.")
+    elif different:
         screen.print(
             "Results depend on the batch: the model mixes its rows (by padding, by normalising over the "
             "batch, by their order), or is random."
         )
-    else:
-        screen.print(f"All results are the same in batches of {', '.join(map(str, batches))}.")
+    elif failed < len(alone):
+        screen.print(f"All results are the same in batches of {sizes}.")
     if failed:
         screen.print(f"{failed} of {count(len(alone), 'body', 'bodies')} failed.")
     return 1 if failed or different else 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
@@ -26,7 +27,7 @@ from carpool_cli.refused import explain
 class BodySettings(CarpoolSettings):
     """What BODY is, and what comes with it."""
 
-    raw: bool = Field(False, description="the body and the result are raw bytes")
+    raw: bool = Field(False, description="the body is raw bytes, as is a result of bytes or a tensor")
     content_type: str = Field(
         "", description="content type of the body, such as image/png; all but JSON are taken as they are"
     )
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         advice = f"{_hint(settings)}`carpool models` shows whether requests wait and a worker is alive"
         return _failed(f"{error}\n    {advice}")
     except CarpoolError as error:  # before OSError, because some are both
-        return _failed(explain(error, model=settings.model))
+        return _failed(explain(error))
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     return 0
@@ -157,7 +158,9 @@ def read_body(body: str, content_type: str = JSON) -> Any:
     try:
         return json.loads(data)
     except UnicodeDecodeError:
-        raise InvalidArgumentError("body: is not UTF-8 text; --raw sends bytes") from None
+        raise InvalidArgumentError(
+            "body: is not UTF-8 text; name its --content-type, such as image/png, or use --raw"
+        ) from None
     except RecursionError:
         raise InvalidArgumentError("body: is nested too deep") from None
     except ValueError:
@@ -179,7 +182,7 @@ def _client(settings: InferSettings) -> AsyncClient:
 async def _print_result(settings: InferSettings, body: Any) -> None:
     async with _client(settings) as client:
         result = await client.infer(settings.model, body, **settings.options)
-    as_bytes = settings.raw or isinstance(result, bytes)
+    as_bytes = isinstance(result, bytes | np.ndarray) if settings.raw else isinstance(result, bytes)
     sys.stdout.buffer.write(encode_body(RAW, result) if as_bytes else encode_body(JSON, result) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -15,15 +15,15 @@ _ROLES: Final = """
     version: run `carpool acl`, then ACL LOAD in Redis."""
 
 
-def explain(error: Exception, *, model: str = "MODEL") -> str:
-    """The error, and what to do about it. `model` is what `carpool up` could be started with."""
+def explain(error: Exception) -> str:
+    """The error, and what to do about it."""
     if isinstance(error, CommandError) and error.code == "NOPERM":
         return f"{PERMISSION_DENIED}: {error}{_ROLES}"
     if isinstance(error, PermissionDeniedError):
         return f"{error}{_ROLES}"
     if isinstance(error, LinkError) and not isinstance(error, SignInError):
         return (
-            f"{error}\n    if no Redis runs there, start one with `carpool up {model}`, or name another with "
+            f"{error}\n    if no Redis runs there, start one with `carpool up MODEL`, or name another with "
             "--redis-url (CARPOOL_REDIS_URL)"
         )
     return str(error)

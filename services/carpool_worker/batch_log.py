@@ -26,6 +26,7 @@ class _Totals:
         self.batches = 0
         self.requests = 0
         self.dead = 0
+        self.error = ""
         self.statuses: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.queue_us_total = self.queue_us_max = 0
@@ -44,9 +45,16 @@ class BatchLog:
         self._summarized_at_s = time.monotonic()
 
     def committed(
-        self, replica: str, batch: Batch, statuses: Mapping[str, int], compute_us: int, dead: int
+        self,
+        replica: str,
+        batch: Batch,
+        statuses: Mapping[str, int],
+        compute_us: int,
+        dead: int,
+        error: str = "",
     ) -> None:
         """`replica` committed a batch. `statuses` counts its results by status, `dead` its dead letters.
+        `error`: what failed last in it.
 
         The queue delay of a batch is that of its oldest request.
         """
@@ -58,6 +66,7 @@ class BatchLog:
             totals.batches += 1
             totals.requests += size
             totals.dead += dead
+            totals.error = error or totals.error
             totals.reasons[batch.reason] += 1
             for status, count in statuses.items():
                 totals.statuses[status] += count
@@ -102,5 +111,6 @@ class BatchLog:
                 compute_ms_mean=round(totals.compute_us_total / totals.batches / 1000, 3),
                 compute_ms_max=totals.compute_us_max / 1000,
                 dead=totals.dead,
+                **({"error": totals.error} if totals.error else {}),
                 worker=self._worker,
             )

@@ -48,6 +48,7 @@ from carpool_worker.raising_producers import RaisingProducers
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
+ERROR_CHARS_MAX: Final = 200  # of what operators are shown
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 _OTHER_KIND: Final = (
     "the model was replaced by one that {}, and the request was dispatched before: send it again"
@@ -450,10 +451,11 @@ def _take_bodies(
     for position, body in zip(positions, bodies, strict=True):
         if type(body) is not bytes:
             assert isinstance(body, CarpoolError)
+            execution.error = body.detail[:ERROR_CHARS_MAX]
             execution.fail(position, body.status, body.detail)
         elif len(body) > RESULT_BYTES_MAX:
-            detail = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
-            execution.fail(position, INTERNAL, detail)
+            execution.error = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
+            execution.fail(position, INTERNAL, execution.error)
         else:
             taken.append(position)
             fitting.append(body)

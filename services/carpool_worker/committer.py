@@ -53,6 +53,7 @@ class Committer:
             counts.statuses,
             execution.compute_us,
             len(execution.dead_letters),
+            execution.error,
         )
         if execution.dead_letters:
             self.bound_dead_letters()

@@ -71,7 +71,7 @@ class Execution:
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames
-    error: str = ""  # the name of what the model raised last; empty if it did not
+    error: str = ""  # what failed last: the name of what the model raised, or what is wrong with a result
     chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
     first_us: int | None = None  # the time from its arrival to the first of these
     # The states of the sequences, by position: those that were loaded, and after the execution the new ones.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool.errors import OK, InternalError
+from carpool.errors import OK, CarpoolError, InternalError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
 from carpool.model_settings import ModelKind
 from carpool.wire.bodies import encode_body, result_type
@@ -49,7 +49,9 @@ class Rehearsal:
             raise ValueError("it binds sequences: each of their requests depends on those before it")
         self.traces: dict[str, None] = {}
         self._codec = Codec(description_of(model))
-        self._model = model if isinstance(model, SteppingModel) else followed(model, self._keep)
+        self._model = model
+        if not isinstance(model, SteppingModel):
+            self._model = followed(model, self._keep, of_validate=self._keep_unexpected)
 
     def execute(
         self, bodies: Sequence[bytes], content_type: str, extra: Mapping[str, bytes] | None = None
@@ -95,6 +97,11 @@ class Rehearsal:
                 detail = f"it is still being generated after {STEPS_MAX:,} steps, which end this attempt"
                 execution.fail(position, UNFINISHED, detail)
         return Rehearsed(_in_order(execution), compute_us, steps)
+
+    def _keep_unexpected(self, error: BaseException) -> None:
+        """What `validate` raised, unless that is how it refuses a body."""
+        if not isinstance(error, CarpoolError | ValueError | AssertionError):
+            self._keep(error)
 
     def _keep(self, error: BaseException) -> None:
         self.traces.setdefault(trace_of(error))

@@ -72,6 +72,16 @@ class Picky:
     def predict(self, batch):
         return batch
 
+class Buggy:
+    def validate(self, body):
+        body["x"]
+    def predict(self, batch):
+        return batch
+
+class Counted:
+    def predict(self, batch):
+        return [1]
+
 class Bound:
     binds_sequences = True
     max_batch_size = 2
@@ -151,6 +161,23 @@ def test_model_that_mixes_its_rows(checked: Check) -> None:
     assert status == 1
     assert "Request 1 of a batch of 2 is answered\n    0.5\nand alone\n    1.0" in printed
     assert "Results depend on the batch" in printed
+
+
+def test_bug_in_validate_is_shown_with_its_traceback(checked: Check) -> None:
+    status, printed = checked("Buggy", "3")
+    assert status == 1
+    assert "INVALID_ARGUMENT: the model rejected this body: TypeError: 'int' object is not sub" in printed
+    assert 'body["x"]' in printed
+    assert "All results are the same" not in printed, "there are none"
+    assert "Traceback" not in checked("Picky", "4")[1], "ValueError is how it refuses a body"
+
+
+def test_wrong_number_of_results_is_not_called_a_mixture(checked: Check) -> None:
+    status, printed = checked("Counted", "3")
+    assert status == 1
+    assert "the model returned 1 results for 2 requests" in printed
+    assert "Requests fail, or their results differ, depending on the batch" in printed
+    assert "mixes its rows" not in printed
 
 
 def test_failing_body_of_several_is_shown_with_its_traceback(checked: Check) -> None:

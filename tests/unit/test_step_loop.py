@@ -19,6 +19,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frames import MessageReader, Ready, pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
+from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.step_frames import Admit, Drop, Resume, Step
 from carpool_worker.model_process.step_loop import StepLoop
 from carpool_worker.model_process.stepping import StepRequest
@@ -95,7 +96,7 @@ def gated(pair: tuple[socket.socket, socket.socket]) -> Iterator[tuple[Worker, G
     model = Gated()
     loaded = load_model(model, "cpu")
     assert isinstance(loaded, SteppingModel)
-    thread = threading.Thread(target=StepLoop(theirs, loaded).run)
+    thread = threading.Thread(target=StepLoop(theirs, loaded, RaisedLog()).run)
     thread.start()
     try:
         yield Worker(ours), model
@@ -177,7 +178,7 @@ def test_model_pauses_while_the_worker_does_not_read(pair: tuple[socket.socket, 
 
     loaded = load_model(endless, "cpu")
     assert isinstance(loaded, SteppingModel)
-    thread = threading.Thread(target=StepLoop(theirs, loaded).run)
+    thread = threading.Thread(target=StepLoop(theirs, loaded, RaisedLog()).run)
     thread.start()
     worker = Worker(ours)
     worker.admit(1, "x" * 10_000)

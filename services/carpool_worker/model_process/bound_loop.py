@@ -18,10 +18,10 @@ from carpool_worker.model_process.raised import RaisedLog, followed
 class BoundLoop:
     """Takes what the worker sends, in order."""
 
-    def __init__(self, sock: socket.socket, model: BoundModel) -> None:
+    def __init__(self, sock: socket.socket, model: BoundModel, raised: RaisedLog) -> None:
         self._sock = sock
         self._reader = frames.MessageReader(sock)
-        self._raised = RaisedLog()
+        self._raised = raised
         self._model = followed(model, self._raised.observe)
         self._executor = BoundExecutor(self._model)
 

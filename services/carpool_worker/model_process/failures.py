@@ -10,6 +10,8 @@ from carpool.errors import INVALID_ARGUMENT, CarpoolError, Unhealthy
 from carpool_worker.model_process.broken_devices import broken_device
 from carpool_worker.model_process.frames import Failure
 
+# Errors of a program rather than of its input: the class helps to find them.
+_OF_PROGRAMS: Final = (LookupError, TypeError, AttributeError, NameError)
 CAUSES_MAX: Final = 8  # of an exception, that are looked at
 # What is raised about a body, or by the model on purpose. Such an exception may quote the body.
 _ABOUT_BODIES: Final = (CarpoolError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
@@ -44,11 +46,11 @@ def failure_of(error: BaseException, status: str) -> Failure:
 
 
 def _reason(error: BaseException) -> str:
-    """What the exception says. Some say nothing without their class, such as KeyError('speed')."""
+    """What the exception says. Some say little without their class, such as KeyError('speed')."""
     kind, message = type(error).__name__, _text(error)
     if not message:
         return f"{kind}, without a message"
-    return f"{kind}: {message}" if isinstance(error, KeyError) else message
+    return f"{kind}: {message}" if isinstance(error, _OF_PROGRAMS) else message
 
 
 def _check_health(error: BaseException) -> None:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     frames.send_load_result(sock, description_of(model))
     try:
-        _serve(sock, model)
+        _serve(sock, model, RaisedLog(model=location))
     except Unhealthy as error:
         _end_unhealthy(sock, error)
     if model.unload is not None:
@@ -70,14 +70,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _serve(sock: socket.socket, model: LoadedModel | SteppingModel) -> None:
+def _serve(sock: socket.socket, model: LoadedModel | SteppingModel, raised: RaisedLog) -> None:
     """Serve until the worker closes the connection. Raises Unhealthy."""
     if isinstance(model, SteppingModel):
-        StepLoop(sock, model).run()
+        StepLoop(sock, model, raised).run()
     elif isinstance(model, BoundModel):
-        BoundLoop(sock, model).run()
+        BoundLoop(sock, model, raised).run()
     else:
-        _execute_all(sock, model)
+        _execute_all(sock, model, raised)
 
 
 def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
@@ -101,8 +101,8 @@ def _leave_signals_to_the_worker() -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def _execute_all(sock: socket.socket, model: LoadedModel) -> None:
-    reader, raised = frames.MessageReader(sock), RaisedLog()
+def _execute_all(sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
+    reader = frames.MessageReader(sock)
     model = followed(model, raised.observe)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:

@@ -32,12 +32,13 @@ Model = TypeVar("Model", bound=LoadedModel)
 class RaisedLog:
     """Follows what one model raises: logs it, and remembers the name of the last one."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, *, model: str = "") -> None:
+        """`model`: as the log names it."""
         self._now_s = now_s
         self._logged_at_s: dict[str, float] = {}  # by name
         self._left_out: dict[str, int] = {}  # how many of a name were not logged since
         self._last = ""
-        self._log = structlog.get_logger()
+        self._log = structlog.get_logger().bind(**({"model": model} if model else {}))
 
     def observe(self, error: BaseException) -> None:
         """The model raised this. What it raises on purpose, with a status, is not logged."""
@@ -64,10 +65,13 @@ class RaisedLog:
         return message._replace(error=last)
 
 
-def followed(model: Model, observe: Observe) -> Model:
+def followed(model: Model, observe: Observe, *, of_validate: Observe | None = None) -> Model:
     """The model, with `observe` called for whatever it raises while it executes a batch. What `validate`
-    raises is about a body."""
-    return dataclasses.replace(model, run=_followed(model.run, observe))
+    raises is usually about a body: that is for `of_validate`, if it is given."""
+    validate = model.validate
+    if validate is not None and of_validate is not None:
+        validate = _followed(validate, of_validate)
+    return dataclasses.replace(model, run=_followed(model.run, observe), validate=validate)
 
 
 def _followed(hook: Callable[..., Any], observe: Observe) -> Callable[..., Any]:

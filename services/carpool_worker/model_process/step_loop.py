@@ -20,12 +20,12 @@ SIGN_OF_LIFE_S: Final = 0.25  # a Step is sent that often even if nothing change
 class StepLoop:
     """Waits for the worker only while there is nothing to generate, or while the worker does not read."""
 
-    def __init__(self, sock: socket.socket, model: SteppingModel) -> None:
+    def __init__(self, sock: socket.socket, model: SteppingModel, raised: RaisedLog) -> None:
         self._sock = sock
         self._reader = frames.MessageReader(sock)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._raised = RaisedLog()
+        self._raised = raised
         self._stepper = Stepper(model, observe=self._raised.observe)
         self._sent_s = 0.0  # when the last Step was sent
 

@@ -184,7 +184,13 @@ def encode_body(content_type: str, value: Any) -> bytes:
             return bytes(_SCALAR_PACKER.pack(value))
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InternalError(f"the value cannot be written as {content_type}: {error}") from None
+        raise InternalError(f"the value cannot be written as {content_type}: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    if "Out of range float values" in str(error):
+        return "JSON has neither NaN nor infinity, and it has one of these; use application/msgpack"
+    return str(error)
 
 
 def result_type(content_type: str, wanted: str, value: Any) -> str:
