@@ -216,7 +216,7 @@ def _failures(state: ModelState) -> str:
     ago = duration(state.last_error_ms / 1000)
     return (
         f"{numbers}, since the batcher became active. The last error, {ago} ago: {state.last_error}; "
-        "the log of its worker has the traceback"
+        "the log of its worker says more"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from carpool.client.sync import Client
 from carpool.errors import InternalError
+from carpool.messages import JSON, MSGPACK
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -52,6 +53,21 @@ def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
     logged = [event for event in worker.events("model raised") if "spoilt" in event["exception"]]
     assert logged
     assert len(logged) < FAILED // 4, "a traceback in ten seconds, not one for each request"
+
+
+def test_result_that_cannot_be_written_is_seen(stack: Stack) -> None:
+    stack.serve("plain.py:Echo")
+    with (
+        Client(stack.url, timeout=20) as client,
+        pytest.raises(InternalError, match="neither NaN nor infinity"),
+    ):
+        client.infer("Echo", float("nan"), content_type=MSGPACK, accept=JSON)
+    state = wait_for_state(stack, "Echo", lambda state: state["failed"].get("INTERNAL"))
+    assert "neither NaN nor infinity" in state["last_error"]
+    wait_until(
+        lambda: any("NaN" in event.get("error", "") for event in stack.served_by("Echo").events("batches")),
+        description="the worker logs it",
+    )
 
 
 def test_dead_letters_are_shown_by_top(stack: Stack) -> None:
