@@ -120,64 +120,64 @@ def test_duplicates_keep_the_order_of_results(hold: Callable[..., Held]) -> None
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Iterator[Stack]:
+def numbering(tmp_path: Path) -> Iterator[Stack]:
     """A model that says how many requests it has executed."""
     with Stack(tmp_path / "stack") as stack:
-        stack.serve("counting.py:Counting")
+        stack.serve("numbering.py:Numbering")
         yield stack
 
 
-def test_request_that_has_its_result_is_not_executed_again(counting: Stack) -> None:
-    keys = Keys("Counting")
-    counting.send("Counting", correlation_id="first", body="1")
-    counting.wait_until_idle("Counting")
-    counting.send_packed(
-        "Counting",
+def test_request_that_has_its_result_is_not_executed_again(numbering: Stack) -> None:
+    keys = Keys("Numbering")
+    numbering.send("Numbering", correlation_id="first", body="1")
+    numbering.wait_until_idle("Numbering")
+    numbering.send_packed(
+        "Numbering",
         [{"correlation_id": name, "body": b"1"} for name in ("first", "second")],
     )
-    counting.send("Counting", correlation_ids="first third", rows=b"12")
-    assert counting.result("Counting", "third")["body"] == 3
-    counting.wait_until_idle("Counting")
-    assert [counting.redis.llen(keys.result(name)) for name in ("first", "second")] == [1, 1]
-    assert counting.result("Counting", "first")["body"] == 1
-    counting.send("Counting", correlation_id="first", body="1")  # its result was read, so it is a new request
-    assert counting.result("Counting", "first")["body"] == 4
-    assert counting.pending("Counting") == 0
+    numbering.send("Numbering", correlation_ids="first third", rows=b"12")
+    assert numbering.result("Numbering", "third")["body"] == 3
+    numbering.wait_until_idle("Numbering")
+    assert [numbering.redis.llen(keys.result(name)) for name in ("first", "second")] == [1, 1]
+    assert numbering.result("Numbering", "first")["body"] == 1
+    numbering.send("Numbering", correlation_id="first", body="1")  # its result was read, so it is a new request
+    assert numbering.result("Numbering", "first")["body"] == 4
+    assert numbering.pending("Numbering") == 0
 
 
 @pytest.mark.parametrize("kind", ["error", "string", "garbage"])
-def test_what_is_no_good_result_is_no_reason(counting: Stack, kind: str) -> None:
-    key = Keys("Counting").result("again")
+def test_what_is_no_good_result_is_no_reason(numbering: Stack, kind: str) -> None:
+    key = Keys("Numbering").result("again")
     if kind == "error":
-        counting.send("Counting", correlation_id="again", body='"raise"')
-        counting.wait_until_idle("Counting")
-        assert counting.redis.llen(key) == 1
+        numbering.send("Numbering", correlation_id="again", body='"raise"')
+        numbering.wait_until_idle("Numbering")
+        assert numbering.redis.llen(key) == 1
     elif kind == "string":
-        counting.redis.set(key, "no list")
+        numbering.redis.set(key, "no list")
     else:
-        counting.redis.rpush(key, b"\xc1")
-    counting.send("Counting", correlation_id="again", body="1")
-    counting.send("Counting", correlation_id="last", body="1")
-    counting.wait_until_idle("Counting")
-    assert counting.result("Counting", "last")["body"] == (3 if kind == "error" else 2)
-    assert kind == "string" or counting.redis.llen(key) == 2
+        numbering.redis.rpush(key, b"\xc1")
+    numbering.send("Numbering", correlation_id="again", body="1")
+    numbering.send("Numbering", correlation_id="last", body="1")
+    numbering.wait_until_idle("Numbering")
+    assert numbering.result("Numbering", "last")["body"] == (3 if kind == "error" else 2)
+    assert kind == "string" or numbering.redis.llen(key) == 2
 
 
-def test_large_results_are_not_all_read(counting: Stack) -> None:
+def test_large_results_are_not_all_read(numbering: Stack) -> None:
     """Redis copies what it reads: from 16 MiB on, what was sent again is executed again."""
-    keys = Keys("Counting")
+    keys = Keys("Numbering")
     envelope = b'{"correlation_id":"x","status":"OK","body":"%s"}' % (b"x" * (9 << 20))
     for name in "abc":
-        counting.redis.rpush(keys.result(name), envelope)
-    counting.send_packed("Counting", [{"correlation_id": name, "body": b"1"} for name in "abc"])
-    counting.wait_until_idle("Counting")
-    assert [counting.redis.llen(keys.result(name)) for name in "abc"] == [1, 1, 2]
+        numbering.redis.rpush(keys.result(name), envelope)
+    numbering.send_packed("Numbering", [{"correlation_id": name, "body": b"1"} for name in "abc"])
+    numbering.wait_until_idle("Numbering")
+    assert [numbering.redis.llen(keys.result(name)) for name in "abc"] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/msgpack", "image/png"])
-def test_results_of_any_content_type_are_known(counting: Stack, content_type: str) -> None:
-    keys, body = Keys("Counting"), b"\x01" if content_type.endswith("msgpack") else b"1"
+def test_results_of_any_content_type_are_known(numbering: Stack, content_type: str) -> None:
+    keys, body = Keys("Numbering"), b"\x01" if content_type.endswith("msgpack") else b"1"
     for _ in range(2):
-        counting.send("Counting", correlation_id="again", content_type=content_type, body=body)
-        counting.wait_until_idle("Counting")
-    assert counting.redis.llen(keys.result("again")) == 1
+        numbering.send("Numbering", correlation_id="again", content_type=content_type, body=body)
+        numbering.wait_until_idle("Numbering")
+    assert numbering.redis.llen(keys.result("again")) == 1

@@ -1,21 +1,18 @@
-"""A model that counts the requests which it executes."""
+"""A model that answers each request with the number of requests that were executed together."""
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class Counting:
-    """A result is how many requests were executed before, and with, this one."""
+    """Refuses "refuse", and raises on a batch that has "raise"."""
 
-    max_batch_size = 8
+    max_batch_size = 16
 
-    def __init__(self) -> None:
-        self._executed = 0
+    def validate(self, body: str) -> None:
+        if body == "refuse":
+            raise ValueError("refused")
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return [self._next(body) for body in batch]
-
-    def _next(self, body: Any) -> Any:
-        self._executed += 1
-        return ValueError("as wanted") if body == "raise" else self._executed
+    def predict(self, batch: list[str]) -> list[int]:
+        if "raise" in batch:
+            raise RuntimeError("raised")
+        return [len(batch)] * len(batch)
