@@ -140,7 +140,7 @@ def test_request_that_has_its_result_is_not_executed_again(numbering: Stack) -> 
     numbering.wait_until_idle("Numbering")
     assert [numbering.redis.llen(keys.result(name)) for name in ("first", "second")] == [1, 1]
     assert numbering.result("Numbering", "first")["body"] == 1
-    numbering.send("Numbering", correlation_id="first", body="1")  # its result was read, so it is a new request
+    numbering.send("Numbering", correlation_id="first", body="1")  # its result was read: a new request
     assert numbering.result("Numbering", "first")["body"] == 4
     assert numbering.pending("Numbering") == 0
 
