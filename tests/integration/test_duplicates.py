@@ -116,6 +116,22 @@ def test_duplicates_keep_the_order_of_results(hold: Callable[..., Held]) -> None
     assert [reply["correlation_id"] for reply in held.stack.replies(MODEL, "ordered")] == ["a", "b", "c"]
 
 
+def test_request_whose_first_copy_is_in_flight_is_executed_again(tmp_path: Path, gate: Path) -> None:
+    def is_in_flight(batches: int) -> None:
+        wait_until(lambda: stack.redis.xlen(KEYS.batches) == batches, description="it is in flight")
+
+    with Stack(tmp_path / "stack") as stack:
+        stack.serve("plain.py:Echo")
+        stack.send(MODEL, correlation_id="again", body=json.dumps({"gate": str(gate)}))
+        is_in_flight(1)
+        names = ["again", *(f"filler-{at}" for at in range(1, BATCH))]  # a full batch does not wait
+        stack.send_packed(MODEL, [{"correlation_id": name, "body": b"2"} for name in names])
+        is_in_flight(2)
+        gate.touch()
+        assert stack.result(MODEL, "again")["body"] == {"gate": str(gate)}
+        assert stack.result(MODEL, "again")["body"] == 2
+
+
 # --- after the first copy has its result -------------------------------------------------------------------
 
 

@@ -168,13 +168,6 @@ def test_unknown_fields_and_correlation_id_reach_the_model(shared: Stack, prefix
     assert shared.result("Echo", name)["body"] == [name, "fr", {"tenant": "acme", "traceparent": "00-4b"}]
 
 
-def test_same_correlation_id_twice_is_two_requests(shared: Stack, prefix: str) -> None:
-    model = "Echo"
-    for body in ("1", "2"):
-        shared.send(model, correlation_id=prefix, body=body)
-    assert sorted(shared.result(model, prefix)["body"] for _ in range(2)) == [1, 2]
-
-
 # --- batches
 
 

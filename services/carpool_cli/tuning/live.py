@@ -30,6 +30,7 @@ from carpool_cli.tuning.arrivals import TraceError
 
 _READ_BATCHES: Final = 64
 _SETTLED_BATCHES: Final = 64  # the latest ones, from which l(n) is derived
+_SETTLED_ENTRIES: Final = 2 * _SETTLED_BATCHES  # some tell of processes or of settings, not of a batch
 _BLOCK_MS: Final = 200
 
 
@@ -106,7 +107,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
             f"{model} binds each sequence to one of its processes, but this command is for models whose "
             "batches any process may execute"
         )
-    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED_BATCHES)
+    latest = link.call("XREVRANGE", keys.settled, "+", "-", "COUNT", _SETTLED_ENTRIES)
     settled = [decode_settled(flat) for _, flat in reversed(latest)]
     return LiveModel(
         ModelSettings.from_mapping(snapshot.registration),
@@ -117,7 +118,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
             (batch.executed, batch.compute_us + batch.overhead_us)
             for batch in settled
             if type(batch) is BatchSettled and batch.executed and batch.compute_us
-        ],
+        ][-_SETTLED_BATCHES:],
         BatcherReport.decode(link.call("GET", keys.report) or b""),
     )
 
