@@ -21,8 +21,12 @@ pytestmark = pytest.mark.chaos
 MODEL: Final = "Lengths"
 SPEC: Final = "plain.py:Lengths"
 LEASE: Final = ("--lease-ms", "300")
+LONGER_LEASE: Final = (
+    "--lease-ms",
+    "600",
+)  # than a busy machine stands still, but shorter than decoding takes
 SLOW_MAPS: Final = 400_000  # empty ones, in JSON: about 50 ms for each such body
-BODIES: Final = 16
+BODIES: Final = 24
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 def test_a_batch_that_takes_longer_to_decode_than_the_lease_is_delivered_once(stack: Stack) -> None:
     """Its lease is renewed meanwhile, so that another worker does not take it."""
     for _ in range(2):
-        stack.worker(SPEC, *LEASE)
+        stack.worker(SPEC, *LONGER_LEASE)
     stack.wait_for_model(MODEL, workers=2)
     body = json.dumps([{}] * SLOW_MAPS)
     requests = [{"correlation_id": f"slow-{number}", "body": body} for number in range(BODIES)]

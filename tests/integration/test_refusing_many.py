@@ -27,6 +27,7 @@ KEYS: Final = Keys(MODEL)
 IN_ENTRY: Final = 4096
 DETAIL: Final = "priority: must be a whole number from 0 to 9"
 TTL_MS: Final = 60_000
+PING_S: Final = 2.0  # a script without bounds took 10 s; with them they take 0.1 s on a quiet machine
 
 
 def serve(stack: Stack) -> None:
@@ -58,7 +59,7 @@ def test_colliding_correlation_ids_do_not_stop_redis(server: Path, tmp_path: Pat
             send_together(stack, ids, priority="11")
             wait_until(lambda: stack.redis.xlen(KEYS.requests) == 0, description="all are refused")
         assert stack.redis.exists(*map(KEYS.result, ids)) == len(ids)
-        assert pings.slowest_s < 0.5
+        assert pings.slowest_s < PING_S
         assert not stack.events("batcher failed, starting over")
 
 
@@ -78,7 +79,7 @@ def test_several_hundred_thousand_refusals_of_a_full_queue(server: Path, tmp_pat
         refused = stack.redis.exists(*map(KEYS.result, ids))
         assert len(ids) - 2 <= refused < len(ids)  # one waits, and one may have been dispatched
         assert stack.result(MODEL, ids[-1])["status"] == RESOURCE_EXHAUSTED
-        assert pings.slowest_s < 0.5
+        assert pings.slowest_s < PING_S
         assert not stack.events("batcher failed, starting over")
 
 
