@@ -566,7 +566,7 @@ def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]
     of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
     content_type = answer_type(run.content_type, run.extra)
     for position, (correlation_id, ticket) in enumerate(of_each, first):
-        warnings = warnings_of(run.extra or ())
+        warnings = warnings_of(run.extra, run.content_type)
         result = Result(correlation_id, status, content_type, detail=detail, warnings=warnings)
         part, change = run.sequence, None
         if part is not None:

@@ -18,6 +18,7 @@ from carpool.cluster import slot_of
 from carpool.keys import models_key
 from carpool.lifecycle import Loop
 from carpool.store.connection import Link
+from carpool.store.permissions import reason_of
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.policies import Policies
 from carpool_batcher.service import DISCOVERY_AGE_MAX_S, LOOP_SILENCE_MAX_S, STOP_S_MAX, BatcherService, Slot
@@ -88,7 +89,8 @@ class ClusterBatcher:
             return [reason for of_slot in reasons for reason in of_slot] if all(reasons) else []
         if time.monotonic() - self._discovered_s < DISCOVERY_AGE_MAX_S:
             return []
-        return [f"{self._loop.name}: {self._loop.failing}" if self._loop.failing else "starting"]
+        error = self._loop.failing
+        return [f"{self._loop.name}: {reason_of(error, 'batcher')}" if error else "starting"]
 
     def warnings(self) -> list[str]:
         """What a person should mend, although models are batched."""

@@ -245,7 +245,7 @@ class BatcherService:
         try:
             registered = self._upkeep.models() if self._slot is None else self._slot.models
         except CommandError as error:
-            self._discovery_error = str(error)
+            self._discovery_error = reason_of(error, "batcher")
             self._metrics.error(error)
             self._log.warning("model discovery failed, retrying", reason=str(error), kind=error.code)
             return
@@ -316,7 +316,7 @@ class BatcherService:
     def _fail(self, model: _Model, error: BaseException) -> None:
         """End the session of a model, and try again after a pause."""
         self._end(model)
-        model.failing = str(error) or type(error).__name__
+        model.failing = reason_of(error, "batcher")
         model.retry_at_s = time.monotonic() + model.backoff.next_s()
         self._leases_at_s = min(self._leases_at_s, model.retry_at_s)
         self._metrics.error(error)
@@ -375,7 +375,8 @@ class BatcherService:
             return failing
         if time.monotonic() - self._discovered_s < DISCOVERY_AGE_MAX_S:
             return []
-        why = self._loop.failing or self._discovery_error
+        error = self._loop.failing
+        why = self._discovery_error if error is None else reason_of(error, "batcher")
         return [f"{self._loop.name}: {why}" if why else "starting"]
 
     def warnings(self) -> list[str]:

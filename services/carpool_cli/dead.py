@@ -50,7 +50,9 @@ class DeadSettings(ConnectionSettings):
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
 
-    action: CliPositionalArg[Literal["list", "show", "replay", "drop"]] = Field(description="what to do")
+    action: CliPositionalArg[Literal["list", "show", "replay", "drop"]] = Field(
+        "list", description="what to do"
+    )
     model: CliPositionalArg[str] = Field("", description="the model's name")
     ids: CliPositionalArg[Annotated[list[str], NoDecode, BeforeValidator(_split)]] = Field(
         [], description="IDs as `carpool dead list` shows them"

@@ -16,6 +16,7 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory
 from carpool.store.removal import Removal, Removed, Use
 from carpool_cli.models import describe_unregistered
+from carpool_cli.refused import explain
 from carpool_cli.screen import count
 
 _ENTRIES: Final = {
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _forget(settings, link)
     except (LinkError, CommandError) as error:
-        return _fail(str(error))
+        return _fail(explain(error))
     finally:
         link.close()
 

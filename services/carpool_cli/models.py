@@ -49,6 +49,7 @@ class ModelsSettings(ConnectionSettings):
     dead        dead letters: requests given up because their model process or worker died repeatedly; how
                 many others were dropped, because there were too many or they grew old
     failed      requests that workers answered with errors, and what the model raised last, below the table
+    refused     requests that the batcher answered with errors, by status and reason, below the table
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -81,6 +82,7 @@ class ModelState(NamedTuple):
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     sequences: SequencesReport | None = None  # None: it has no sequences, or no batcher reports them
     failed: Mapping[str, int] = {}  # requests that workers answered with errors, by status, as it reports
+    refused: Mapping[str, int] = {}  # requests that the batcher answered with errors, by "STATUS/reason"
     last_error: str | None = None  # what the model raised last
     last_error_ms: int | None = None  # how long ago that was
     loading: bool = False  # a worker is loading it
@@ -144,7 +146,8 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     with suppress(CommandError):  # an ACL file older than this count forbids to read it
         dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
-    size = snapshot.registration.get("max_batch_size", "")
+    overrides = {} if report and report.unheeded else snapshot.config  # which the batcher rejects
+    size = {**snapshot.registration, **overrides}.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
     stepping = None
     if kind_of(snapshot.registration) is ModelKind.STEPPING:
@@ -165,6 +168,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         stepping,
         report.sequences if report else None,
         dict(report.failed) if report else {},
+        dict(report.refused) if report else {},
         report.last_error[0] if report and report.last_error else None,
         max(0, clock.now_us() - report.last_error[1]) // 1000 if report and report.last_error else None,
         _is_loading(link, keys),
@@ -206,11 +210,13 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
             )
         if state.failed:
             screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
+        if state.refused:
+            screen.print(f"\nRequests of {state.model} that the batcher refused: {_numbers(state.refused)}")
 
 
 def _failures(state: ModelState) -> str:
     """What failed since the batcher became active, and how to find out why."""
-    numbers = ", ".join(f"{number:,} {status}" for status, number in sorted(state.failed.items()))
+    numbers = _numbers(state.failed)
     if state.last_error is None or state.last_error_ms is None:
         return f"{numbers}, since the batcher became active"
     ago = duration(state.last_error_ms / 1000)
@@ -218,6 +224,10 @@ def _failures(state: ModelState) -> str:
         f"{numbers}, since the batcher became active. The last error, {ago} ago: {state.last_error}; "
         "the log of its worker says more"
     )
+
+
+def _numbers(requests: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(requests.items()))
 
 
 def _row(state: ModelState) -> tuple[str, ...]:

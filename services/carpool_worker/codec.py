@@ -17,7 +17,6 @@ import numpy as np
 
 from carpool.errors import (
     ABORTED,
-    DEADLINE_EXCEEDED,
     INTERNAL,
     INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
@@ -49,7 +48,6 @@ from carpool_worker.raising_producers import RaisingProducers
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
-EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 _OTHER_KIND: Final = (
     "the model was replaced by one that {}, and the request was dispatched before: send it again"
 )
@@ -101,7 +99,7 @@ class Codec:
             is_apart = raising is not None and raising.is_apart(run)
             if _expired(run, now_us):
                 for position in positions:
-                    execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
+                    execution.expire(position)
             elif is_whole and (stacked := self._stacked_rows(run)) is not None:
                 parts, data = stacked
                 _add(groups, (is_apart, parts), positions, data)
@@ -130,7 +128,7 @@ class Codec:
         gets its result."""
         run, index = execution.locate(position)
         if _expired(run, now_us):
-            execution.fail(position, DEADLINE_EXCEEDED, EXPIRED)
+            execution.expire(position)
         elif execution.is_given_up(position):
             execution.dead_letter(position)
         else:
@@ -428,12 +426,13 @@ def _take_values(
     """Results of requests of one run, which may have several content types."""
     content_type, wanted = run.content_type, accepted(run.extra)
     if wanted or is_value(content_type):  # the usual case: all have one
-        bodies = [_encode(wanted or content_type, value) for value in values]
+        bodies = [encode_or_error(content_type, wanted, value) for value in values]
         _take_bodies(execution, run, start, positions, bodies, wanted)
         return
     for position, value in zip(positions, values, strict=True):
         of_result = result_type(content_type, wanted, value)
-        _take_bodies(execution, run, start, [position], [_encode(of_result, value)], of_result)
+        body = encode_or_error(of_result, "", value)
+        _take_bodies(execution, run, start, [position], [body], of_result)
 
 
 def _take_bodies(
@@ -451,7 +450,8 @@ def _take_bodies(
     for position, body in zip(positions, bodies, strict=True):
         if type(body) is not bytes:
             assert isinstance(body, CarpoolError)
-            execution.error = body.detail[:ERROR_CHARS_MAX]
+            if body.status == INTERNAL:  # the model's doing
+                execution.error = body.detail[:ERROR_CHARS_MAX]
             execution.fail(position, body.status, body.detail)
         elif len(body) > RESULT_BYTES_MAX:
             execution.error = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
@@ -531,11 +531,12 @@ def _unpack(payload: Buffer) -> list[Any]:
     return values
 
 
-def _encode(content_type: str, value: Any) -> bytes | CarpoolError:
+def encode_or_error(content_type: str, wanted: str, value: Any) -> bytes | CarpoolError:
+    """A result in the content type that its request wants, or else in `content_type`; or why it cannot be."""
     if isinstance(value, Exception):
         return InternalError(f"the model's result cannot be encoded: {value}")
     try:
-        return encode_body(content_type, value)
+        return encode_body(result_type(content_type, wanted, value) if wanted else content_type, value)
     except CarpoolError as error:
         return error
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from carpool.errors import ABORTED, INTERNAL, OK
+from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
 from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
 from carpool.parts import Buffer
 from carpool.rows import Rows
@@ -21,6 +21,7 @@ from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool_worker.model_process.frames import FrameHeader
 
+EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
 
 
@@ -178,8 +179,13 @@ class Execution:
             self.batch.size,
             self.queue_us(run),
             self.compute_us,
-            warnings=warnings_of(run.extra) if run.extra else (),
+            warnings=warnings_of(run.extra, run.content_type),
         )
+
+    def expire(self, position: int) -> None:
+        """Answer a request whose deadline passed before it was executed: it was served in no batch."""
+        self.fail(position, DEADLINE_EXCEEDED, EXPIRED)
+        self.results[position] = self.results[position]._replace(batch_size=0)
 
     def succeed(
         self,
@@ -197,12 +203,12 @@ class Execution:
             ids = [ids[at] for at in indexes]
             tickets = None if tickets is None else tickets.select(indexes)
         served = (self.batch.size, self.queue_us(run), self.compute_us)
-        warnings = warnings_of(run.extra) if run.extra else ()
+        warnings = warnings_of(run.extra, run.content_type)
         self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type))
 
     def queue_us(self, run: BatchedRun) -> int:
-        """How long the requests of this run waited until they were dispatched."""
-        return max(0, self.batch.dispatched_us - run.arrival_us)
+        """How long the requests of this run waited until a model process could take them."""
+        return max(0, self.batch.dispatched_us - run.arrival_us) + self.waited_us
 
     @property
     def result_bytes(self) -> int:

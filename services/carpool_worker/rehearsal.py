@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool.errors import OK, CarpoolError, InternalError
+from carpool.errors import OK, CarpoolError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
 from carpool.model_settings import ModelKind
 from carpool.wire.bodies import encode_body, result_type
@@ -124,7 +124,7 @@ def _take(execution: Execution, advance: Advance) -> None:
         try:
             content_type = result_type(run.content_type, accepted(run.extra), value)
             body = encode_body(content_type, value)
-        except InternalError as error:
+        except CarpoolError as error:
             execution.fail(advance.key, error.status, error.detail)
         else:
             execution.results[advance.key] = Result(str(advance.key), OK, content_type, body)

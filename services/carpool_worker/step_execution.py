@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from carpool.errors import CANCELLED, INTERNAL, OK, InternalError
+from carpool.errors import CANCELLED, INTERNAL, OK, CarpoolError, InternalError
 from carpool.messages import Chunk, Result, Streamed
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body, result_type
@@ -205,7 +205,7 @@ class StepExecution:
             (value,) = frames.unpack_values(output)
             content_type = result_type(run.content_type, self._wanted, value)
             body = _encode(content_type, value)
-        except InternalError as error:
+        except CarpoolError as error:
             self.end(error.status, error.detail)
             return
         self.result = Result(
@@ -217,7 +217,7 @@ class StepExecution:
             size,
             self.execution.queue_us(run),
             self.execution.compute_us,
-            warnings=warnings_of(run.extra or ()),
+            warnings=warnings_of(run.extra, run.content_type),
         )
 
     # --- Redis ---------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class StepExecution:
         if is_writable and self._emitted:
             try:
                 chunks = self._chunks(is_behind=self.reader.unread >= stream_buffer)
-            except InternalError as error:  # what was emitted cannot be written in this content type
+            except CarpoolError as error:  # what was emitted cannot be written in this content type
                 self._forget_emitted()
                 self.end(error.status, error.detail)
             self._writing = len(self._emitted)

@@ -57,6 +57,7 @@ from carpool_worker.retirement import LastSuccess
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
 
+_DEFAULTS: Final = ModelSettings().as_text()
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -148,7 +149,7 @@ class Worker:
             processes=len(self._replicas),
             devices=",".join(process.device for process in self._processes),
             load_s=round(time.monotonic() - started_s, 2),
-            **self._registration,
+            **{name: text for name, text in self._registration.items() if text != _DEFAULTS.get(name)},
         )
 
     def _wait_for_redis(self, stop: threading.Event) -> bool:
@@ -269,7 +270,9 @@ class Worker:
             return ["draining"]
         if self._waiting_for:
             return [self._waiting_for]
-        reasons = [f"{loop.name}: {loop.failing}" for loop in self._loops() if loop.failing]
+        reasons = [
+            f"{loop.name}: {reason_of(error, 'worker')}" for loop in self._loops() if (error := loop.failing)
+        ]
         for replica in self._replicas:
             if not replica.process.alive:
                 reasons.append(f"{replica.consumer}: its model process ended")

@@ -190,7 +190,7 @@ class Loop:
 
     An exception of `run_once` goes to `on_error`, and the loop continues: if its thread ended, the process
     would look alive and do nothing. It pauses after an error (`Backoff`). `failing` is the error of the last
-    call; None if it succeeded.
+    call, without its traceback; None if it succeeded.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._last_call_s = time.monotonic()
         self.name = name
-        self.failing: str | None = None
+        self.failing: BaseException | None = None
 
     def start(self) -> None:
         """Start the thread; may be called once. After `stop`, it ends without a call of `run_once`."""
@@ -236,8 +236,8 @@ class Loop:
                 pause_s, self.failing = 0.0, None
             except (Exception, SystemExit) as error:
                 pause_s = backoff.next_s()
-                self.failing = str(error) or type(error).__name__
                 self._report(error)
+                self.failing = error.with_traceback(None)  # whose frames would be kept
             self._last_call_s = time.monotonic()
 
     def _report(self, error: Exception | SystemExit) -> None:

@@ -36,9 +36,9 @@ from carpool.wire.batches import decode_settled, encode_batch
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker import committer as committing
 from carpool_worker.batch_log import BatchLog
-from carpool_worker.codec import EXPIRED, Codec
+from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
-from carpool_worker.execution import Execution
+from carpool_worker.execution import EXPIRED, Execution
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle

@@ -12,10 +12,15 @@ from carpool.wire.tensors import TensorSpec
 
 # For ready-made models. Any other model that declares no tensors gets a text.
 _BODIES: Final = {"square": 7, "docsearch": "how do I read a zip file", "writer": "Return the"}
-_TEXT: Final = "hello"
+TEXT: Final = "hello"
 _VARIABLE_SIZE: Final = 2  # for a dimension of any size; more than 1, to show that it is one
 _WRITTEN_NUMBERS_MAX: Final = 32  # more are made by a Python expression
 _JSON_NUMBERS_MAX: Final = MAX_JSON_ITEMS // 2  # more cannot be sent as JSON
+
+
+def is_known(model: str, inputs: Sequence[TensorSpec]) -> bool:
+    """Whether the example is a body that the model takes. Otherwise it is only a text, in its place."""
+    return bool(inputs) or model in _BODIES
 
 
 class Example(NamedTuple):
@@ -35,7 +40,7 @@ class Example(NamedTuple):
 def example(model: str, inputs: Sequence[TensorSpec]) -> Example:
     """The example for a model with these input tensors."""
     if not inputs:
-        text = json.dumps(_BODIES.get(model, _TEXT))
+        text = json.dumps(_BODIES.get(model, TEXT))
         return Example(text, "", text)
     specs = [_sized(spec) for spec in inputs]
     value = _body(specs, [_array(spec) for spec in specs])
@@ -73,7 +78,7 @@ def _nested_lists(zero: Any, shape: Sequence[int]) -> Any:
 
 
 def _zero(datatype: str) -> Any:
-    return {"BYTES": _TEXT, "BOOL": False}.get(datatype, 0)
+    return {"BYTES": TEXT, "BOOL": False}.get(datatype, 0)
 
 
 def _tensor_object(spec: TensorSpec) -> str:

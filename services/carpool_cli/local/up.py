@@ -34,6 +34,7 @@ from carpool.store.connection import CommandError
 from carpool_batcher.policies import load_policies
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError
+from carpool_cli.local.example import TEXT, is_known
 from carpool_cli.local.supervisor import (
     POLL_S,
     ServiceEndedError,
@@ -225,6 +226,8 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
             worker.kind,
         ):
             screen.print(f"  {line}")
+        if not is_known(worker.model, worker.inputs):
+            screen.print(f'  (In place of "{TEXT}", send what {worker.model} takes.)')
         screen.print()
     screen.print("Press Ctrl-C to stop everything.")
 

@@ -502,7 +502,7 @@ def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
         return
     run = refusal.run
     tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
-    warnings = refusal.warnings if run is None else warnings_of(run.extra or ())
+    warnings = refusal.warnings if run is None else warnings_of(run.extra, run.content_type)
     content_type = refusal.content_type if run is None else answer_type(run.content_type, run.extra)
     for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
         result = Result(

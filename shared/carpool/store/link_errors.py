@@ -77,8 +77,8 @@ _REMEDIES: Final = (
     (
         "",
         "invalid username-password|invalid password|WRONGPASS",
-        "the user name or the password is wrong: see CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE, or "
-        "the URL",
+        "the user name or the password is wrong, or one of them is missing: see CARPOOL_REDIS_USER and "
+        "CARPOOL_REDIS_PASSWORD_FILE, or the URL",
     ),
     ("", "'select'", "`carpool acl` allows database 0 only: give each installation its own prefix instead"),
 )  # fmt: skip

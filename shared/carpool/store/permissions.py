@@ -12,4 +12,4 @@ def reason_of(error: BaseException, role: str) -> str:
             f"{error}: a {role} needs the role {role} (CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE), "
             "with the rules that this version's `carpool acl` writes"
         )
-    return str(error)
+    return str(error) or type(error).__name__

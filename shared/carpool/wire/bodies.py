@@ -18,8 +18,8 @@ import msgpack
 import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
-from carpool.messages import JSON
-from carpool.wire.content_types import is_value
+from carpool.messages import JSON, MSGPACK
+from carpool.wire.content_types import ACCEPT, is_value
 from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map
 
 MAX_DEPTH: Final = 64
@@ -195,10 +195,26 @@ def _why(error: Exception) -> str:
 
 def result_type(content_type: str, wanted: str, value: Any) -> str:
     """The content type of a result: the one that is wanted, or else that of the request. Where that is bytes,
-    and the result is not, it is JSON: an image has a label."""
+    and the result is not, it is JSON: an image has a label. Raises InvalidArgumentError if the result cannot
+    have the one that is wanted, for which the model is not to blame."""
     if wanted:
+        _check_wanted(wanted, value)
         return wanted
     return content_type if is_value(content_type) or isinstance(value, _AS_BYTES) else JSON
+
+
+def _check_wanted(wanted: str, value: Any) -> None:
+    kind = type(value).__name__
+    if not is_value(wanted) and not isinstance(value, _AS_BYTES):
+        raise InvalidArgumentError(
+            f"{ACCEPT}: {wanted} is bytes, but this model's result is a {kind}: "
+            f"leave {ACCEPT} out, or name {JSON} or {MSGPACK}"
+        )
+    if wanted == JSON and isinstance(value, bytes | bytearray | memoryview):
+        raise InvalidArgumentError(
+            f"{ACCEPT}: {JSON} cannot hold bytes, but this model's result is {kind}: name the type of these "
+            f"bytes, or {MSGPACK}"
+        )
 
 
 def _json_default(value: Any) -> Any:

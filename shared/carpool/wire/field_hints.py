@@ -1,16 +1,19 @@
-"""Fields of a request that look like misspelt ones of the protocol, and the sentence that its result has.
+"""Fields and content types of a request that look misspelt, and the sentences that its result has about them.
 
-Only requests with fields that Carpool does not define are looked at, and each name only once.
+Only requests with fields that Carpool does not define, or with bytes as a body, are looked at, and each name only
+once.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Final
 
+from carpool.messages import CONTENT_TYPES
+from carpool.wire.content_types import ACCEPT, accepted
 from carpool.wire.request_fields import (
     COLUMN_FIELDS,
     PASSED_ON_FIELDS,
@@ -22,6 +25,7 @@ NAMES_LOOKED_AT_MAX: Final = 8  # of a request
 _NAME_CHARS_MAX: Final = 40
 _LENGTHS_DIFFER_MAX: Final = 2
 _SIMILARITY_MIN: Final = 0.86  # a letter that is wrong, missing or transposed is above this
+_SUBTYPE_SIMILARITY_MIN: Final = 0.75  # "messagepack" is above this, and "ld+json" below
 
 
 def _normalised(name: str) -> str:
@@ -33,9 +37,25 @@ _KNOWN: Final = {
     _normalised(name): name
     for name in sorted(PRODUCER_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | PASSED_ON_FIELDS)
 }
+# Names that other queues and RPC systems have for a field.
+_ELSEWHERE: Final = dict.fromkeys(
+    ("deadline", "deadlinems", "timeout", "timeoutms", "ttl", "ttlms", "expires"), "expiration"
+)
+_SUBTYPES: Final = {known.partition("/")[2]: known for known in CONTENT_TYPES}
 
 
-def warnings_of(names: Iterable[str]) -> tuple[str, ...]:
+def warnings_of(extra: Mapping[str, bytes] | None, content_type: str) -> tuple[str, ...]:
+    """The warnings about a request with these fields for its model."""
+    if not extra:
+        return () if content_type in CONTENT_TYPES else tuple(_type_hints("content_type", content_type))
+    return (
+        *field_warnings(extra),
+        *_type_hints("content_type", content_type),
+        *_type_hints(ACCEPT, accepted(extra)),
+    )
+
+
+def field_warnings(names: Iterable[str]) -> tuple[str, ...]:
     """A sentence for each of these names that is not one of the protocol's, but looks like one."""
     hints = (
         f"{name!r} is not a field that Carpool knows: did you mean {meant!r}?"
@@ -45,12 +65,20 @@ def warnings_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(hints)
 
 
+def _type_hints(field: str, content_type: str) -> Iterator[str]:
+    """A sentence, if this is no type whose bodies are decoded, but looks like one."""
+    if content_type not in CONTENT_TYPES and (meant := meant_type(content_type)):
+        yield f"{field} {content_type!r} means plain bytes to Carpool: did you mean {meant!r}?"
+
+
 @lru_cache(maxsize=1024)
 def meant_field(name: str) -> str:
     """The field of the protocol that was probably meant by another name; empty if there is none."""
     if len(name) > _NAME_CHARS_MAX:
         return ""
     written = _normalised(name)
+    if written in _ELSEWHERE:
+        return _ELSEWHERE[written]
     similar = [
         known
         for known in _KNOWN
@@ -58,3 +86,18 @@ def meant_field(name: str) -> str:
     ]
     closest = difflib.get_close_matches(written, similar, n=1, cutoff=_SIMILARITY_MIN)
     return _KNOWN[closest[0]] if closest else ""
+
+
+@lru_cache(maxsize=256)
+def meant_type(content_type: str) -> str:
+    """The content type that was probably meant by another one; empty if there is none."""
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    name = subtype.removeprefix("x-").removeprefix("vnd.")
+    if kind not in ("application", "text"):
+        return ""
+    for known, meant in _SUBTYPES.items():
+        is_longer = name.startswith(known) and name != known  # jsonl and json-seq are types of their own
+        similarity = difflib.SequenceMatcher(None, name, known).ratio()
+        if similarity >= _SUBTYPE_SIMILARITY_MIN and not is_longer:
+            return meant
+    return ""

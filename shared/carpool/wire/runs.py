@@ -15,7 +15,7 @@ from carpool.keys import CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
 from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
-from carpool.wire.field_hints import meant_field, warnings_of
+from carpool.wire.field_hints import field_warnings, meant_field
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     MAX_COST,
@@ -224,7 +224,9 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
         error.detail,
         body_names=_stored_names_in(raw),
         breaks=read_valid_sequence(raw),
-        warnings=() if raw.keys() <= CARPOOL_FIELDS else warnings_of(map(str, raw.keys() - CARPOOL_FIELDS)),
+        warnings=()
+        if raw.keys() <= CARPOOL_FIELDS
+        else field_warnings(map(str, raw.keys() - CARPOOL_FIELDS)),
     )
 
 
