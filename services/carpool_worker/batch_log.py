@@ -52,14 +52,15 @@ class BatchLog:
         compute_us: int,
         dead: int,
         error: str = "",
+        waited_us: int = 0,
     ) -> None:
         """`replica` committed a batch. `statuses` counts its results by status, `dead` its dead letters.
-        `error`: what failed last in it.
+        `error`: what failed last in it. `waited_us`: for how long it waited for a model process.
 
-        The queue delay of a batch is that of its oldest request.
+        The queue delay of a batch is that of its oldest request, with that wait.
         """
         oldest_us = min((run.arrival_us for run in batch.runs), default=batch.dispatched_us)
-        queue_us = max(0, batch.dispatched_us - oldest_us)
+        queue_us = max(0, batch.dispatched_us - oldest_us) + waited_us
         size = batch.size
         with self._lock:
             totals = self._totals

@@ -54,6 +54,7 @@ class Committer:
             execution.compute_us,
             len(execution.dead_letters),
             execution.error,
+            execution.waited_us,
         )
         if execution.dead_letters:
             self.bound_dead_letters()

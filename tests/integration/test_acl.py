@@ -33,6 +33,7 @@ from conftest import SERVERS, name_of
 from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
 from support.models.stateful import folded
 from support.stack import RESULT_S, Stack, envelope
+from support.status import get
 from support.waiting import wait_until
 
 MODELS: Final = ("square", "plain.py:Echo", "plain.py:Single", "faulty.py:Faulty", "stateful.py:Folding")
@@ -420,6 +421,9 @@ def test_command_line_reports_missing_permissions(secured: Secured) -> None:
     assert refused.returncode == 1
     assert "PERMISSION_DENIED: NOPERM" in refused.stderr
     assert "operator" in refused.stderr
+    kept = carpool(secured, "producer", "forget", "square")
+    assert kept.returncode == 1
+    assert "PERMISSION_DENIED: NOPERM" in kept.stderr and "operator" in kept.stderr
     unsent = carpool(secured, "metrics", "infer", "square", "9")
     assert unsent.returncode == 1
     assert "PERMISSION_DENIED: " in unsent.stderr
@@ -449,8 +453,12 @@ def test_service_with_the_role_of_a_producer_says_so(
     assert worker.terminate() == 0
     with monkeypatch.context() as patch:
         patch.setattr(stack, "environment", {"batcher": secured.environment("producer")})
-        batcher = stack.batcher(ready=False)
+        batcher = stack.batcher("--http-port", "0", ready=False)
     assert "a batcher needs the role batcher" in batcher.wait_for("batcher failed, starting over")["reason"]
+    wait_until(
+        lambda: "a batcher needs the role batcher" in get(batcher, "/readyz")[1],
+        description="the probe says so, too",
+    )
     assert batcher.terminate() == 0
     assert "Traceback" not in worker.log.read_text() + batcher.log.read_text()
 

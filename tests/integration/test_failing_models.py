@@ -55,6 +55,16 @@ def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
     assert len(logged) < FAILED // 4, "a traceback in ten seconds, not one for each request"
 
 
+def test_what_batchers_refuse_and_overrides_are_in_models(stack: Stack) -> None:
+    stack.serve("plain.py:Echo")
+    stack.configure("Echo", max_batch_size="5")
+    assert stack.result("Echo", stack.send("Echo", body="1", priority="11"))["status"] == "INVALID_ARGUMENT"
+    state = wait_for_state(stack, "Echo", lambda state: state["refused"])
+    assert state["refused"] == {"INVALID_ARGUMENT/input": 1}
+    assert state["max_batch_size"] == 5
+    assert "Requests of Echo that the batcher refused: 1 INVALID_ARGUMENT/input" in carpool(stack, "models")
+
+
 def test_result_that_cannot_be_written_is_seen(stack: Stack) -> None:
     stack.serve("plain.py:Echo")
     with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from carpool.keys import Keys
 from carpool_cli.__main__ import main
 from support.models.metered import LOAD_GATE
 from support.stack import Service, Stack
+from support.status import get
 from support.waiting import wait_until
 
 MODEL: Final = "Metered"
@@ -34,17 +34,6 @@ GAUGES: Final = (
 )
 
 Page = list[Sample]
-
-
-def get(service: Service, path: str) -> tuple[int, str]:
-    """HTTP status and body."""
-    connection = http.client.HTTPConnection(service.status_url.removeprefix("http://"), timeout=10)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode().strip()
-    finally:
-        connection.close()
 
 
 def scrape(service: Service) -> Page:

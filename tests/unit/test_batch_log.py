@@ -46,7 +46,7 @@ def batch(number: int, size: int, reason: str, queue_us: int) -> Batch:
 
 def commit_two(log: BatchLog) -> None:
     log.committed("w/0", batch(1, 3, "full", 4000), {"OK": 2, "INTERNAL": 1}, 1500, 0)
-    log.committed("w/1", batch(2, 1, "idle", 2000), {"OK": 1}, 500, 1)
+    log.committed("w/1", batch(2, 1, "idle", 1500), {"OK": 1}, 500, 1, waited_us=500)
 
 
 def test_summary_has_the_totals_since_the_last(lines: Lines) -> None:

@@ -83,6 +83,15 @@ def test_result_contains_batch_size_queue_and_compute_time() -> None:
         assert (result.batch_size, result.queue_us, result.compute_us) == (2, 3000, 1234)
 
 
+def test_waiting_for_a_model_process_is_waiting() -> None:
+    codec = codec_of()
+    execution = prepared(codec, request_of(1))
+    execution.ready_us = NOW_US
+    execution.start_at(NOW_US + 500)
+    finish(codec, execution, echo)
+    assert execution.results[0].queue_us == 3500
+
+
 def test_compute_time_accumulates_over_the_frames_of_an_execution() -> None:
     codec = codec_of(ANY)
     execution = prepared(codec, request_of([1]), request_of([1, 2]))
@@ -641,7 +650,7 @@ def test_expired_request_is_not_executed() -> None:
             execution.results[position].detail
             == "expired: a worker received its batch after the request's deadline"
         )
-    assert execution.results[0].batch_size == 4 and execution.results[0].queue_us == 3000
+    assert (execution.results[0].batch_size, execution.results[0].queue_us) == (0, 3000)
 
 
 def test_request_answered_before_is_not_executed_again() -> None:

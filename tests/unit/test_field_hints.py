@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT
-from carpool.messages import Refusal, Run, Withdrawal
+from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Refusal, Run, Withdrawal
 from carpool.model_settings import ModelSettings
-from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX, meant_field, warnings_of
+from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX, field_warnings, meant_field, meant_type, warnings_of
 from carpool.wire.request_fields import CARPOOL_FIELDS, PASSED_ON_FIELDS
 from carpool.wire.requests import decode_entry
 
@@ -35,11 +35,14 @@ def decoded(settings: ModelSettings, **fields: str) -> object:
         ("tennant", "tenant"),
         ("Withdraw", "withdraw"),
         ("rowhead", "row_head"),
+        ("deadline", "expiration"),
+        ("timeout_ms", "expiration"),
+        ("ttl", "expiration"),
     ],
 )
 def test_misspelt_field_is_recognised(written: str, meant: str) -> None:
     assert meant_field(written) == meant
-    (warning,) = warnings_of([written])
+    (warning,) = field_warnings([written])
     assert f"did you mean {meant!r}?" in warning
 
 
@@ -52,11 +55,54 @@ def test_other_field_is_not_taken_for_a_misspelt_one(name: str) -> None:
 
 
 def test_fields_of_the_protocol_have_no_warning() -> None:
-    assert warnings_of(sorted(PASSED_ON_FIELDS)) == ()
+    assert field_warnings(sorted(PASSED_ON_FIELDS)) == ()
 
 
 def test_only_some_names_are_looked_at() -> None:
-    assert len(warnings_of([f"priorit{number}" for number in range(64)])) == NAMES_LOOKED_AT_MAX
+    assert len(field_warnings([f"priorit{number}" for number in range(64)])) == NAMES_LOOKED_AT_MAX
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("application/jsn", JSON),
+        ("text/json", JSON),
+        ("application/x-json; charset=utf-8", JSON),
+        ("application/x-msgpack", MSGPACK),
+        ("application/vnd.msgpack", MSGPACK),
+        ("application/messagepack", MSGPACK),
+        ("application/octetstream", RAW),
+    ],
+)
+def test_misspelt_content_type_is_recognised(written: str, meant: str) -> None:
+    assert meant_type(written) == meant
+    for extra, content_type, field in (
+        (None, written, "content_type"),
+        ({"user": b"x"}, written, "content_type"),
+        ({"accept": written.encode()}, JSON, "accept"),
+    ):
+        (warning,) = warnings_of(extra, content_type)
+        assert warning == f"{field} {written!r} means plain bytes to Carpool: did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "image/png",
+        "text/plain",
+        "application/jsonl",
+        "application/json-seq",
+        "application/ld+json",
+        "audio/wav",
+    ],
+)
+def test_other_content_type_is_not_taken_for_a_misspelt_one(content_type: str) -> None:
+    assert warnings_of({"accept": content_type.encode()}, content_type) == ()
+
+
+def test_content_types_that_are_known_have_no_warning() -> None:
+    for content_type in CONTENT_TYPES:
+        assert warnings_of({"accept": content_type.encode()}, content_type) == ()
 
 
 def test_unknown_fields_are_passed_on_or_refused() -> None:

@@ -1,7 +1,7 @@
 """Fields and content types of a request that look misspelt, and the sentences that its result has about them.
 
-Only requests with fields that Carpool does not define, or with bytes as a body, are looked at, and each name only
-once.
+Only requests with fields that Carpool does not define, or whose body is not decoded, are looked at, and each
+name only once.
 """
 
 from __future__ import annotations
