@@ -467,6 +467,7 @@ def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> Non
                 "  Start again with --policies theirs.py:Pairs, or remove it: "
                 "carpool config Declaring policy=\n"
             ) in started.text()
+            assert '(In place of "hello", send what Declaring takes.)' in started.text()
 
 
 def test_stop_does_not_wait_for_a_loading_model(tmp_path: Path) -> None:
@@ -485,6 +486,7 @@ def test_given_redis_is_used_and_not_stopped(tmp_path: Path, source: str) -> Non
         more = {} if source.startswith("--") else {source: server.url}
         with up(tmp_path, *arguments, more=more) as started:
             assert f"Using Redis at {server.url}, from {source}." in started.text()
+            assert "In place of" not in started.text()
             assert not [pid for pid in children(started.process.pid) if "redis-server" in command_line(pid)]
             assert carpool("infer", "square", "7", "--redis-url", server.url).stdout == "49\n"
             assert started.end() == 0
