@@ -41,9 +41,9 @@ def letters(bare: Stack) -> Iterator[DeadLetters]:
 
 
 def write(stack: Stack, *sizes: int, at_ms: int | None = None) -> None:
-    for size in sizes:
+    for number, size in enumerate(sizes, start=1):
         fields = {"correlation_id": "r", "body": b"x" * size, "reason": "x", "attempts": 2, "entry_id": "1-1"}
-        stack.redis.xadd(KEYS.dead, fields, id="*" if at_ms is None else f"{at_ms}-*")
+        stack.redis.xadd(KEYS.dead, fields, id="*" if at_ms is None else f"{at_ms}-{number}")
 
 
 def sizes(stack: Stack) -> list[int]:

@@ -714,8 +714,8 @@ def test_a_model_that_does_not_load_in_time_is_given_up(models: Path) -> None:
         process.start()
     assert not process.alive
     # And likewise when a process is replaced, while its replica does other things
-    process.spawn()
     stopwatch = Stopwatch()
+    process.spawn()
     with pytest.raises(ModelLoadError, match=r"not loaded within 0\.5 s"):
         while stopwatch.passed_s < 10:
             process.check_loading()
