@@ -25,6 +25,7 @@ from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.core.withdrawals import PAUSE_US
@@ -155,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: dict[str, list[Item]] = {}
         self.answered: set[Item] = set()
         self.polled = False  # no event since the last poll, and no time passed
+        self.in_poll = False  # a poll is being checked, or its check failed
         self.number = 0
         self.turnaround_us_max = 0
         self.processes_max = 0
@@ -162,7 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self._check_that_all_requests_settle()
+            if not self.in_poll:  # or a poll failed, and what follows would hide why
+                self._check_that_all_requests_settle()
         finally:
             self.limit.stop()
 
@@ -314,6 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position, r in enumerate(batch)
             if r in self._past_deadline(batch) and r not in self.answered
         }
+        self.in_poll = True
         decisions = self.scheduler.poll(self.now_us)
 
         refusals = [decision for decision in decisions if isinstance(decision, Refusal)]
@@ -335,7 +339,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for are_refusals, group in groupby(decisions, key=lambda decision: isinstance(decision, Refusal)):
             if are_refusals:
                 refused = [r for r in group if isinstance(r, Refusal) and r.reason != "waiting"]
-                self._check_failed(refused) if self.custom else self._check_early(refused)
+                taken = len(self.in_flight) + len(dispatches)
+                self._check_failed(refused) if self.custom else self._check_early(refused, taken)
                 continue
             for dispatch in (decision for decision in group if isinstance(decision, Dispatch)):
                 self._check_dispatch(dispatch, reserved=len(dispatches))
@@ -347,6 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.polled and not self.withdrawals:
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
+        self.in_poll = False
 
     # --- invariants --------------------------------------------------------------------------------------
 
@@ -419,7 +425,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert free_at_us == self.now_us
         else:
             capacity = self.scheduler.capacity
-            free_us = {settles_us - capacity.round_trip_us for settles_us, _ in capacity._executing}
+            free_us = {settles_us - capacity.lead_us for settles_us, _ in capacity._executing}
             assert free_at_us is None or free_at_us in free_us
         if free_at_us is not None:
             times_us += [max(free_at_us, self._ready_at_us(lane)) for lane in LANES if self._in_lane(lane)]
@@ -623,32 +629,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
         return deferred and self._earliest_due_us(lane) < NEVER_US
 
-    def _settles_us(self, lane: str, size: int) -> int:
+    def _takes_us(self, lane: str, size: int, ways_us: int | None = None) -> int:
+        """How long a batch takes at most until its results arrive."""
         capacity = self.scheduler.capacity
-        return self.now_us + capacity.ways_at_most_us + capacity.times_of(lane).at_most(size)
+        ways_us = capacity.ways_at_most_us if ways_us is None else ways_us
+        return ways_us + capacity.times_of(lane).at_most(size)
+
+    def _starts_us(self, taken: int) -> int:
+        """A batch that is dispatched now settles as if it were dispatched at this time."""
+        capacity, processes = self.scheduler.capacity, self.scheduler.model_processes
+        executing = capacity._executing[taken - processes :] if taken >= processes else []
+        return max(self.now_us, executing[0][0] - capacity.round_trip_us) if executing else self.now_us
 
     def _latest_start_us(self, lane: str) -> int:
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
-        return self._earliest_due_us(lane) - (self._settles_us(lane, more) - self.now_us)
+        return self._earliest_due_us(lane) - self._takes_us(lane, more)
 
     def _strict_deadline_us(self, request: Item) -> int:
         deadline_us = request.deadline_us
         is_soft = request in self.delayed or self.scheduler.settings.delays_expired(request.priority)
         return NEVER_US if deadline_us is None or is_soft else deadline_us
 
-    def _check_early(self, refusals: list[Refusal]) -> None:
+    def _check_early(self, refusals: list[Refusal], taken: int) -> None:
         """A refused request cannot be in time, or not all of its lane can, as one batch dispatched now."""
-        settings = self.scheduler.settings
+        settings, starts_us = self.scheduler.settings, self._starts_us(taken)
         refused = self._items_of_refusals(refusals)
         assert settings.policy == "deferred" or not refused
         assert {refusal.reason for refusal in refusals} <= {"early"}
         assert all(self._strict_deadline_us(r) < NEVER_US for r in refused)
-        possible = [r for r in refused if self._is_possible(r)]
+        possible = [r for r in refused if self._is_possible(r, starts_us)]
         for lane in {r.lane for r in possible}:
-            others = [r for r in self._in_lane(lane) if self._is_possible(r)]
+            others = [r for r in self._in_lane(lane) if self._is_possible(r, starts_us)]
             size = len(others)
             earliest_us = min(map(self._strict_deadline_us, others))
-            assert size > settings.max_batch_size or self._settles_us(lane, size) > earliest_us
+            assert size > settings.max_batch_size or starts_us + self._takes_us(lane, size) > earliest_us
             assert len([r for r in possible if r.lane == lane]) < size, "no other request gains by it"
         self._remove_refused(refusals, expected=self.waiting.keys() & set(refused))
 
@@ -659,9 +673,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(raises(r.name) for r in failed)
         self._remove_refused(refusals, expected=self.waiting.keys() & set(failed))
 
-    def _is_possible(self, request: Item) -> bool:
-        """Whether a request is in time as a batch of one, dispatched now."""
-        return self._settles_us(request.lane, 1) <= self._strict_deadline_us(request)
+    def _is_possible(self, request: Item, starts_us: int) -> bool:
+        """Whether a request is in time as a batch of one, though its ways take long."""
+        return starts_us + self._takes_us(request.lane, 1) <= self._strict_deadline_us(request)
 
     def _delay(self, delayed: set[Item], decisions: Sequence[Decision]) -> None:
         """These requests expired, and are behind all others. Their order among each other is not checked."""
@@ -734,7 +748,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             settings.max_batch_cost is not None and sum(r.cost for r in batch) > settings.max_batch_cost
         )
 
-    def _check_requests(self, dispatch: Dispatch) -> None:
+    def _check_requests(self, dispatch: Dispatch, taken: int) -> None:
         """From the front of one lane, rank by rank and each tenant in order; as many as fit."""
         batch, settings = self._items_of(dispatch.runs), self.scheduler.settings
         assert (
@@ -758,18 +772,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(raises(r.name) for r in batch)
         assert len(batch) <= size and (len(batch) == 1 or not self._over(batch))
         if self._is_deferred(dispatch.lane) and not self.custom:
-            settles_us = self._settles_us(dispatch.lane, len(batch))
-            in_time = all(settles_us <= self._strict_deadline_us(r) for r in batch)
-            assert in_time or self._is_trial(dispatch)
+            assert self._is_in_time(batch, taken) or self._is_trial(dispatch.lane, size, taken)
         elif rest and len(batch) < size:
             first = {r.tenant: r for r in reversed(rest) if self._rank_of(r) == self._rank_of(rest[0])}
             assert any(self._over([*batch, r]) for r in first.values())
 
-    def _is_trial(self, dispatch: Dispatch) -> bool:
-        """No request of the lane can be in time, so that without a trial nothing would be learned."""
-        lane = dispatch.lane
-        soonest_us = self._settles_us(lane, 1)
-        none_in_time = all(self._strict_deadline_us(r) < soonest_us for r in self._in_lane(lane))
+    def _is_in_time(self, batch: list[Item], taken: int) -> bool:
+        """Whether all of a batch are in time: if its ways take long, or if then none would be, as usual."""
+        capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
+        is_possible = any(self._is_possible(r, starts_us) for r in batch)
+        ways_us = capacity.ways_at_most_us if is_possible else capacity.usual_ways_us
+        arrives_us = starts_us + self._takes_us(lane, len(batch), ways_us)
+        return all(arrives_us <= self._strict_deadline_us(r) for r in batch)
+
+    def _is_trial(self, lane: str, size: int, taken: int) -> bool:
+        """None that a plan considers can be in time, so that without a trial nothing would be learned."""
+        queue, starts_us = self._in_lane(lane), self._starts_us(taken)
+        impossible = sum(not self._is_possible(r, starts_us) for r in queue)
+        none_in_time = impossible >= min(len(queue), PLANNED_BATCHES_MAX * size)
         return none_in_time and all(batch[0].lane != lane for batch in self.in_flight.values())
 
     def _check_dispatch(self, dispatch: Dispatch, reserved: int) -> None:
@@ -782,7 +802,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for r in self._items_of([run]):
                 deadline_us = self._strict_deadline_us(r)
                 assert dispatch.deadline_us(run) == (None if deadline_us == NEVER_US else deadline_us)
-        self._check_requests(dispatch)
+        self._check_requests(dispatch, taken)
         # The reason is the first that applies.
         queue = self._in_lane(lane)
         lead_us_max = 1.5 * self.turnaround_us_max + 2000
@@ -822,7 +842,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         settles_us, batch_id = executing[0]
         # A batch that takes longer than expected may take any time.
         latest_us = settles_us + capacity._tolerance_us(batch_id)
-        return settles_us - capacity.round_trip_us <= self.now_us <= latest_us
+        return settles_us - capacity.lead_us <= self.now_us <= latest_us
 
     def _can_dispatch(self, lane: str, taken: int) -> bool:
         if not self._in_lane(lane) or not self._has_capacity(lane, taken):
