@@ -517,8 +517,8 @@ class ModelBatcher:
             return
         if settings.policy != scheduler.settings.policy:
             scheduler.custom_policy = self._settings.custom_policy
-        scheduler.settings = settings
-        self._log.info("settings changed", **{**snapshot.registration, **snapshot.config})
+        before, scheduler.settings = scheduler.settings, settings
+        self._log.info("settings changed", **before.changes_to(settings))
 
     def report(self) -> str:
         """The report for observers, to be published now."""

@@ -14,6 +14,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from carpool.clock import RedisClock
+from carpool.errors import CANCELLED
 from carpool.keys import Keys
 from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
@@ -168,7 +169,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         stepping,
         report.sequences if report else None,
         dict(report.failed) if report else {},
-        dict(report.refused) if report else {},
+        _refused_only(report.refused) if report else {},
         report.last_error[0] if report and report.last_error else None,
         max(0, clock.now_us() - report.last_error[1]) // 1000 if report and report.last_error else None,
         _is_loading(link, keys),
@@ -212,6 +213,11 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
             screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
         if state.refused:
             screen.print(f"\nRequests of {state.model} that the batcher refused: {_numbers(state.refused)}")
+
+
+def _refused_only(answered: Mapping[str, int]) -> dict[str, int]:
+    """What batchers answered themselves, without what producers withdrew."""
+    return {of: number for of, number in answered.items() if not of.startswith(f"{CANCELLED}/")}
 
 
 def _failures(state: ModelState) -> str:

@@ -452,6 +452,11 @@ class ModelSettings:
         """Every setting as text, from which `from_mapping` makes equal settings."""
         return {spec.name: spec.metadata["kind"].show(getattr(self, spec.name)) for spec in fields(self)}
 
+    def changes_to(self, other: ModelSettings) -> dict[str, str]:
+        """The settings of `other` that differ from these, as text."""
+        before = self.as_text()
+        return {name: text for name, text in other.as_text().items() if text != before[name]}
+
 
 _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_prefill_cost": (ModelKind.STEPPING,),

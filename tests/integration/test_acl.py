@@ -366,7 +366,8 @@ def test_admin_overrides_settings(no_denials: Secured) -> None:
     assert no_denials.stack.redis.hgetall(key) == {b"max_queue_size": b"77"}
 
     def followed() -> bool:
-        return any(event["max_queue_size"] == "77" for event in no_denials.stack.events("settings changed"))
+        changes = no_denials.stack.events("settings changed")
+        return any(change.get("max_queue_size") == "77" for change in changes)
 
     wait_until(followed, description="the batcher, which may read it, follows")
     assert carpool(no_denials, "admin", "config", "square", "max_queue_size=").returncode == 0

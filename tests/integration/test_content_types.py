@@ -56,7 +56,7 @@ def test_clients_send_and_accept_any_content_type(client: Client) -> None:
     assert client.infer("image", "cat", accept=RAW) == b"\x89PNG cat"
     with pytest.raises(InvalidArgumentError, match="accept: application/json cannot hold bytes"):
         client.infer("image", "cat", accept=JSON)
-    with pytest.raises(InvalidArgumentError, match=r"accept: image/png is bytes, but .* result is a dict"):
+    with pytest.raises(InvalidArgumentError, match=r"accept: image/png is bytes, but .* of type dict"):
         client.infer("label", PNG, accept="image/png")
 
 

@@ -8,7 +8,12 @@ from carpool.errors import INVALID_ARGUMENT
 from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Refusal, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX, field_warnings, meant_field, meant_type, warnings_of
-from carpool.wire.request_fields import CARPOOL_FIELDS, PASSED_ON_FIELDS
+from carpool.wire.request_fields import (
+    CARPOOL_FIELDS,
+    COLUMN_FIELDS,
+    PASSED_ON_FIELDS,
+    STORED_BODY_FIELDS,
+)
 from carpool.wire.requests import decode_entry
 
 REFUSING = ModelSettings(unknown_fields="refuse")
@@ -38,6 +43,7 @@ def decoded(settings: ModelSettings, **fields: str) -> object:
         ("deadline", "expiration"),
         ("timeout_ms", "expiration"),
         ("ttl", "expiration"),
+        ("sequence_idx", "sequence_index"),
     ],
 )
 def test_misspelt_field_is_recognised(written: str, meant: str) -> None:
@@ -55,7 +61,40 @@ def test_other_field_is_not_taken_for_a_misspelt_one(name: str) -> None:
 
 
 def test_fields_of_the_protocol_have_no_warning() -> None:
-    assert field_warnings(sorted(PASSED_ON_FIELDS)) == ()
+    known = PASSED_ON_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS
+    for name in sorted(known):
+        assert field_warnings([name]) == ()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"correlation_ids": "x y z", "rows": "12131"},
+        {"correlation_ids": "x y", "rows": "12", "priority": "99"},
+        {"body_key": "x", "body_bytes": "many"},
+        {"row_head": "1"},
+        {"bodies": "1"},
+    ],
+)
+def test_refused_request_with_fields_of_the_protocol_has_no_warning(fields: dict[str, str]) -> None:
+    item = decoded(ModelSettings(), **fields)
+    assert isinstance(item, Refusal) and item.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"bdy": "7"}, "; is it what you sent as 'bdy'?"),
+        ({"Body": "7"}, "; is it what you sent as 'Body'?"),
+        ({"payload": "4"}, "; is it what you sent as 'payload'?"),
+        ({"colour": "red", "data": "4"}, "; is it what you sent as 'data'?"),
+        ({"colour": "red"}, ""),
+        ({"tenant": "gold"}, ""),
+    ],
+)
+def test_missing_body_is_looked_for_under_other_names(fields: dict[str, str], hint: str) -> None:
+    item = decoded(ModelSettings(), **fields)
+    assert isinstance(item, Refusal) and item.detail == f"body: missing{hint}"
 
 
 def test_only_some_names_are_looked_at() -> None:
@@ -66,6 +105,7 @@ def test_only_some_names_are_looked_at() -> None:
     ("written", "meant"),
     [
         ("application/jsn", JSON),
+        ("aplication/json", JSON),
         ("text/json", JSON),
         ("application/x-json; charset=utf-8", JSON),
         ("application/x-msgpack", MSGPACK),
@@ -120,7 +160,7 @@ def test_unknown_fields_are_passed_on_or_refused() -> None:
 
 def test_refusal_has_the_warnings_of_its_request() -> None:
     item = decoded(ModelSettings(), body_="7")
-    assert isinstance(item, Refusal) and item.detail == "body: missing"
+    assert isinstance(item, Refusal) and item.detail.startswith("body: missing")
     assert [warning for warning in item.warnings if "did you mean 'body'?" in warning]
     plain = decoded(ModelSettings(), priority="11", body="7")
     assert isinstance(plain, Refusal) and plain.warnings == ()

@@ -151,3 +151,8 @@ def test_error_raised_by_a_file_is_passed_on(tmp_path: Path) -> None:
     file.write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         find_model(f"{file}:Model")
+
+
+def test_misspelt_registered_name_is_recognised() -> None:
+    with pytest.raises(ValueError, match=r"'sqare' does not exist: did you mean 'square'\? Or write module:Name"):
+        find_model("sqare")

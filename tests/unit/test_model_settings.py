@@ -329,3 +329,10 @@ def test_settings_without_a_meaning_for_a_stepping_model_are_refused(name: str, 
     ModelSettings(max_batch_size=8, max_prefill_cost=4).check_kind(ModelKind.STEPPING)
     with pytest.raises(ValueError, match=rf"^{name}: .*stepping model"):
         ModelSettings.from_mapping({name: value}).check_kind(ModelKind.STEPPING)
+
+
+def test_changes_are_the_settings_that_differ() -> None:
+    before = ModelSettings(max_batch_size=8, policy="eager")
+    assert before.changes_to(before) == {}
+    after = ModelSettings(max_batch_size=8, policy="deferred", max_queue_delay_ms=2)
+    assert before.changes_to(after) == {"policy": "deferred", "max_queue_delay_ms": "2.0"}

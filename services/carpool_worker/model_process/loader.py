@@ -7,6 +7,7 @@ pyproject.toml.
 
 from __future__ import annotations
 
+import difflib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
@@ -55,8 +56,10 @@ def find_model(location: str) -> Any:
     if not colon:
         for entry_point in entry_points(group=MODELS_GROUP, name=location):
             return entry_point.load()
-    registered = ", ".join(registered_names()) or "none"
+    registered = registered_names()
+    similar = difflib.get_close_matches(location, registered, n=1)
+    hint = f"did you mean {similar[0]!r}? Or " if similar else ""
     raise UnusableError(
-        f"model {location!r} does not exist: write module:Name, path/file.py:Name, onnx:FILE, "
-        f"or a registered name ({registered})"
+        f"model {location!r} does not exist: {hint}write module:Name, path/file.py:Name, onnx:FILE, "
+        f"or a registered name ({', '.join(registered) or 'none'})"
     )

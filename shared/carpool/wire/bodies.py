@@ -207,13 +207,13 @@ def _check_wanted(wanted: str, value: Any) -> None:
     kind = type(value).__name__
     if not is_value(wanted) and not isinstance(value, _AS_BYTES):
         raise InvalidArgumentError(
-            f"{ACCEPT}: {wanted} is bytes, but this model's result is a {kind}: "
+            f"{ACCEPT}: {wanted} is bytes, but this model's result is of type {kind}: "
             f"leave {ACCEPT} out, or name {JSON} or {MSGPACK}"
         )
     if wanted == JSON and isinstance(value, bytes | bytearray | memoryview):
         raise InvalidArgumentError(
-            f"{ACCEPT}: {JSON} cannot hold bytes, but this model's result is {kind}: name the type of these "
-            f"bytes, or {MSGPACK}"
+            f"{ACCEPT}: {JSON} cannot hold bytes, but this model's result is of type {kind}: "
+            f"name the type of these bytes, or {MSGPACK}"
         )
 
 

@@ -38,9 +38,18 @@ _KNOWN: Final = {
     for name in sorted(PRODUCER_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | PASSED_ON_FIELDS)
 }
 # Names that other queues and RPC systems have for a field.
-_ELSEWHERE: Final = dict.fromkeys(
-    ("deadline", "deadlinems", "timeout", "timeoutms", "ttl", "ttlms", "expires"), "expiration"
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("deadline", "deadlinems", "timeout", "timeoutms", "ttl", "ttlms", "expires"), "expiration"
+    ),
+    **dict.fromkeys(("sequenceidx", "sequenceno", "sequencenumber", "sequencenr"), "sequence_index"),
+}
+# These are looked for only where there is no body: a model may have fields of these names.
+_BODY_ELSEWHERE: Final = frozenset(
+    ("payload", "data", "input", "inputs", "message", "value", "content", "params", "args")
 )
+_BODY_SIMILARITY_MIN: Final = 0.7  # "bdy" is above this
+_KINDS: Final = ("application", "text")
 _SUBTYPES: Final = {known.partition("/")[2]: known for known in CONTENT_TYPES}
 
 
@@ -77,6 +86,8 @@ def meant_field(name: str) -> str:
     if len(name) > _NAME_CHARS_MAX:
         return ""
     written = _normalised(name)
+    if _KNOWN.get(written) == name:  # the producer's own, where Carpool does not read it
+        return ""
     if written in _ELSEWHERE:
         return _ELSEWHERE[written]
     similar = [
@@ -88,12 +99,19 @@ def meant_field(name: str) -> str:
     return _KNOWN[closest[0]] if closest else ""
 
 
+def meant_body(names: Iterable[str]) -> str:
+    """Which of the names of a request without a body was probably meant to be it; empty if none."""
+    written = {_normalised(name): name for name in islice(names, NAMES_LOOKED_AT_MAX)}
+    closest = difflib.get_close_matches("body", written, n=1, cutoff=_BODY_SIMILARITY_MIN)
+    return next((written[name] for name in [*closest, *sorted(_BODY_ELSEWHERE & written.keys())]), "")
+
+
 @lru_cache(maxsize=256)
 def meant_type(content_type: str) -> str:
     """The content type that was probably meant by another one; empty if there is none."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     name = subtype.removeprefix("x-").removeprefix("vnd.")
-    if kind not in ("application", "text"):
+    if not difflib.get_close_matches(kind, _KINDS, n=1, cutoff=_SIMILARITY_MIN):
         return ""
     for known, meant in _SUBTYPES.items():
         is_longer = name.startswith(known) and name != known  # jsonl and json-seq are types of their own

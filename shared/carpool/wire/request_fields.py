@@ -152,8 +152,8 @@ def read_extra_fields(raw: Fields) -> dict[str, bytes]:
                 raise InvalidArgumentError(f"{field!r:.60}: must be bytes, text or a number")
             value = str(value).encode()
         extra[str(field)] = value
-    if ACCEPT in extra and not canonical(extra[ACCEPT].decode("ascii", "replace")):
-        raise InvalidArgumentError(f"{ACCEPT}: {extra[ACCEPT]!r:.60} is no content type, such as {JSON}")
+    if ACCEPT in extra and not canonical(accept := extra[ACCEPT].decode("ascii", "replace")):
+        raise InvalidArgumentError(f"{ACCEPT}: {accept!r:.60} is no content type, such as {JSON}")
     if len(extra) > MAX_FIELDS:
         raise InvalidArgumentError(
             f"fields: {len(extra)} besides Carpool's own; at most {MAX_FIELDS} are allowed"

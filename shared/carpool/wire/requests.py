@@ -52,6 +52,7 @@ from carpool.wire.sequence_fields import (
 __all__ = ["Decoded", "arrival_of", "decode_entry", "encode_runs", "refuse_oversized", "tickets_of"]
 
 RUN_REQUESTS_MAX: Final = 8  # or the model's `max_batch_size`: longer runs are divided
+_TOO_LONG: Final = "max_array_len"  # in the message of msgpack's error
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
 
 _FIELD_NAMES: Final = {name.encode(): name for name in CARPOOL_FIELDS | COLUMN_FIELDS}
@@ -145,7 +146,7 @@ def refuse_oversized(
     }
     detail = (
         f"{field.decode('utf-8', 'replace')}: the entry has {size_bytes} bytes; at most {MAX_PACKED_BYTES} "
-        "are allowed"
+        "are allowed in one"
     )
     decoded: list[Decoded] = [refuse(entry, raw, name, InvalidArgumentError(detail))]
     return entry, divide_sequences(decoded, were_put_back=False) if has_sequences(decoded) else decoded
@@ -178,11 +179,7 @@ def _decode_packed(
     try:
         elements = _unpack_elements(packed, shared, limit_bytes)
     except Exception as error:  # msgpack's errors are ValueErrors, but hashing a map's key may raise others
-        detail = (
-            error.detail
-            if isinstance(error, CarpoolError)
-            else f"requests: not a msgpack array of maps ({error})"
-        )
+        detail = error.detail if isinstance(error, CarpoolError) else _why_not_unpacked(packed, error)
         return [refuse(entry, shared, entry.id, InvalidArgumentError(detail))]
     decoded: list[Decoded] = []
     for others, group in _similar_elements(elements):
@@ -191,6 +188,13 @@ def _decode_packed(
         else:
             decoded += _decode_similar(entry, others, group, shared, settings)
     return decoded
+
+
+def _why_not_unpacked(packed: bytes, error: Exception) -> str:
+    if _TOO_LONG in str(error):
+        return f"requests: an array in it is longer than the {MAX_REQUESTS_PER_ENTRY} requests of an entry"
+    hint = "; is it JSON?" if packed[:1] in (b"[", b"{") else ""
+    return f"requests: not a msgpack array of maps ({error}){hint}"
 
 
 def _unpack_elements(packed: bytes, shared: Fields, limit_bytes: int) -> list[Any]:

@@ -15,7 +15,7 @@ from carpool.keys import CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
 from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
-from carpool.wire.field_hints import field_warnings, meant_field
+from carpool.wire.field_hints import field_warnings, meant_body, meant_field
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     MAX_COST,
@@ -135,7 +135,9 @@ def _read_body(raw: Fields, settings: ModelSettings) -> Body:
     body = raw.get("body")
     if body is None:
         if "body_key" not in raw:
-            raise InvalidArgumentError("body: missing")
+            meant = meant_body(str(name) for name in raw.keys() - CARPOOL_FIELDS)
+            hint = f"; is it what you sent as {meant!r:.60}?" if meant else ""
+            raise InvalidArgumentError(f"body: missing{hint}")
         name = read_name(raw, "body_key", None)
         if "body_bytes" not in raw:
             raise InvalidArgumentError("body_bytes: missing; a body under a key of its own needs its length")
