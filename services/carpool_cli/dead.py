@@ -128,7 +128,7 @@ def _list(settings: DeadSettings, link: Link) -> int:
     elif listed:
         Screen().print_table(build_table([_HEADINGS, *map(_row, listed)], has_prose=True))
     else:
-        Screen().print("there are no such dead letters")
+        Screen().print("no dead letters found")
     for model in chosen:
         _tell_dropped(model, DeadLetters(link, Keys(model, settings.prefix)).dropped())
     return 0

@@ -142,7 +142,7 @@ def test_those_that_are_meant_are_dropped(stack: Stack) -> None:
     (letter,) = listed(stack)
     assert letter["reason"] == "segmentation fault"
     assert succeed(stack, "drop", MODEL, letter["id"]) == f"1 request of {MODEL} dropped\n"
-    assert succeed(stack, "list") == "there are no such dead letters\n"
+    assert succeed(stack, "list") == "no dead letters found\n"
 
 
 def test_letter_without_body_is_left(stack: Stack) -> None:

@@ -154,5 +154,5 @@ def test_error_raised_by_a_file_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_misspelt_registered_name_is_recognised() -> None:
-    with pytest.raises(ValueError, match=r"'sqare' does not exist: did you mean 'square'\? Or write module:Name"):
+    with pytest.raises(ValueError, match=r"'sqare' does not exist: did you mean 'square'\? Or write module:"):
         find_model("sqare")

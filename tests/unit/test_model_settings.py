@@ -335,4 +335,4 @@ def test_changes_are_the_settings_that_differ() -> None:
     before = ModelSettings(max_batch_size=8, policy="eager")
     assert before.changes_to(before) == {}
     after = ModelSettings(max_batch_size=8, policy="deferred", max_queue_delay_ms=2)
-    assert before.changes_to(after) == {"policy": "deferred", "max_queue_delay_ms": "2.0"}
+    assert before.changes_to(after) == {"policy": "deferred", "max_queue_delay_ms": "2"}

@@ -512,6 +512,22 @@ def test_entry_over_the_limit_is_not_unpacked() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("packed", "detail"),
+    [
+        (b'[{"body": 7}]', "not a msgpack array of maps; is it JSON?"),
+        (b'{"body": 7}', "not a msgpack array of maps; is it JSON?"),
+        (b"\xc1", "not a msgpack array of maps"),
+        (
+            msgpack.packb([{"body": b"7"}] * (MAX_REQUESTS_PER_ENTRY + 1)),
+            f"an array in it is longer than the {MAX_REQUESTS_PER_ENTRY} requests of an entry",
+        ),
+    ],
+)
+def test_packed_entry_that_is_none_says_what_it_is(packed: bytes, detail: str) -> None:
+    assert only(decode({"requests": packed})).detail == f"requests: {detail}"
+
+
 @pytest.mark.parametrize("inner", [b"\x90", b"\x80", b"\x91\x90", b"\x81\xa0\x80"])
 @pytest.mark.parametrize(
     "head", [b"", b"\x91\x82\xafcorrelation_ids\xa1a\xa6bodies"], ids=["array", "bodies"]
@@ -697,7 +713,10 @@ def test_oversized_entry_is_refused_by_its_small_fields() -> None:
     assert isinstance(refused, Refusal)
     assert (refused.entry, entry.runs, refused.status) == (entry, [], INVALID_ARGUMENT)
     assert (refused.correlation_ids, refused.reply_to, refused.content_type) == (["big"], "near", RAW)
-    assert refused.detail == f"body: the entry has 500000000 bytes; at most {MAX_PACKED_BYTES} are allowed"
+    assert (
+        refused.detail
+        == f"body: the entry has 500000000 bytes; at most {MAX_PACKED_BYTES} are allowed in one"
+    )
     assert refused.breaks is not None
     assert (refused.breaks.sequence_id, refused.breaks.place) == ("s", SequencePart.place_of(ENTRY_ID, 0))
     _, (of_entry,) = refuse_oversized(ENTRY_ID.encode(), [], b"requests", 200_000_000)

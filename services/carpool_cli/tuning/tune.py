@@ -380,6 +380,6 @@ def _plot(
         path = Path(settings.plot)
         plot(path, settings.model, settings.latency_ms, curves, measurement, max_size)
     except ImportError:
-        screen.print("\nNo plot was drawn: it needs matplotlib (pip install 'carpool[plot]').")
+        screen.print("\nNo plot was drawn: it needs matplotlib (pip install matplotlib).")
     else:
         screen.print(f"\nThe plot is in {path}.")

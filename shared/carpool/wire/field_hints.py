@@ -69,7 +69,7 @@ def field_warnings(names: Iterable[str]) -> tuple[str, ...]:
     hints = (
         f"{name!r} is not a field that Carpool knows: did you mean {meant!r}?"
         for name in islice(names, NAMES_LOOKED_AT_MAX)
-        if name not in PASSED_ON_FIELDS and (meant := meant_field(name))
+        if name not in PASSED_ON_FIELDS and (meant := meant_field(name)) not in ("", name)
     )
     return tuple(hints)
 
@@ -86,8 +86,6 @@ def meant_field(name: str) -> str:
     if len(name) > _NAME_CHARS_MAX:
         return ""
     written = _normalised(name)
-    if _KNOWN.get(written) == name:  # the producer's own, where Carpool does not read it
-        return ""
     if written in _ELSEWHERE:
         return _ELSEWHERE[written]
     similar = [

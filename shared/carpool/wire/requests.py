@@ -193,8 +193,10 @@ def _decode_packed(
 def _why_not_unpacked(packed: bytes, error: Exception) -> str:
     if _TOO_LONG in str(error):
         return f"requests: an array in it is longer than the {MAX_REQUESTS_PER_ENTRY} requests of an entry"
-    hint = "; is it JSON?" if packed[:1] in (b"[", b"{") else ""
-    return f"requests: not a msgpack array of maps ({error}){hint}"
+    if packed[:1] in (b"[", b"{"):
+        return "requests: not a msgpack array of maps; is it JSON?"
+    reason = f" ({error})" if str(error) else ""
+    return f"requests: not a msgpack array of maps{reason}"
 
 
 def _unpack_elements(packed: bytes, shared: Fields, limit_bytes: int) -> list[Any]:

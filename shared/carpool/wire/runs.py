@@ -127,7 +127,8 @@ def _refuse_unknown(extra: Iterable[str]) -> None:
     for name in extra:
         if name not in PASSED_ON_FIELDS:
             meant = meant_field(name)
-            hint = f"did you mean {meant!r}?" if meant else "this model takes no others (unknown_fields)"
+            is_other = meant not in ("", name)
+            hint = f"did you mean {meant!r}?" if is_other else "this model takes no others (unknown_fields)"
             raise InvalidArgumentError(f"{name!r:.60}: is not a field that Carpool knows; {hint}")
 
 
