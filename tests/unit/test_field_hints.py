@@ -160,7 +160,7 @@ def test_unknown_fields_are_passed_on_or_refused() -> None:
 
 def test_refusal_has_the_warnings_of_its_request() -> None:
     item = decoded(ModelSettings(), body_="7")
-    assert isinstance(item, Refusal) and item.detail.startswith("body: missing")
+    assert isinstance(item, Refusal) and item.detail == "body: missing; is it what you sent as 'body_'?"
     assert [warning for warning in item.warnings if "did you mean 'body'?" in warning]
     plain = decoded(ModelSettings(), priority="11", body="7")
     assert isinstance(plain, Refusal) and plain.warnings == ()

@@ -146,7 +146,7 @@ def refuse_oversized(
     }
     detail = (
         f"{field.decode('utf-8', 'replace')}: the entry has {size_bytes} bytes; at most {MAX_PACKED_BYTES} "
-        "are allowed in one"
+        "are allowed"
     )
     decoded: list[Decoded] = [refuse(entry, raw, name, InvalidArgumentError(detail))]
     return entry, divide_sequences(decoded, were_put_back=False) if has_sequences(decoded) else decoded

@@ -6,7 +6,7 @@ request costs almost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -136,7 +136,7 @@ def _read_body(raw: Fields, settings: ModelSettings) -> Body:
     body = raw.get("body")
     if body is None:
         if "body_key" not in raw:
-            meant = meant_body(str(name) for name in raw.keys() - CARPOOL_FIELDS)
+            meant = meant_body(_other_names(raw))
             hint = f"; is it what you sent as {meant!r:.60}?" if meant else ""
             raise InvalidArgumentError(f"body: missing{hint}")
         name = read_name(raw, "body_key", None)
@@ -227,10 +227,13 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
         error.detail,
         body_names=_stored_names_in(raw),
         breaks=read_valid_sequence(raw),
-        warnings=()
-        if raw.keys() <= CARPOOL_FIELDS
-        else field_warnings(map(str, raw.keys() - CARPOOL_FIELDS)),
+        warnings=field_warnings(_other_names(raw)),
     )
+
+
+def _other_names(raw: Fields) -> Iterator[str]:
+    """The names of fields that are not in CARPOOL_FIELDS, in the order in which they were sent."""
+    return (str(name) for name in raw if name not in CARPOOL_FIELDS)
 
 
 def _stored_names_in(raw: Fields) -> list[str]:
