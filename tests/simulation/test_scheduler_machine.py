@@ -842,7 +842,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         settles_us, batch_id = executing[0]
         # A batch that takes longer than expected may take any time.
         latest_us = settles_us + capacity._tolerance_us(batch_id)
-        return settles_us - capacity.lead_us <= self.now_us <= latest_us
+        lead_us = capacity.lead_us * (2 if self._is_full(lane) else 1)
+        return settles_us - lead_us <= self.now_us <= latest_us
 
     def _can_dispatch(self, lane: str, taken: int) -> bool:
         if not self._in_lane(lane) or not self._has_capacity(lane, taken):

@@ -71,6 +71,14 @@ def test_next_batch_is_dispatched_a_round_trip_before_the_process_becomes_free()
     assert harness.free_at() == 50 + 10
 
 
+def test_full_batch_may_be_dispatched_two_round_trips_before() -> None:
+    harness = CapacityHarness(processes=2)
+    assert harness.capacity.free_at_us(3 * MS, is_full=True) == 3 * MS  # a process is idle
+    harness.dispatch(at=50)
+    harness.dispatch(at=51)
+    assert harness.capacity.free_at_us(0, is_full=True) == (50 + 10 + 1 - 2) * MS
+
+
 def test_batch_dispatched_ahead_starts_when_another_settles() -> None:
     harness = CapacityHarness()
     first, second = harness.dispatch(at=0), harness.dispatch(at=8)

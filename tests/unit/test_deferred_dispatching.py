@@ -75,6 +75,41 @@ def test_request_with_a_target_only_or_a_delayed_one_is_not_refused_early() -> N
     assert harness.poll(30) == []
 
 
+def busy_harness(names: str, **fields: Any) -> SchedulerHarness:
+    """A batch is executed until 15 ms, these requests wait, and the round trip is 2 ms; l(n) = 10 + n ms."""
+    harness = SchedulerHarness(max_batch_size=3, policy="deferred").learn()
+    for _ in range(64):
+        harness.scheduler.capacity._round_trips.observe(2 * MS)
+    harness.offer("x y z", expiration=1000)
+    assert harness.poll() == ["full: x y z"]
+    harness.offer(names, at=1, **fields)
+    return harness
+
+
+def test_full_batch_is_dispatched_before_others_would_be() -> None:
+    harness = busy_harness("a b c", expiration=1000)
+    assert harness.wake_at_ms() == 11  # two round trips before its process is free
+    assert harness.poll(10.9) == []
+    assert harness.poll(11) == ["full: a b c"]
+
+
+@crowded
+def test_urgent_batch_that_is_not_full_is_dispatched_one_round_trip_before() -> None:
+    harness = busy_harness("a b", expiration=26.5)
+    assert harness.wake_at_ms() == 13
+    assert harness.poll(12.9) == []
+    assert harness.poll(13) == ["deadline: a b"]
+
+
+@crowded
+def test_full_batch_that_is_dispatched_early_is_planned_for_when_its_process_is_free() -> None:
+    # As if dispatched at 13, it arrives at 28, and two of them at 27; the first one should at 26.5
+    harness = busy_harness("a", expiration=25.5)
+    harness.offer("b c", at=1, expiration=28)
+    assert harness.poll(11) == ["DEADLINE_EXCEEDED: a"]
+    assert harness.poll(14) == ["deadline: b c"]  # when three would still be in time
+
+
 # --- while it pays to wait -------------------------------------------------------------------------------
 
 

@@ -12,8 +12,9 @@ Here l(n) is that of the batch's lane, and the round trip is the way to the work
 reach a process at the moment at which it becomes free: so it is dispatched one round trip before the settling
 of the batch that is being executed there. Round trips vary, and a process without a batch is the greater
 loss: a batch that comes early waits there, and lacks only the requests that arrive meanwhile. So this lead is
-what nine of ten round trips do not exceed. What such a batch then waits is part of its time: it settles as if
-it had been dispatched one usual round trip before its process becomes free.
+what nine of ten round trips do not exceed; twice that for a full batch, which would get no more requests.
+What such a batch then waits is part of its time: it settles as if it had been dispatched one usual round trip
+before its process becomes free.
 
 A deadline is met when the producer has the result. What that takes after the settling is not known, but the
 batcher learns of batches that settle over the same way: the delivery is how long that takes. For deadlines,
@@ -51,6 +52,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 64  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
+FULL_LEADS: Final = 2  # a batch that cannot grow is dispatched as many leads before its process is free
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
@@ -253,8 +255,8 @@ class Capacity:
         finished = bisect_right(self._executing, (now_us + self.lead_us, _LAST_ID))
         return max(0, self.processes - self._taken() + finished)
 
-    def free_at_us(self, now_us: int) -> int | None:
-        """From when on a batch that can still grow may be dispatched.
+    def free_at_us(self, now_us: int, *, is_full: bool = False) -> int | None:
+        """From when on a batch may be dispatched, so that it need not wait; for a full one it is earlier.
 
         `now_us` if a process is idle, or else `lead_us` before the batch of one settles. None if that is
         unknown until a batch settles.
@@ -268,7 +270,7 @@ class Capacity:
         settles_us, batch_id = self._executing[next_free]
         if now_us > settles_us + self._tolerance_us(batch_id):
             return None  # it takes longer than expected, and it is unknown how much longer
-        return settles_us - self.lead_us
+        return settles_us - self.lead_us * (FULL_LEADS if is_full else 1)
 
     def starts_us(self, now_us: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time: later than now, if it
@@ -362,7 +364,7 @@ class BoundCapacity(Capacity):
     def has_capacity(self) -> bool:
         return True
 
-    def free_at_us(self, now_us: int) -> int | None:
+    def free_at_us(self, now_us: int, *, is_full: bool = False) -> int | None:
         return now_us
 
     def spacing_ends_us(self) -> int:

@@ -58,12 +58,14 @@ class Dispatcher:
     def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
         free_at_us = self._capacity.free_at_us(now_us) if self._queue.undelayed else None
-        if free_at_us is None:
+        full_at_us = self._capacity.free_at_us(now_us, is_full=True)
+        if free_at_us is None or full_at_us is None:
             return None
         self._update_index(settings, now_us)
         spaced_at_us = max(self._index.ready_at_us(Gate.SPACED, now_us), self._capacity.spacing_ends_us())
         ready_at_us = min(self._index.ready_at_us(gate, now_us) for gate in (Gate.AHEAD, Gate.FREE))
-        return max(free_at_us, min(ready_at_us, spaced_at_us))
+        full_at_us = max(full_at_us, self._index.ready_at_us(Gate.FULL, now_us))
+        return min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
 
     def oldest_arrival_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
@@ -73,12 +75,15 @@ class Dispatcher:
     # --- when, and why -------------------------------------------------------------------------------------
 
     def _open_gates(self, now_us: int) -> Sequence[Gate]:
+        full_at_us = self._capacity.free_at_us(now_us, is_full=True)
+        if full_at_us is None or full_at_us > now_us:
+            return (Gate.AHEAD,)
         free_at_us = self._capacity.free_at_us(now_us)
         if free_at_us is None or free_at_us > now_us:
-            return (Gate.AHEAD,)
+            return (Gate.AHEAD, Gate.FULL)
         if self._capacity.spacing_ends_us() > now_us:
-            return (Gate.AHEAD, Gate.FREE)
-        return (Gate.AHEAD, Gate.FREE, Gate.SPACED)
+            return (Gate.AHEAD, Gate.FULL, Gate.FREE)
+        return (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)
 
     def _update_index(self, settings: ModelSettings, now_us: int) -> None:
         """Follow the lanes that changed. What was learned since concerns all lanes, but only if deferred."""
@@ -131,8 +136,8 @@ class Dispatcher:
         gate = Gate.FREE
         if lane.process and self._processes.is_busy(lane.process):
             gate = Gate.BUSY
-        elif reason == "full" and settings.policy != "deferred":
-            gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead
+        elif reason == "full":  # it cannot grow. Under `deferred` it could be late if it is ahead for long
+            gate = Gate.FULL if settings.policy == "deferred" else Gate.AHEAD
         elif reason == "idle":
             gate = Gate.SPACED
         rank, arrival_us = lane.head()

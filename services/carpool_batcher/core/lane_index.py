@@ -22,9 +22,10 @@ class Gate(IntEnum):
     """What a batch that is ready has to wait for."""
 
     AHEAD = 0  # only until one may be dispatched ahead
-    FREE = 1  # until a process is free
-    SPACED = 2  # until a process is free, and dispatches are spaced
-    BUSY = 3  # until the process that must execute it has no batch, which changes the lane
+    FULL = 1  # until a process is nearly free: it cannot grow meanwhile
+    FREE = 2  # until a process is free
+    SPACED = 3  # until a process is free, and dispatches are spaced
+    BUSY = 4  # until the process that must execute it has no batch, which changes the lane
 
 
 class Claim(NamedTuple):
