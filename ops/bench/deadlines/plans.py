@@ -9,13 +9,14 @@ from typing import Final, NamedTuple
 
 from deadlines.bounds import u1_per_s
 from deadlines.flood import FLOODS
-from deadlines.points import ARRIVALS, DEADLINES_MS, LINE, SMALL_SQUARE, STEPS, Point, world_of
+from deadlines.points import ARRIVALS, DEADLINES_MS, LINE, SLOW_SQUARE, SMALL_SQUARE, STEPS, Point, world_of
 
 LEARNING_S: Final = 6.0  # of a run, which count for nothing: the batcher learns l(b)
 COUNTED_REQUESTS_MAX: Final = 20_000  # of a run: bound and virtual time of more take minutes
 SEED: Final = 7
 NO_FLOOD: Final = "none"
-REAL_MODELS: Final = {"line": LINE.name, "square": SMALL_SQUARE.name, "steps": STEPS.name}
+# For one worker, and for several.
+REAL_MODELS: Final = {"line": (LINE, LINE), "square": (SMALL_SQUARE, SLOW_SQUARE), "steps": (STEPS, STEPS)}
 FLOODED_POINTS: Final = tuple(Point(LINE.name, 1, 50, "Poisson", load) for load in (0.6, 0.9))
 
 
@@ -68,9 +69,9 @@ class Choice(NamedTuple):
 
     def _turns(self) -> Iterator[list[Plan]]:
         """What takes turns: the plans of a point."""
-        models = [REAL_MODELS[model] for model in self.models]
-        of_point = product(models, self.workers, self.deadlines, self.arrivals, self.loads)
-        for point in map(Point._make, of_point):
+        of_point = product(self.models, self.workers, self.deadlines, self.arrivals, self.loads)
+        for model, workers, deadline_ms, arrivals, load in of_point:
+            point = Point(REAL_MODELS[model][workers > 1].name, workers, deadline_ms, arrivals, load)
             yield [Plan(point, policy) for policy in self.policies]
         for point in FLOODED_POINTS if self.floods else ():
             yield [Plan(point, "deferred", name) for name in (NO_FLOOD, *self.floods)]

@@ -51,8 +51,10 @@ LINE: Final = linear(2000, 1000)
 SQUARE: Final = Model("0.1 + log(b + 1)", square_us, 64)
 # For the real system: with larger batches it is so efficient that producers and services use all CPUs.
 SMALL_SQUARE: Final = Model("0.1 + log(b + 1), b up to 8", square_us, 8)
+# Four processes would execute 14,000 requests/s of that, and two CPUs have nothing left for the producer.
+SLOW_SQUARE: Final = Model("0.3 + 3 log(b + 1), b up to 8", lambda size: 3 * square_us(size), 8)
 STEPS: Final = Model("4 + 0.25 b, b padded to 8, 16, 32", lambda size: 4000 + 250 * padded(size), 32)
-MODELS: Final = {model.name: model for model in (FLAT_LINE, LINE, SQUARE, SMALL_SQUARE, STEPS)}
+MODELS: Final = {model.name: model for model in (FLAT_LINE, LINE, SQUARE, SMALL_SQUARE, SLOW_SQUARE, STEPS)}
 
 
 class Point(NamedTuple):

@@ -28,8 +28,7 @@ exact optimum of one worker that knows them all in advance, U1 what all workers 
 time; neither has any way to the worker and back. "Virtual" is the same policy, simulated with the default
 round trip; "predicted" is simulated with the l(b), the ways and the delays that the batcher reported. The
 ways have a lognormal distribution through what half and nine of ten batches took ("ways"). The delays are the
-medians of how long the batcher took to read a request, and of how late it was woken up. The policies took
-turns at each point.
+medians of how long the batcher took to read a request, and of how late it was woken up.
 """
 CAUSES_HEAD: Final = f"""\
 
