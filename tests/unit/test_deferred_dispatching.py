@@ -102,12 +102,45 @@ def test_urgent_batch_that_is_not_full_is_dispatched_one_round_trip_before() -> 
 
 
 @crowded
-def test_full_batch_that_is_dispatched_early_is_planned_for_when_its_process_is_free() -> None:
+def test_full_batch_of_which_a_part_would_be_late_is_planned_when_its_process_is_free() -> None:
     # As if dispatched at 13, it arrives at 28, and two of them at 27; the first one should at 26.5
     harness = busy_harness("a", expiration=25.5)
     harness.offer("b c", at=1, expiration=28)
-    assert harness.poll(11) == ["DEADLINE_EXCEEDED: a"]
+    assert harness.poll(11) == []
+    assert harness.wake_at_ms() == 13
+    assert harness.poll(13) == ["DEADLINE_EXCEEDED: a"]
     assert harness.poll(14) == ["deadline: b c"]  # when three would still be in time
+
+
+@crowded
+def test_lane_of_which_a_part_would_be_late_is_not_overtaken() -> None:
+    harness = busy_harness("a", expiration=25.5)
+    harness.offer("b c", at=1, expiration=28)
+    harness.offer("x y z", at=2, expiration=1000, lane="other")
+    assert harness.poll(11) == []
+    assert harness.poll(12.9) == []
+    assert harness.poll(13) == ["DEADLINE_EXCEEDED: a", "full: x y z"]
+
+
+def test_full_batch_behind_a_hopeless_request_is_dispatched_early() -> None:
+    harness = busy_harness("a", expiration=20)
+    harness.offer("b c d", at=1, expiration=100)
+    assert harness.poll(11) == ["DEADLINE_EXCEEDED: a", "full: b c d"]
+
+
+@crowded
+def test_after_a_batch_that_was_put_off_the_next_one_may_be_early() -> None:
+    harness = busy_harness("a", expiration=25.5)
+    harness.offer("b c", at=1, expiration=28)
+    assert harness.poll(11) == []
+    assert harness.poll(13) == ["DEADLINE_EXCEEDED: a"]
+    harness.offer("d", at=13, expiration=100)
+    assert harness.poll(13) == ["full: b c d"]
+    harness.scheduler.settle("1", 13 * MS, 15 * MS)
+    harness.offer("e f g", at=15, expiration=1000)
+    assert harness.poll(16) == []
+    executed_ms = 15 + 13  # until then, and with the round trip
+    assert harness.wake_at_ms() == executed_ms - 4
 
 
 # --- while it pays to wait -------------------------------------------------------------------------------

@@ -40,11 +40,13 @@ class Dispatcher:
         self._indexed_settings: ModelSettings | None = None
         self._indexed_learned = 0
         self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
+        self._is_put_off = False  # until a process is free, full batches wait as others do
 
     def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
         self._update_index(settings, now_us)
+        self._is_put_off = self._is_put_off and self._is_early(now_us)
         while self._queue.count and self._capacity.has_capacity():
             claim = self._index.first(self._open_gates(now_us), now_us)
             if claim is None:
@@ -58,7 +60,7 @@ class Dispatcher:
     def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
         free_at_us = self._capacity.free_at_us(now_us) if self._queue.undelayed else None
-        full_at_us = self._capacity.free_at_us(now_us, is_full=True)
+        full_at_us = self._capacity.free_at_us(now_us, is_full=not self._is_put_off)
         if free_at_us is None or full_at_us is None:
             return None
         self._update_index(settings, now_us)
@@ -78,9 +80,8 @@ class Dispatcher:
         full_at_us = self._capacity.free_at_us(now_us, is_full=True)
         if full_at_us is None or full_at_us > now_us:
             return (Gate.AHEAD,)
-        free_at_us = self._capacity.free_at_us(now_us)
-        if free_at_us is None or free_at_us > now_us:
-            return (Gate.AHEAD, Gate.FULL)
+        if self._is_early(now_us):
+            return (Gate.AHEAD,) if self._is_put_off else (Gate.AHEAD, Gate.FULL)
         if self._capacity.spacing_ends_us() > now_us:
             return (Gate.AHEAD, Gate.FULL, Gate.FREE)
         return (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)
@@ -136,8 +137,10 @@ class Dispatcher:
         gate = Gate.FREE
         if lane.process and self._processes.is_busy(lane.process):
             gate = Gate.BUSY
-        elif reason == "full":  # it cannot grow. Under `deferred` it could be late if it is ahead for long
-            gate = Gate.FULL if settings.policy == "deferred" else Gate.AHEAD
+        elif reason == "full" and settings.policy != "deferred":
+            gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead for long
+        elif reason == "full":
+            gate = Gate.FULL
         elif reason == "idle":
             gate = Gate.SPACED
         rank, arrival_us = lane.head()
@@ -195,7 +198,8 @@ class Dispatcher:
         """Dispatch a batch of a lane that is ready, or refuse requests of it.
 
         After a refusal no batch is dispatched yet: the lane is looked at again, because the other requests
-        may have time to wait, and the fair turns have changed.
+        may have time to wait, and the fair turns have changed. Nothing is decided before a process is free if
+        only a part of a full batch would be in time: that part could still get others.
         """
         if custom is not None:
             return self._form_custom(lane, reason, settings, custom)
@@ -212,11 +216,19 @@ class Dispatcher:
         for run, _, count in slices:
             deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
         planned = plan(forecast, deadlines_us, starts_us)
+        if planned.size < size_max and self._is_early(now_us):
+            self._is_put_off = True
+            return []
         if not planned.size and self._capacity.begin_trial(lane.label, now_us):
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
         return [self._dispatch_from(lane, reason, min(size, planned.size), settings)]
+
+    def _is_early(self, now_us: int) -> bool:
+        """Whether only a full batch may be dispatched yet."""
+        free_at_us = self._capacity.free_at_us(now_us)
+        return free_at_us is None or free_at_us > now_us
 
     def _form_custom(
         self, lane: Lane, reason: DispatchReason, settings: ModelSettings, custom: CustomPolicy

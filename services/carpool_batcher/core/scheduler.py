@@ -2,8 +2,9 @@
 
 1. A batch is dispatched when a worker can take it: when a model process is idle, or just before a busy one
    becomes free (`core.capacity`). A full batch cannot grow by waiting: it is dispatched at once, up to one
-   ahead of each busy process, or, under the policy `deferred`, a little earlier than others. All others wait
-   in the queue, where batches still grow, priorities still count and deadlines can still be met.
+   ahead of each busy process, or, under the policy `deferred`, a little earlier than others if it is in time
+   as a whole. All others wait in the queue, where batches still grow, priorities still count and deadlines
+   can still be met.
 2. A batch is ready for one of these reasons, the first that applies:
      full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
