@@ -64,7 +64,7 @@ def test_a_body_that_kills_each_worker_that_decodes_it_is_given_up(stack: Stack,
     while not is_answered() and len(workers) < 10:
         wait_until(lambda: is_answered() or not workers[-1].alive, description="the worker was killed")
         if not is_answered():
-            workers.append(stack.worker(SPEC, *LEASE, faulty_package=package))
+            workers.append(stack.worker(SPEC, *LEASE, faulty_package=package, ready=False))
     assert len(workers) > 3
     assert {name: stack.result(MODEL, name)["status"] for name in names} == {
         "a": "OK",
