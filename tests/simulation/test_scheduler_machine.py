@@ -821,14 +821,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert dispatch.reason == "delay" or not self._is_deferred(lane)
             assert self.now_us >= self._ready_at_us(lane)
         # A process is idle or about to become free; a full batch may be one ahead of any process.
-        assert self._has_capacity(lane, taken)
+        assert self._has_capacity(lane, taken, is_early=True)
         # No other lane that could be dispatched now comes first.
         for other in LANES:
-            if other != lane and self._can_dispatch(other, taken):
+            if other != lane and self._can_dispatch(other, taken, is_early=True):
                 assert self._claim(lane) <= self._claim(other)
         self._check_fairness(batch)
 
-    def _has_capacity(self, lane: str, taken: int) -> bool:
+    def _has_capacity(self, lane: str, taken: int, *, is_early: bool = False) -> bool:
+        """`is_early`: whether to count that a full batch may be dispatched early, which it need not be."""
         capacity, processes = self.scheduler.capacity, self.scheduler.model_processes
         if taken < processes:
             return True
@@ -842,11 +843,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         settles_us, batch_id = executing[0]
         # A batch that takes longer than expected may take any time.
         latest_us = settles_us + capacity._tolerance_us(batch_id)
-        lead_us = capacity.lead_us * (2 if self._is_full(lane) else 1)
+        lead_us = capacity.lead_us * (2 if is_early and self._is_full(lane) else 1)
         return settles_us - lead_us <= self.now_us <= latest_us
 
-    def _can_dispatch(self, lane: str, taken: int) -> bool:
-        if not self._in_lane(lane) or not self._has_capacity(lane, taken):
+    def _can_dispatch(self, lane: str, taken: int, *, is_early: bool = False) -> bool:
+        if not self._in_lane(lane) or not self._has_capacity(lane, taken, is_early=is_early):
             return False
         return self.now_us >= self._ready_at_us(lane)
 
