@@ -15,7 +15,7 @@ LEARNING_S: Final = 6.0  # of a run, which count for nothing: the batcher learns
 COUNTED_REQUESTS_MAX: Final = 20_000  # of a run: bound and virtual time of more take minutes
 SEED: Final = 7
 NO_FLOOD: Final = "none"
-# For one worker, and for several.
+# By name: the model for one worker, and the one for several.
 REAL_MODELS: Final = {"line": (LINE, LINE), "square": (SMALL_SQUARE, SLOW_SQUARE), "steps": (STEPS, STEPS)}
 FLOODED_POINTS: Final = tuple(Point(LINE.name, 1, 50, "Poisson", load) for load in (0.6, 0.9))
 

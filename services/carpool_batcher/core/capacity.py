@@ -52,7 +52,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 64  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
-FULL_LEADS: Final = 2  # a batch that cannot grow is dispatched as many leads before its process is free
+FULL_LEADS: Final = 2  # how many leads before a process is free a full batch may be dispatched to it
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
@@ -256,10 +256,10 @@ class Capacity:
         return max(0, self.processes - self._taken() + finished)
 
     def free_at_us(self, now_us: int, *, is_full: bool = False) -> int | None:
-        """From when on a batch may be dispatched, so that it need not wait; for a full one it is earlier.
+        """From when on a batch that can still grow may be dispatched; with `is_full`, one that cannot.
 
-        `now_us` if a process is idle, or else `lead_us` before the batch of one settles. None if that is
-        unknown until a batch settles.
+        `now_us` if a process is idle, or else `lead_us` before the batch of one settles, or FULL_LEADS times
+        as long before. None if that is unknown until a batch settles.
         """
         taken = self._taken()
         if taken < self.processes:

@@ -77,11 +77,10 @@ class Dispatcher:
     # --- when, and why -------------------------------------------------------------------------------------
 
     def _open_gates(self, now_us: int) -> Sequence[Gate]:
-        full_at_us = self._capacity.free_at_us(now_us, is_full=True)
-        if full_at_us is None or full_at_us > now_us:
+        if self._is_early(now_us, is_full=not self._is_put_off):
             return (Gate.AHEAD,)
         if self._is_early(now_us):
-            return (Gate.AHEAD,) if self._is_put_off else (Gate.AHEAD, Gate.FULL)
+            return (Gate.AHEAD, Gate.FULL)
         if self._capacity.spacing_ends_us() > now_us:
             return (Gate.AHEAD, Gate.FULL, Gate.FREE)
         return (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)
@@ -198,8 +197,8 @@ class Dispatcher:
         """Dispatch a batch of a lane that is ready, or refuse requests of it.
 
         After a refusal no batch is dispatched yet: the lane is looked at again, because the other requests
-        may have time to wait, and the fair turns have changed. Nothing is decided before a process is free if
-        only a part of a full batch would be in time: that part could still get others.
+        may have time to wait, and the fair turns have changed. If it is early, and only a part of a full
+        batch would be in time, nothing is decided yet: others may arrive that can take part.
         """
         if custom is not None:
             return self._form_custom(lane, reason, settings, custom)
@@ -225,9 +224,9 @@ class Dispatcher:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
         return [self._dispatch_from(lane, reason, min(size, planned.size), settings)]
 
-    def _is_early(self, now_us: int) -> bool:
-        """Whether only a full batch may be dispatched yet."""
-        free_at_us = self._capacity.free_at_us(now_us)
+    def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
+        """Whether it is too early to dispatch a batch, or a full one."""
+        free_at_us = self._capacity.free_at_us(now_us, is_full=is_full)
         return free_at_us is None or free_at_us > now_us
 
     def _form_custom(
