@@ -274,6 +274,7 @@ class ModelBatcher:
                         event.executed,
                         event.waited_us,
                         event.broken,
+                        event.of_producers,
                     )
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings

@@ -110,8 +110,8 @@ class Codec:
                         _add(groups, (is_apart, decoded[0]), (position,), decoded[1])
         # Those that are apart are executed last.
         execution.frames = [
-            self._frame(execution, parts, *group)
-            for (_, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
+            self._frame(execution, parts, *group)._replace(is_apart=is_apart)
+            for (is_apart, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
         ]
 
     def prepare_next(self, execution: Execution, now_us: int) -> bool:
@@ -180,6 +180,7 @@ class Codec:
                 return self._decode(run.content_type, body)
             return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         except CarpoolError as error:
+            execution.unexecuted.append(position)
             execution.fail(position, error.status, error.detail)
         except MemoryError:
             detail = f"body: the worker has not enough memory to decode its {len(body):,} bytes"
@@ -292,7 +293,7 @@ class Codec:
         execution.compute_us += outcome.compute_us
         execution.frames_executed += 1
         execution.executed += outcome.executed
-        execution.is_normal &= outcome.executed > 0
+        execution.is_normal &= outcome.executed > 0 or frame.is_apart
         execution.error = outcome.error or execution.error
         if outcome.raised or len(self._raising):
             self._raising.observe(
@@ -302,6 +303,7 @@ class Codec:
         failures = outcome.failures
         succeeded = frame.positions
         if failures:
+            execution.unexecuted += [frame.positions[index] for index in (*outcome.refused, *outcome.raised)]
             for index, (status, detail) in failures.items():
                 execution.fail(succeeded[index], status, detail)
             succeeded = [position for index, position in enumerate(succeeded) if index not in failures]

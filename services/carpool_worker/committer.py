@@ -83,6 +83,7 @@ class Committer:
                 execution.waited_us,
                 execution.overhead_us,
                 Failures(execution.failed(), execution.error),
+                execution.of_producers(),
             ),
             execution.of_runs,
             execution.changes(),

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
-from carpool.messages import Batch, BatchedRun, DeadLetter, Result, RunResults, SequenceChange
+from carpool.messages import (
+    Batch,
+    BatchedRun,
+    DeadLetter,
+    ExecutedOf,
+    Producer,
+    Result,
+    RunResults,
+    SequenceChange,
+)
 from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import answer_type
@@ -23,6 +32,7 @@ from carpool_worker.model_process.frames import FrameHeader
 
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
+PRODUCERS_TOLD_MAX: Final = 16  # of a batch: those with the most requests that were not executed
 
 
 class Frame(NamedTuple):
@@ -30,13 +40,14 @@ class Frame(NamedTuple):
 
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
     execution (one of its requests may have killed a process or a worker), one for each request, built when it
-    is its turn. `positions` ascend. The
-    payload is in pieces, so that large bodies are not copied.
+    is its turn. `positions` ascend. The payload is in pieces, so that large bodies are not copied.
+    `is_apart`: the model is expected to raise on it (`raising_producers`).
     """
 
     positions: Sequence[int]
     header: FrameHeader
     payload: Sequence[Buffer]
+    is_apart: bool = False
 
 
 class ResultCounts(NamedTuple):
@@ -71,7 +82,8 @@ class Execution:
     overhead_us: int = 0  # for which these frames occupied the process beside that
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
-    is_normal: bool = True  # whether that is so for all frames
+    is_normal: bool = True  # whether that is so for all frames but those that are apart
+    unexecuted: list[int] = field(default_factory=list)  # positions, as `ExecutedOf` counts them
     error: str = ""  # what failed last: the name of what the model raised, or what is wrong with a result
     chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
     first_us: int | None = None  # the time from its arrival to the first of these
@@ -104,6 +116,19 @@ class Execution:
         """How many requests one normal execution by the model served in `compute_us`; 0 if the execution of
         this batch was not a normal one."""
         return self.executed if self.is_normal and not self.is_suspect else 0
+
+    def of_producers(self) -> list[ExecutedOf]:
+        """The producers of whose requests not all were executed."""
+        if not self.unexecuted:
+            return []
+        unexecuted = Counter([self.locate(position)[0].producer for position in self.unexecuted])
+        requests: Counter[Producer] = Counter()
+        for run in self.batch.runs:
+            requests[run.producer] += len(run.correlation_ids)
+        return [
+            ExecutedOf(producer, requests[producer], requests[producer] - number)
+            for producer, number in unexecuted.most_common(PRODUCERS_TOLD_MAX)
+        ]
 
     @property
     def unanswered(self) -> Sequence[int]:

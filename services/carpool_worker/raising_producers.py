@@ -2,8 +2,7 @@
 
 If the model raises, its frame is halved until the failing requests are alone, and all requests of the frame
 are late. One producer's failing requests, one in each batch, would so delay those of all others. Apart, they
-delay each other. A producer is known by its tenant and reply stream: requests with neither count as one
-producer's.
+delay each other.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from carpool.messages import BatchedRun
+from carpool.messages import BatchedRun, Producer
 
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
 LATEST_WEIGHT: Final = 0.25  # of the latest frame in that ratio
 FORGOTTEN_RATIO: Final = 0.05
 PRODUCERS_MAX: Final = 1000
-
-Producer = tuple[bytes | None, str | None]  # tenant, reply stream
 
 
 class RaisingProducers:
@@ -33,12 +30,12 @@ class RaisingProducers:
 
     def is_apart(self, run: BatchedRun) -> bool:
         """Whether requests of this run's producer are to be executed apart."""
-        return self._ratios.get(producer_of(run), 0.0) >= APART_RATIO_MIN
+        return self._ratios.get(run.producer, 0.0) >= APART_RATIO_MIN
 
     def observe(self, runs: Collection[BatchedRun], raised: Collection[BatchedRun]) -> None:
         """A frame of requests of these runs was executed; the model raised on requests of some of them."""
-        blamed = {producer_of(run) for run in raised}
-        for producer in {producer_of(run) for run in runs} - blamed:
+        blamed = {run.producer for run in raised}
+        for producer in {run.producer for run in runs} - blamed:
             ratio = self._ratios.get(producer, 0.0) * (1 - LATEST_WEIGHT)
             if ratio >= FORGOTTEN_RATIO:
                 self._ratios[producer] = ratio
@@ -49,8 +46,3 @@ class RaisingProducers:
             self._ratios[producer] = ratio + LATEST_WEIGHT * (1 - ratio)
         while len(self._ratios) > PRODUCERS_MAX:
             del self._ratios[next(iter(self._ratios))]
-
-
-def producer_of(run: BatchedRun) -> Producer:
-    """The producer of the requests of this run, as far as it is known."""
-    return run.extra.get("tenant") if run.extra else None, run.reply_to

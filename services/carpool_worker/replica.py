@@ -166,11 +166,12 @@ class Replica(ReplicaLoop[Execution]):
     def _send_next(self, execution: Execution) -> None:
         if self._executed() is None:
             self._occupied_since_s = time.monotonic()
-        _, header, payload = execution.frames[execution.frames_sent]
+        frame = execution.frames[execution.frames_sent]
+        header = frame.header
         execution.frames_sent += 1
         if header.deadlines:
             header = header._replace(redis_ahead_us=self._clock.ahead_us)
-        self.process.send(header, *payload)
+        self.process.send(header, *frame.payload)
 
     def _executed(self) -> Execution | None:
         """The execution whose frame the model process executes; None if it is idle."""

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from carpool.errors import INTERNAL
-from carpool.messages import BatchedRun
+from carpool.messages import BatchedRun, Producer
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process.frames import Failure, OutcomeHeader
-from carpool_worker.raising_producers import Producer, producer_of
 
 BATCHES_MIN: Final = 5
 FAILING_S_MIN: Final = 5.0
@@ -91,7 +90,7 @@ class Retirement:
             self._batches += 1
             self._last_batch = batch_id
         if len(self._producers) < PRODUCERS_MIN:
-            self._producers.update(map(producer_of, runs))
+            self._producers.update([run.producer for run in runs])
         return self._is_due(now_s)
 
     def _is_due(self, now_s: float) -> bool:

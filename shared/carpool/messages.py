@@ -23,6 +23,8 @@ CONTENT_TYPES: Final = (JSON, MSGPACK, RAW)
 PRIORITY_DEFAULT: Final = 4
 PRIORITY_LEVELS: Final = 10
 
+Producer = tuple[str, str]  # tenant and reply stream, either of which may be empty
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -70,8 +72,8 @@ class Run:
     The unit of scheduling: an ordinary request is a run of one. A run is divided where a batch ends
     (`cut`) and where some of its requests are removed (`take`). Compared by identity.
 
-    Nothing else changes after it was decoded, except for `tickets`, which the batcher sets when it admits the
-    run. (Not `frozen=True`: that alone costs 1 µs.)
+    Nothing else changes after it was decoded, except for `tickets` and `is_doubtful`, which the batcher sets
+    when it admits the run. (Not `frozen=True`: that alone costs 1 µs.)
     """
 
     entry: Entry
@@ -92,9 +94,15 @@ class Run:
     sequence: SequencePart | None = None  # then it is a run of one
     # How long it is delayed after its entry arrived; then `arrival_us` is the end of that time.
     not_before_ms: int = 0
+    is_doubtful: bool = False  # the model is not expected to execute it (`core.doubtful_producers`)
 
     def __len__(self) -> int:
         return len(self.correlation_ids)
+
+    @property
+    def producer(self) -> Producer:
+        """Who sent it, as far as that is known: requests with neither name count as one producer's."""
+        return self.tenant, self.reply_to or ""
 
     def cut(self, count: int) -> Run:
         """Remove the first `count` requests, at least one and not all, and return them as a run."""
@@ -167,6 +175,7 @@ class Run:
             self.stream,
             self.sequence,
             self.not_before_ms,
+            self.is_doubtful,
         )
 
     def requests(self, start: int = 0, stop: int | None = None) -> list[Request]:
@@ -268,6 +277,12 @@ class BatchedRun(NamedTuple):
     reply_columns: bool = False
     tickets: Tickets | None = None
     sequence: SequencePart | None = None
+
+    @property
+    def producer(self) -> Producer:
+        """As `Run.producer`."""
+        tenant = self.extra.get("tenant", b"") if self.extra else b""
+        return tenant.decode("utf-8", "replace"), self.reply_to or ""
 
 
 class BatchedRequest(NamedTuple):
@@ -585,6 +600,15 @@ class Failures(NamedTuple):
     error: str = ""
 
 
+class ExecutedOf(NamedTuple):
+    """How many of a producer's requests in a batch the model executed: not those that `validate` refused,
+    that could not be decoded, or on which the model raised."""
+
+    producer: Producer
+    requests: int
+    executed: int
+
+
 class Executed(NamedTuple):
     """How a batch was executed: see `BatchSettled`. `requests`: how many the model executed together."""
 
@@ -593,6 +617,7 @@ class Executed(NamedTuple):
     waited_us: int = 0
     overhead_us: int = 0
     failures: Failures = Failures()
+    of_producers: Sequence[ExecutedOf] = ()
 
 
 class BatchSettled(NamedTuple):
@@ -606,6 +631,7 @@ class BatchSettled(NamedTuple):
     `broken`: the IDs of sequences whose request in the batch did not succeed.
     `overhead_us`: for which it occupied its process beside `compute_us`; 0 if that was not measured.
     `failures`: what failed; None if nothing did.
+    `of_producers`: those of whose requests in the batch not all were executed.
     """
 
     batch_id: str
@@ -619,6 +645,7 @@ class BatchSettled(NamedTuple):
     broken: Sequence[str] = ()
     overhead_us: int = 0
     failures: Failures | None = None
+    of_producers: Sequence[ExecutedOf] = ()
 
 
 class ModelProcessesChanged(NamedTuple):

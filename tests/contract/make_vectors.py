@@ -1089,7 +1089,7 @@ def batches() -> list[Case]:
 def settled() -> list[Case]:
     """Entries of the settled stream, which workers write and batchers read."""
 
-    def batch(name: str, *others: str, executed: int, **besides: Any) -> Case:
+    def batch(name: str, *others: str | bytes, executed: int, **besides: Any) -> Case:
         flat = ("batch", "9-0", "worker", "w/0", "size", "5", "compute_us", "17", *others)
         numbers = {"size": 5, "compute_us": 17, "settled_us": 1_700_000_000_000_123, "executed": executed}
         return {
@@ -1106,6 +1106,14 @@ def settled() -> list[Case]:
         batch("some were not executed", "executed", "3", executed=3),
         batch("they were executed one at a time", "executed", "0", executed=0),
         batch("a worker that does not tell: all of them", executed=5),
+        batch(
+            "of one producer's requests none was executed, of another's some",
+            *("failed", "INVALID_ARGUMENT=3", "executed", "2"),
+            *("producers", pack([[["t", ""], 2, 0], [["", "s"], 3, 2]])),
+            executed=2,
+            failures={"INVALID_ARGUMENT": 3},
+            of_producers=[[["t", ""], 2, 0], [["", "s"], 3, 2]],
+        ),
         batch("sequences were broken", "broken", "mic7 mic8", executed=5, broken=["mic7", "mic8"]),
         change("a model process joined or left", "worker", "w/0", worker="w/0"),
         change("settings were overridden", "config", "max_batch_size", worker=""),

@@ -18,6 +18,8 @@ from carpool.messages import (
     BatchedRequest,
     BatchSettled,
     Chunk,
+    ExecutedOf,
+    Failures,
     ModelProcessesChanged,
     Refusal,
     Result,
@@ -225,6 +227,11 @@ def test_settled_entry_is_decoded_as_in_the_vector(case: Case) -> None:
     kind = BatchSettled if "batch_id" in becomes else ModelProcessesChanged
     if "broken" in becomes:
         becomes = becomes | {"broken": tuple(becomes["broken"])}
+    if "failures" in becomes:
+        becomes = becomes | {"failures": Failures(becomes["failures"])}
+    if "of_producers" in becomes:
+        of_producers = [ExecutedOf((*producer,), *numbers) for producer, *numbers in becomes["of_producers"]]
+        becomes = becomes | {"of_producers": of_producers}
     assert decode_settled(flat(case)) == kind(**becomes)
 
 

@@ -1,9 +1,24 @@
-"""An execution whose model process dies: frames are split, and repeated deaths lead to a dead letter."""
+"""An execution: what a death of its model process does to it, and of whose requests not all are executed."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from carpool.messages import ExecutedOf
 from carpool.wire.tensors import TensorSpec
-from support.executions import NOW_US, codec_of, echo, executed, execution_of, positions, prepared, request_of
+from carpool_worker.execution import PRODUCERS_TOLD_MAX
+from support.executions import (
+    NOW_US,
+    codec_of,
+    codec_of_model,
+    echo,
+    executed,
+    executed_by,
+    execution_of,
+    positions,
+    prepared,
+    request_of,
+)
 
 ANY = TensorSpec("x", "FP32", (-1,))
 
@@ -79,3 +94,42 @@ def test_unusable_outcome_fails_every_request_of_its_frame() -> None:
     assert {
         position: (result.status, result.detail) for position, result in execution.results.items()
     } == dict.fromkeys((0, 2), ("INTERNAL", "the model's results cannot be read"))
+
+
+class Strict:
+    """Refuses strings, and answers zero with an error."""
+
+    def validate(self, body: Any) -> None:
+        if isinstance(body, str):
+            raise ValueError("no strings")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [body or ValueError("zero") for body in batch]
+
+
+def test_requests_that_were_refused_or_not_decoded_are_told_by_producer() -> None:
+    codec, model = codec_of_model(Strict())
+    bodies: dict[str, list[Any]] = {"a": [1, "refused", 0, b"{not json"], "b": [2, 3], "c": ["refused"]}
+    requests = [
+        request_of(body, extra={"tenant": name.encode()})._replace(reply_to="s")
+        for name, of_producer in bodies.items()
+        for body in of_producer
+    ]
+    execution = prepared(codec, *requests)
+    (frame,) = execution.frames
+    codec.take_outcome(execution, frame, *executed_by(model, frame))
+    assert sorted(execution.of_producers()) == [
+        ExecutedOf(("a", "s"), 4, 2),  # the model executed the one that it answered with an error
+        ExecutedOf(("c", "s"), 1, 0),
+    ]
+
+
+def test_only_the_producers_with_the_most_unexecuted_requests_are_told() -> None:
+    execution = execution_of(
+        *(request_of(number, extra={"tenant": str(number).encode()}) for number in range(50)),
+        request_of(7, extra={"tenant": b"7"}),
+    )
+    execution.unexecuted = list(range(51))
+    told = execution.of_producers()
+    assert len(told) == PRODUCERS_TOLD_MAX
+    assert told[0] == ExecutedOf(("7", ""), 2, 0)

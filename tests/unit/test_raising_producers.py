@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from carpool.messages import BatchedRequest
+from carpool.messages import BatchedRequest, ExecutedOf
 from carpool_worker.codec import Codec
 from carpool_worker.raising_producers import PRODUCERS_MAX, RaisingProducers
 from support.executions import codec_of, finish, positions, prepared, request_of, run_of_one
@@ -45,6 +45,15 @@ def test_others_are_executed_together_once_a_producer_often_raises() -> None:
         assert served(codec, *MIXED) == [["fine"], ["fine"]]  # halved
     assert positions(prepared(codec, *MIXED)) == [[1, 3], [0, 2]]
     assert served(codec, *MIXED) == [["fine", "fine"]]
+
+
+def test_a_batch_is_a_normal_one_if_the_model_raised_on_what_is_apart_only() -> None:
+    codec = codec_of()
+    for number in range(4):
+        execution = prepared(codec, *MIXED)
+        finish(codec, execution, Picky())
+        assert execution.executed_together == (2 if number == 3 else 0)
+    assert execution.of_producers() == [ExecutedOf(("flood", ""), 2, 0)]
 
 
 def test_a_producer_that_seldom_raises_stays_with_others() -> None:

@@ -15,6 +15,9 @@ from carpool.messages import (
     DeadLetter,
     Dispatch,
     Entry,
+    Executed,
+    ExecutedOf,
+    Failures,
     ModelProcessesChanged,
     Run,
     SequencePart,
@@ -29,6 +32,7 @@ from carpool.wire.batches import (
     encode_dead_letter,
     encode_streamed,
     encode_tickets,
+    settled_fields,
 )
 from carpool.wire.requests import decode_entry
 from support.wire import DEFAULTS, decode, decode_packed, flat_of, request_maps, singles
@@ -150,6 +154,17 @@ def test_settled_entry_is_a_batch_or_a_change_of_workers() -> None:
         "9-0", "w/0", 3, 17, 1_700_000_000_000_123, 3, 5
     )
     assert decode_settled(flat_of({"worker": "w/0", "size": 0})) == ModelProcessesChanged("w/0")
+
+
+def test_settled_entry_tells_of_whose_requests_not_all_were_executed() -> None:
+    of_producers = [ExecutedOf(("tenant", ""), 2, 0), ExecutedOf(("", "stream"), 3, 2)]
+    executed = Executed(17, 2, failures=Failures({"INVALID_ARGUMENT": 3}), of_producers=of_producers)
+    flat = [part.encode() if isinstance(part, str) else part for part in settled_fields(executed)]
+    settled = decode_settled([b"batch", b"9-0", *flat])
+    assert isinstance(settled, BatchSettled)
+    assert settled.of_producers == of_producers
+    assert settled.failures == executed.failures
+    assert settled_fields(Executed(17, 2)) == []
 
 
 @pytest.mark.parametrize("streamed", [None, Streamed(5, 4000, 800), Streamed(1, 0, 0), Streamed(5, 4000)])

@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from typing import Final, NamedTuple
 
-from carpool.messages import Run
+from carpool.messages import Producer, Run
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.lane_latency import LaneLatencies
 from carpool_batcher.core.latency import LatencyModel
@@ -93,7 +93,8 @@ class InFlightBatch(NamedTuple):
     """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
     `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models.
     `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
-    that executes it."""
+    that executes it. `doubtful`: how many requests the model is not expected to execute. `producers`: those
+    of whom `core.doubtful_producers` remembers something."""
 
     dispatched_us: int
     size: int
@@ -103,6 +104,13 @@ class InFlightBatch(NamedTuple):
     runs: Sequence[Run] = ()
     cost: int = 0
     process: str = ""
+    doubtful: int = 0
+    producers: Sequence[Producer] = ()
+
+    @property
+    def planned(self) -> int:
+        """The number of requests that the model is expected to execute."""
+        return self.size - self.doubtful
 
 
 class Capacity:
@@ -189,7 +197,8 @@ class Capacity:
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
         if is_normal:
-            self._latencies.observe_share(batch.lane, batch.size, size)
+            if batch.planned:
+                self._latencies.observe_share(batch.lane, batch.planned, min(size, batch.planned))
             self._round_trips.observe(turnaround_us - execution_us - waited_us)
         self.forget(batch_id, settled_us)
 
@@ -212,7 +221,7 @@ class Capacity:
         Sooner where l(n) grows with n: there, waiting makes batches larger, and larger batches delay each of
         their results. At once where the mean size is about one.
         """
-        self._mean_size += MEAN_SIZE_WEIGHT * (batch.size - self._mean_size)
+        self._mean_size += MEAN_SIZE_WEIGHT * (batch.planned - self._mean_size)
         times = self.times_of(batch.lane)
         execution_us = times.of(round(self._mean_size))
         if self.processes < 2 or not execution_us:
@@ -336,6 +345,10 @@ class Capacity:
         """How long batches of a lane are expected to take; those of all lanes while too little is known."""
         return self._latencies.of(lane).times
 
+    def expected_us(self, lane: str, planned: int) -> int:
+        """How long a batch of a lane is expected to take of which the model executes `planned` requests."""
+        return self.times_of(lane).of(planned) if planned else 0
+
     def turnaround_us(self, lane: str) -> float:
         """How long a batch of a lane recently took from dispatch to settled."""
         return self._latencies.of(lane).turnaround_us
@@ -348,7 +361,7 @@ class Capacity:
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""
         batch = self.in_flight[batch_id]
-        return self.times_of(batch.lane).of(batch.size)
+        return self.expected_us(batch.lane, batch.planned)
 
     def _tolerance_us(self, batch_id: str) -> int:
         """How late a batch may be while it is still expected to settle at any moment."""

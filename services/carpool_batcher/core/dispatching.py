@@ -17,6 +17,7 @@ from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_us, plan
+from carpool_batcher.core.doubtful_producers import planned_size
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane
@@ -157,9 +158,10 @@ class Dispatcher:
         if not self._is_deferred(lane, settings):
             return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
         forecast = self._forecast(lane, settings)
-        if is_efficient(forecast.times, lane.count, settings.max_batch_size, self._gap_us(lane, now_us)):
+        size = max(1, lane.planned)
+        if is_efficient(forecast.times, size, settings.max_batch_size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
-        start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), lane.count)
+        start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), size)
         if settings.max_queue_delay_ms and delay_ends_us < start_us:
             return delay_ends_us, "delay"
         return start_us, "deadline"
@@ -203,13 +205,13 @@ class Dispatcher:
         if custom is not None:
             return self._form_custom(lane, reason, settings, custom)
         size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
-        if not self._is_deferred(lane, settings):
+        if not lane.planned or not self._is_deferred(lane, settings):
             return [self._dispatch_from(lane, reason, size, settings)]
         forecast, starts_us = self._forecast(lane, settings), self._capacity.starts_us(now_us)
-        size_max = min(lane.count, settings.max_batch_size)
+        size_max = min(lane.planned, settings.max_batch_size)
         if forecast.arrives_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
-        slices = list(_front(lane.in_order(settings.tenant_weights), PLANNED_BATCHES_MAX * size))
+        slices = list(_front(_planned(lane, settings), PLANNED_BATCHES_MAX * size))
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
         for run, _, count in slices:
@@ -222,7 +224,8 @@ class Dispatcher:
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
-        return [self._dispatch_from(lane, reason, min(size, planned.size), settings)]
+        length = _length_with_doubtful(lane, planned.size, settings)
+        return [self._dispatch_from(lane, reason, min(size, length), settings)]
 
     def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
         """Whether it is too early to dispatch a batch, or a full one."""
@@ -267,11 +270,32 @@ class Dispatcher:
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
         self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
-        expected_us = self._capacity.times_of(lane.label).of(sum(map(len, runs)))
+        expected_us = self._capacity.expected_us(lane.label, planned_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
             self._queue.look_again(lane.process)
         return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
+
+
+def _planned(lane: Lane, settings: ModelSettings) -> Iterator[Slice]:
+    """The requests of a lane that the model is expected to execute, in order."""
+    in_order = lane.in_order(settings.tenant_weights)
+    return (one for one in in_order if not one.run.is_doubtful) if lane.doubtful else in_order
+
+
+def _length_with_doubtful(lane: Lane, planned: int, settings: ModelSettings) -> int:
+    """The length of a batch that has `planned` requests that the model is expected to execute, and those
+    between them and right behind them that it is not."""
+    if not lane.doubtful:
+        return planned
+    length = 0
+    for run, _, count in lane.in_order(settings.tenant_weights):
+        if not run.is_doubtful:
+            if count > planned:
+                return length + planned
+            planned -= count
+        length += count
+    return length
 
 
 def _front(slices: Iterable[Slice], size: int) -> Iterator[Slice]:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from carpool.messages import Run
 from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
+from carpool_batcher.core.doubtful_producers import planned_size
 from carpool_batcher.core.due_index import DueIndex
 from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue, Slice
 
@@ -32,8 +33,9 @@ class Lane:
     `name` is unique in the queue; `label` is the lane that producers named. They differ where `process` is to
     execute its requests, of a bound model.
 
-    `count`, `cost` and `bytes` are totals over all requests. `urgent`: runs that must be dispatched now to
-    meet their deadlines. `expired`: see the module. Only the Queue changes a lane.
+    `count`, `cost` and `bytes` are totals over all requests. `doubtful`: how many of them the model is not
+    expected to execute (`core.doubtful_producers`). `urgent`: runs that must be dispatched now to meet their
+    deadlines. `expired`: see the module. Only the Queue changes a lane.
     """
 
     __slots__ = (
@@ -43,6 +45,7 @@ class Lane:
         "bytes",
         "cost",
         "count",
+        "doubtful",
         "expired",
         "label",
         "name",
@@ -55,6 +58,7 @@ class Lane:
         self.label = name if label is None else label
         self.process = process
         self.count = 0
+        self.doubtful = 0
         self.cost = 0
         self.bytes = 0
         self.urgent: set[Run] = set()
@@ -97,6 +101,8 @@ class Lane:
             self._head = max(head[0], rank), min(head[1], run.arrival_us)
         count = len(run.correlation_ids)
         self.count += count
+        if run.is_doubtful:
+            self.doubtful += count
         self.cost += count * run.cost
         self.bytes += size_bytes
 
@@ -140,6 +146,8 @@ class Lane:
         self.count -= limits.size - space.size
         self.cost -= limits.cost - space.cost
         self.bytes -= limits.bytes - space.bytes
+        if self.doubtful:
+            self.doubtful -= limits.size - space.size - planned_size(runs)
         if self.urgent:
             self.urgent.difference_update(runs)
         if self.expired:
@@ -150,10 +158,17 @@ class Lane:
     def _count_removed(self, run: Run, size_bytes: int) -> None:
         count = len(run.correlation_ids)
         self.count -= count
+        if run.is_doubtful:
+            self.doubtful -= count
         self.cost -= count * run.cost
         self.bytes -= size_bytes
 
     # --- reading -------------------------------------------------------------------------------------------
+
+    @property
+    def planned(self) -> int:
+        """The number of requests that the model is expected to execute."""
+        return self.count - self.doubtful
 
     def in_order(self, weights: Mapping[str, float]) -> Iterator[Slice]:
         """All requests, in the order in which `pop_batch` would return them."""

@@ -28,11 +28,12 @@ MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, 
 class Queue:
     """The waiting runs of one model.
 
-    `count` and `bytes` are totals over all requests of all lanes; `arrived` is how many were ever admitted.
-    `withheld` is the number of results that wait for earlier tickets (`preserve_ordering`): they count
-    against `max_queue_size`. `changed` has the names of lanes that changed since the Dispatcher last looked,
-    which empties it. Of a bound model, the heads of the sequences of each process are in lanes of their own.
-    `delayed` has the runs that are in no lane yet, because their producers put them off; they count, too.
+    `count` and `bytes` are totals over all requests of all lanes. `arrived`: how many were ever admitted that
+    the model is expected to execute. `withheld` is the number of results that wait for earlier tickets
+    (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that changed
+    since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
+    process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
+    put them off; they count, too.
     """
 
     def __init__(self, sequences: Sequences | None = None) -> None:
@@ -94,7 +95,8 @@ class Queue:
             self.ids.add(run)
         count = len(run.correlation_ids)
         self.count += count
-        self.arrived += count
+        if not run.is_doubtful:
+            self.arrived += count
         self.bytes += size_bytes
         self._count_by_priority[run.priority] += count
 

@@ -54,6 +54,7 @@ from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages import (
     Dispatch,
     DispatchReason,
+    ExecutedOf,
     Refusal,
     Run,
     SequencePart,
@@ -65,6 +66,7 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.doubtful_producers import DoubtfulProducers, planned_size
 from carpool_batcher.core.duplicates import Separated, separate
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence_refusals import ended_by_force
@@ -92,6 +94,7 @@ class Scheduler:
         self._kind = kind
         self._settings = settings
         self._of_batches = self._settings_of_batches()
+        self._producers = DoubtfulProducers()
         self._queue = Queue(self.sequences)
         self._deadlines = Deadlines(self._queue, self.capacity)
         self._dispatcher = Dispatcher(self._queue, self.capacity, self.processes)
@@ -173,6 +176,8 @@ class Scheduler:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
                 return [refused]
+        if self._producers:
+            run.is_doubtful = self._producers.is_doubtful(run.producer)
         refusals = self._queue.admit(run, self._settings)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
@@ -296,16 +301,27 @@ class Scheduler:
         executed: int | None = None,
         waited_us: int = 0,
         broken: Sequence[str] = (),
+        of_producers: Sequence[ExecutedOf] = (),
     ) -> None:
         """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
         together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
         model process (see `BatchSettled`). `broken`: the IDs of sequences whose requests in it did not
-        succeed."""
+        succeed. `of_producers`: those of whose requests not all were executed."""
         for run in self._runs_of_sequences(batch_id):
             assert run.sequence is not None
             self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
+        if of_producers or self._producers:
+            self._observe_producers(batch_id, executed, of_producers)
         self._end_batch_in_flight(batch_id)
         self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
+
+    def _observe_producers(
+        self, batch_id: str, executed: int | None, of_producers: Sequence[ExecutedOf]
+    ) -> None:
+        batch = self.capacity.in_flight.get(batch_id)
+        # If the execution was not a normal one, it is unknown whether the others' requests would be executed.
+        remembered = () if batch is None or executed == 0 else batch.producers
+        self._producers.observe(remembered, of_producers)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
@@ -423,6 +439,11 @@ class Scheduler:
             size += count
             run.bodies = []
         batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
+        if self._producers:
+            batch = batch._replace(
+                doubtful=size - planned_size(dispatch.runs),
+                producers=self._producers.remembered(dispatch.runs),
+            )
         if self._kind is ModelKind.PLAIN:
             return batch
         if self._has_sequences:

@@ -113,13 +113,15 @@ class Outcome(NamedTuple):
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
     `executed`: the number of items that the first call of the model executed; 0 if it
-    raised, or there was none. `raised`: the items on each of which it raised alone.
+    raised, or there was none. `raised`: the items on each of which it raised alone. `refused`: those that
+    `validate` rejected.
     """
 
     failures: dict[int, Failure]
     results: list[Any] | Stacked
     executed: int = 0
     raised: Sequence[int] = ()
+    refused: Sequence[int] = ()
 
 
 class _Given(NamedTuple):
@@ -150,6 +152,7 @@ def execute(
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     """
     failures = validate(model, items)
+    refused = tuple(failures)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
@@ -157,8 +160,8 @@ def execute(
     raised: list[int] = []
     given = _Given(items, requests, states, is_late)
     if valid and not _attempt(model, given, valid, failures, parts, raised):
-        return Outcome(failures, _join(parts), 0, tuple(raised))
-    return Outcome(failures, _join(parts), len(valid))
+        return Outcome(failures, _join(parts), 0, tuple(raised), refused)
+    return Outcome(failures, _join(parts), len(valid), (), refused)
 
 
 def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:

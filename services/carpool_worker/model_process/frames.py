@@ -86,6 +86,7 @@ class OutcomeHeader(NamedTuple):
     `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
     `error`: the name of what it raised last (`raised`); empty if it did not.
+    `refused`: those that `validate` rejected, by index in the frame.
     For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
 
@@ -98,6 +99,7 @@ class OutcomeHeader(NamedTuple):
     executed: int = 0
     raised: Sequence[int] = ()
     error: str = ""
+    refused: Sequence[int] = ()
 
 
 class Ending(NamedTuple):

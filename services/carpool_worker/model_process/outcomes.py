@@ -17,7 +17,15 @@ def encode_outcome(
     """The header and the payload of a frame's outcome. A result that cannot be sent fails its own request."""
     failures, parts, data = _encode(model, outcome, frame.size)
     header = OutcomeHeader(
-        frame.first, frame.size, frame.number, compute_us, failures, parts, outcome.executed, outcome.raised
+        frame.first,
+        frame.size,
+        frame.number,
+        compute_us,
+        failures,
+        parts,
+        outcome.executed,
+        outcome.raised,
+        refused=outcome.refused,
     )
     return header, data
 

@@ -27,7 +27,7 @@ from carpool.store.results import (
     result_groups,
 )
 from carpool.store.sequences import change_args
-from carpool.wire.batches import decode_batch, encode_dead_letter, failures_fields
+from carpool.wire.batches import decode_batch, encode_dead_letter, settled_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
@@ -279,7 +279,7 @@ class WorkerStore:
             executed.requests, executed.waited_us, executed.overhead_us,
             SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX,
             " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
-            len(left_out), *left_out, *list_args(failures_fields(executed.failures)),
+            len(left_out), *left_out, *list_args(settled_fields(executed)),
             len(body_keys), *body_keys,
         ]  # fmt: skip
         args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))

@@ -16,6 +16,8 @@ from carpool.messages import (
     BatchSettled,
     DeadLetter,
     Dispatch,
+    Executed,
+    ExecutedOf,
     Failures,
     KeptDeadLetter,
     ModelProcessesChanged,
@@ -167,7 +169,23 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         tuple(raw.get(b"broken", b"").decode().split()),
         int(raw.get(b"overhead_us", b"0")),
         _decode_failures(raw) if b"failed" in raw else None,
+        _decode_producers(raw[b"producers"]) if b"producers" in raw else (),
     )
+
+
+def settled_fields(executed: Executed) -> list[str | bytes]:
+    """The fields that a settled entry has if requests failed: which, and of which producers."""
+    flat: list[str | bytes] = [*failures_fields(executed.failures)]
+    if executed.of_producers:
+        flat += ["producers", bytes(msgpack.packb(executed.of_producers))]
+    return flat
+
+
+def _decode_producers(packed: bytes) -> list[ExecutedOf]:
+    return [
+        ExecutedOf((tenant, reply_to), requests, executed)
+        for (tenant, reply_to), requests, executed in msgpack.unpackb(packed)
+    ]
 
 
 def failures_fields(failures: Failures) -> list[str]:
