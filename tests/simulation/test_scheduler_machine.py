@@ -392,9 +392,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert {self.items[entry, name] for name in names} <= self.waiting.keys()
 
     @invariant()
-    def at_most_two_batches_per_process_are_in_flight(self) -> None:
+    def at_most_three_batches_per_process_are_in_flight(self) -> None:
         self.processes_max = max(self.processes_max, self.scheduler.model_processes)
-        assert len(self.in_flight.keys() - {"found"}) <= 2 * self.processes_max
+        assert len(self.in_flight.keys() - {"found"}) <= 3 * self.processes_max
 
     @invariant()
     def memory_is_bounded(self) -> None:
@@ -637,9 +637,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _starts_us(self, taken: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time."""
+        if taken < self.scheduler.model_processes:
+            return self.now_us
+        free_us = self._free_us(taken)
+        return (
+            self.now_us
+            if free_us is None
+            else max(self.now_us, free_us - self.scheduler.capacity.round_trip_us)
+        )
+
+    def _free_us(self, taken: int) -> int | None:
+        """When a process is expected to be free for another batch, if none is idle; None if it is unknown."""
         capacity, processes = self.scheduler.capacity, self.scheduler.model_processes
-        executing = capacity._executing[taken - processes :] if taken >= processes else []
-        return max(self.now_us, executing[0][0] - capacity.round_trip_us) if executing else self.now_us
+        executing = capacity._executing
+        if taken - processes < len(executing):
+            return executing[taken - processes][0]
+        if taken > len(self.in_flight) or len(executing) < max(1, processes):
+            return None
+        free_us = [settles_us for settles_us, _ in executing[:processes]]
+        for batch_id in capacity._ahead:
+            free_us = sorted([free_us[0] + capacity._execution_us(batch_id), *free_us[1:]])
+        return free_us[0]
 
     def _latest_start_us(self, lane: str) -> int:
         more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
@@ -834,7 +852,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if taken < processes:
             return True
         if taken >= 2 * processes:
-            return False
+            return is_early and taken < 3 * processes and self._may_be_second_ahead(lane, taken)
         if self._is_full(lane) and self.scheduler.settings.policy != "deferred":
             return True
         executing = capacity._executing[taken - processes :]
@@ -845,6 +863,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         latest_us = settles_us + capacity._tolerance_us(batch_id)
         lead_us = capacity.lead_us * (2 if is_early and self._is_full(lane) else 1)
         return settles_us - lead_us <= self.now_us <= latest_us
+
+    def _may_be_second_ahead(self, lane: str, taken: int) -> bool:
+        """Whether a full batch may be dispatched although each process has one ahead."""
+        capacity, free_us = self.scheduler.capacity, self._free_us(taken)
+        if free_us is None or not capacity.latency.known or not self._is_full(lane):
+            return False
+        settles_us, batch_id = capacity._executing[0]
+        latest_us = settles_us + capacity._tolerance_us(batch_id)
+        return (
+            self.scheduler.settings.policy == "deferred"
+            and free_us - 2 * capacity.lead_us <= self.now_us <= latest_us
+        )
 
     def _can_dispatch(self, lane: str, taken: int, *, is_early: bool = False) -> bool:
         if not self._in_lane(lane) or not self._has_capacity(lane, taken, is_early=is_early):

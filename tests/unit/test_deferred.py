@@ -33,7 +33,7 @@ def forecast_of(
     intercept: int = 10, slope: int = 1, *, max_size: int = 8, round_trip: int = 2, free_times: object = (0,)
 ) -> Forecast:
     assert isinstance(free_times, tuple)
-    return Forecast(learned(intercept, slope), max_size, round_trip, round_trip, free_times)
+    return Forecast(learned(intercept, slope), max_size, round_trip, round_trip, round_trip, free_times)
 
 
 # --- sizes and times ---------------------------------------------------------------------------------------
@@ -218,6 +218,6 @@ def test_planning_takes_linear_time() -> None:
     latency = CountingModel()
     for size in (1, 1000, 1000):
         latency.observe(size, 10 + size)
-    forecast = Forecast(latency, 32, 2, 2, (0,))
+    forecast = Forecast(latency, 32, 2, 2, 2, (0,))
     plan(forecast, [20 + at for at in range(1000)], 0)
     assert CountingModel.calls < 1000 * 12

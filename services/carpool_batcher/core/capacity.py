@@ -13,12 +13,14 @@ reach a process at the moment at which it becomes free: so it is dispatched one 
 of the batch that is being executed there. Round trips vary, and a process without a batch is the greater
 loss: a batch that comes early waits there, and lacks only the requests that arrive meanwhile. So this lead is
 what nine of ten round trips do not exceed; twice that for a full batch, which would get no more requests.
-What such a batch then waits is part of its time: it settles as if it had been dispatched one usual round trip
-before its process becomes free.
+If batches take less time than that, two full ones are dispatched ahead of a process: the second one waits for
+the first, and not for the batcher to learn that a batch settled. What such a batch then waits is part of its
+time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
 A deadline is met when the producer has the result. What that takes after the settling is not known, but the
 batcher learns of batches that settle over the same way: the delivery is how long that takes. For deadlines,
-round trip and delivery count as nine of ten are, otherwise as their medians.
+round trip and delivery count as nine of ten are, or as the longest ones (`core.deferred` says when);
+otherwise as their medians.
 
 Processes that start batches together also finish them together. A request that arrives just after that
 would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for
@@ -52,6 +54,7 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 64  # kept of round trips and deliveries
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
+FULL_BATCHES_MAX: Final = 3  # the same under `deferred`, where the last one is full
 FULL_LEADS: Final = 2  # how many leads before a process is free a full batch may be dispatched to it
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
@@ -81,6 +84,11 @@ class RecentTimes:
     def at_most_us(self) -> int:
         """Nine of ten times do not exceed it."""
         return self._quantile_us(0.9)
+
+    @property
+    def longest_us(self) -> int:
+        """The longest but one: a single one may be an accident."""
+        return self._quantile_us(0.99)
 
     def _quantile_us(self, quantile: float) -> int:
         ordered_us = self._ordered_us
@@ -267,28 +275,42 @@ class Capacity:
     def free_at_us(self, now_us: int, *, is_full: bool = False) -> int | None:
         """From when on a batch that can still grow may be dispatched; with `is_full`, one that cannot.
 
-        `now_us` if a process is idle, or else `lead_us` before the batch of one settles, or FULL_LEADS times
-        as long before. None if that is unknown until a batch settles.
+        `now_us` if a process is idle, or else `lead_us` before the last batch of one settles, or FULL_LEADS
+        times as long before. None if that is unknown until a batch settles.
         """
         taken = self._taken()
         if taken < self.processes:
             return now_us
-        next_free = taken - self.processes  # earlier ones have a batch ahead already
-        if not self.latency.known or next_free >= len(self._executing) or not self.has_capacity():
+        if not self.latency.known or taken >= self.processes * (
+            FULL_BATCHES_MAX if is_full else PROCESS_BATCHES_MAX
+        ):
             return None
-        settles_us, batch_id = self._executing[next_free]
-        if now_us > settles_us + self._tolerance_us(batch_id):
+        before = self._before_next()
+        if before is None:
+            return None
+        executing_us, executing_id = min(before, self._executing[0])
+        if now_us > executing_us + self._tolerance_us(executing_id):
             return None  # it takes longer than expected, and it is unknown how much longer
-        return settles_us - self.lead_us * (FULL_LEADS if is_full else 1)
+        return before[0] - self.lead_us * (FULL_LEADS if is_full else 1)
+
+    def _before_next(self) -> tuple[int, str] | None:
+        """The batch for which the next one to be dispatched has to wait, and when it is expected to settle;
+        None if that is unknown. No process may be idle. O(1) for the first batch ahead of each process."""
+        ahead = self._taken() - self.processes
+        if ahead < len(self._executing):
+            return self._executing[ahead]  # processes that are free earlier have a batch ahead already
+        if self._reserved or len(self._executing) < max(1, self.processes):
+            return None
+        last = self._executing[: self.processes]  # of each process; sorted, and so a heap
+        for batch_id in self._ahead:
+            heapreplace(last, (last[0][0] + self._execution_us(batch_id), batch_id))
+        return last[0]
 
     def starts_us(self, now_us: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time: later than now, if it
         has to wait for a process that is still busy."""
-        next_free = self._taken() - self.processes
-        if not 0 <= next_free < len(self._executing):
-            return now_us
-        settles_us, _ = self._executing[next_free]
-        return max(now_us, settles_us - self.round_trip_us)
+        before = None if self._taken() < self.processes else self._before_next()
+        return now_us if before is None else max(now_us, before[0] - self.round_trip_us)
 
     def free_times_us(self, now_us: int) -> list[int]:
         """For each process, when to dispatch a batch that need not wait, after those dispatched ahead."""
@@ -325,6 +347,11 @@ class Capacity:
     def ways_at_most_us(self) -> int:
         """What nine of ten batches take from dispatch until producers have results, less the execution."""
         return self._round_trips.at_most_us + self._deliveries.at_most_us
+
+    @property
+    def longest_ways_us(self) -> int:
+        """What hardly any batch exceeds."""
+        return self._round_trips.longest_us + self._deliveries.longest_us
 
     @property
     def delivery_us(self) -> int:

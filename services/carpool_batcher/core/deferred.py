@@ -17,7 +17,9 @@ processes at the same load, each waits for a full batch.
 When more requests wait than can be in time, a request at the head with an early deadline keeps
 its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
 (Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
-time. Only a request with a deadline is refused; one that has only a target, or is served late, never is.
+time. The first of the others are in time by a hair then, and late if the ways take long: they are refused,
+too, if the batch is as large without them. Only a request with a deadline is refused; one that has only a
+target, or is served late, never is.
 """
 
 from __future__ import annotations
@@ -41,18 +43,23 @@ class Plan(NamedTuple):
 
 class Forecast(NamedTuple):
     """What a plan is based on. `ways_us`: from dispatch until the producer has the results, less l(n), as
-    nine of ten batches take; `usual_ways_us`: as half of them take; `free_times_us`: from when on each
-    process can be sent a batch."""
+    nine of ten batches take; `usual_ways_us`: as half of them take; `longest_ways_us`: as hardly any exceeds;
+    `free_times_us`: from when on each process can be sent a batch."""
 
     times: ExecutionTimes
     max_size: int
     ways_us: int
     usual_ways_us: int
+    longest_ways_us: int
     free_times_us: Sequence[int]
 
     def arrives_us(self, start_us: int, size: int) -> int:
         """By when the results of a batch of `size`, dispatched at `start_us`, are expected to arrive."""
         return start_us + self.ways_us + self.times.at_most(size)
+
+    def latest_arrival_us(self, start_us: int, size: int) -> int:
+        """The same if the ways take long."""
+        return self.arrives_us(start_us, size) + self.longest_ways_us - self.ways_us
 
     def largest_in_time(self, start_us: int, deadline_us: int, limit: int) -> int:
         """The largest batch, up to `limit`, that is in time if dispatched at `start_us`; 0 if none is."""
@@ -96,29 +103,36 @@ def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan
     process that is free has nothing better to do. `deadlines_us` has those of the waiting requests in the
     order of dispatch, NEVER_US for no deadline. O(n) if all can be in time, otherwise O(n log max_size).
     """
-    planned = _plan(forecast, deadlines_us, start_us)
-    if planned.size:
+    planned, is_complete = _plan(forecast, deadlines_us, start_us)
+    if not planned.size:
+        return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us)[0]
+    if is_complete:
         return planned
-    return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us)
+    cautious, _ = _plan(forecast._replace(ways_us=forecast.longest_ways_us), deadlines_us, start_us)
+    return cautious if cautious.size >= planned.size else planned
 
 
-def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
+def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> tuple[Plan, bool]:
+    """The plan, and whether all that it does not refuse can be in time."""
     soonest_us = forecast.arrives_us(start_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
     if hopeless:
         deadlines_us = [deadline_us for deadline_us in deadlines_us if deadline_us >= soonest_us]
     if not deadlines_us:
-        return Plan(hopeless, 0)
+        return Plan(hopeless, 0), True
     limits_us = _earliest_in_batch(deadlines_us, forecast.max_size)
     size_max = min(len(limits_us), forecast.max_size)
     size = forecast.largest_in_time(start_us, limits_us[0], size_max)
-    if size == size_max or _are_all_in_time(forecast, limits_us, start_us):
-        return Plan(hopeless, size)
+    if _are_all_in_time(forecast, limits_us, start_us):
+        return Plan(hopeless, size), True
+    if size == size_max:
+        return Plan(hopeless, size), False
     begin, size = _most_valuable(forecast, limits_us, start_us)
     excluded = set(hopeless)
     positions = (at for at in range(len(deadlines_us) + len(excluded)) if at not in excluded)
     before = zip(islice(positions, begin), deadlines_us, strict=False)
-    return Plan([*hopeless, *(at for at, deadline_us in before if deadline_us < NEVER_US)], size)
+    refused = [*hopeless, *(at for at, deadline_us in before if deadline_us < NEVER_US)]
+    return Plan(refused, size), False
 
 
 def _earliest_in_batch(deadlines_us: Sequence[int], max_size: int) -> list[int]:

@@ -48,8 +48,8 @@ class Dispatcher:
         decisions: list[Decision] = []
         self._update_index(settings, now_us)
         self._is_put_off = self._is_put_off and self._is_early(now_us)
-        while self._queue.count and self._capacity.has_capacity():
-            claim = self._index.first(self._open_gates(now_us), now_us)
+        while self._queue.count and (gates := self._open_gates(settings, now_us)):
+            claim = self._index.first(gates, now_us)
             if claim is None:
                 break
             if not self._is_current(claim, settings, now_us):
@@ -60,15 +60,18 @@ class Dispatcher:
 
     def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
-        free_at_us = self._capacity.free_at_us(now_us) if self._queue.undelayed else None
-        full_at_us = self._capacity.free_at_us(now_us, is_full=not self._is_put_off)
-        if free_at_us is None or full_at_us is None:
+        full_at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
+        if full_at_us is None or not self._queue.undelayed:
             return None
         self._update_index(settings, now_us)
+        free_at_us = self._capacity.free_at_us(now_us)
+        if free_at_us is None:
+            free_at_us = NEVER_US
         spaced_at_us = max(self._index.ready_at_us(Gate.SPACED, now_us), self._capacity.spacing_ends_us())
         ready_at_us = min(self._index.ready_at_us(gate, now_us) for gate in (Gate.AHEAD, Gate.FREE))
         full_at_us = max(full_at_us, self._index.ready_at_us(Gate.FULL, now_us))
-        return min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
+        wake_us = min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
+        return None if wake_us == NEVER_US else wake_us
 
     def oldest_arrival_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
@@ -77,9 +80,12 @@ class Dispatcher:
 
     # --- when, and why -------------------------------------------------------------------------------------
 
-    def _open_gates(self, now_us: int) -> Sequence[Gate]:
-        if self._is_early(now_us, is_full=not self._is_put_off):
-            return (Gate.AHEAD,)
+    def _open_gates(self, settings: ModelSettings, now_us: int) -> Sequence[Gate]:
+        ahead = (Gate.AHEAD,) if self._capacity.has_capacity() else ()
+        if self._is_early(now_us, is_full=self._may_be_early(settings)):
+            return ahead
+        if not ahead:
+            return (Gate.FULL,)
         if self._is_early(now_us):
             return (Gate.AHEAD, Gate.FULL)
         if self._capacity.spacing_ends_us() > now_us:
@@ -183,8 +189,14 @@ class Dispatcher:
         """What is known of a lane's batches, without when processes are free."""
         capacity = self._capacity
         times = capacity.times_of(lane.label)
-        ways_us, usual_ways_us = capacity.ways_at_most_us, capacity.usual_ways_us
-        return Forecast(times, settings.max_batch_size, ways_us, usual_ways_us, ())
+        return Forecast(
+            times,
+            settings.max_batch_size,
+            capacity.ways_at_most_us,
+            capacity.usual_ways_us,
+            capacity.longest_ways_us,
+            (),
+        )
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
@@ -209,7 +221,7 @@ class Dispatcher:
             return [self._dispatch_from(lane, reason, size, settings)]
         forecast, starts_us = self._forecast(lane, settings), self._capacity.starts_us(now_us)
         size_max = min(lane.planned, settings.max_batch_size)
-        if forecast.arrives_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
+        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
         slices = list(_front(_planned(lane, settings), PLANNED_BATCHES_MAX * size))
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
@@ -226,6 +238,10 @@ class Dispatcher:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
         length = _length_with_doubtful(lane, planned.size, settings)
         return [self._dispatch_from(lane, reason, min(size, length), settings)]
+
+    def _may_be_early(self, settings: ModelSettings) -> bool:
+        """Whether a full batch may be dispatched earlier than others."""
+        return settings.policy == "deferred" and not self._is_put_off
 
     def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
         """Whether it is too early to dispatch a batch, or a full one."""
