@@ -422,13 +422,13 @@ class Scheduler:
             arrivals.append((run.arrival_us, count))
             size += count
             run.bodies = []
-        batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
-        if self._kind is ModelKind.PLAIN:
-            return batch
-        if self._has_sequences:
-            return batch._replace(runs=dispatch.runs, process=dispatch.process)
-        cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
-        return batch._replace(runs=dispatch.runs, cost=cost)
+        runs: Sequence[Run] = () if self._kind is ModelKind.PLAIN else dispatch.runs
+        cost = 0
+        if self._kind is ModelKind.STEPPING and self._settings.max_batch_cost:
+            cost = sum([run.cost * len(run) for run in runs])
+        return InFlightBatch(
+            dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
+        )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:
