@@ -204,6 +204,7 @@ class Dispatcher:
         if custom is not None:
             return self._form_custom(lane, reason, settings, custom)
         if settings.max_batch_size == 1 and settings.policy != "deferred" and not lane.process:
+            # Each is full, so that nothing but capacity decides how many are dispatched.
             return self._dispatch_singly(lane, reason, settings)
         size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
         if not self._is_deferred(lane, settings):
