@@ -48,6 +48,7 @@ from carpool.wire.field_hints import warnings_of
 from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_entry, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
+from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequence_refusals import did_not_succeed
@@ -93,6 +94,14 @@ class LeaseSession(NamedTuple):
     unread: UnreadEntries
     lowest_unread: LowestUnread
     early: EarlyRefusals
+
+
+class Settled(NamedTuple):
+    """A batch that settled: what its worker tells, what was in flight, and when that was."""
+
+    event: BatchSettled
+    batch: InFlightBatch
+    settled_us: int
 
 
 class ModelBatcher:
@@ -212,9 +221,10 @@ class ModelBatcher:
         scheduler, now_us = self._session.scheduler, self._clock.now_us()
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
+        settled: list[Settled] = []
         if arrived is not None:
             self._last_event_us = now_us
-            self._settle(self._session, arrived.settled, now_us)
+            settled = self._settle(self._session, arrived.settled, now_us)
             if arrived.requests:
                 refusals, emptied = self._admit(self._session, arrived.requests, now_us)
             if arrived.oversized:
@@ -225,6 +235,7 @@ class ModelBatcher:
         self._carry_out_withdrawals(self._session, refusals, emptied, now_us)
         decisions = scheduler.poll(now_us)
         self._apply(self._session, decisions, refusals, emptied, now_us)
+        self._count(settled)  # nobody waits for that
         self.wake_at_us = earlier(scheduler.wake_at_us(), self._session.early.due_us)
         # While nothing waits, no decision depends on a batch that settles.
         self._session.subscription.awaits_settled = scheduler.waiting > 0
@@ -251,19 +262,17 @@ class ModelBatcher:
         known = scheduler.waiting or scheduler.withheld or scheduler.in_flight()
         return bool(known or self._waiting_entries)
 
-    def _settle(self, session: LeaseSession, settled: Sequence[RawEntry], now_us: int) -> None:
+    def _settle(self, session: LeaseSession, arrived: Sequence[RawEntry], now_us: int) -> list[Settled]:
+        """Count the capacity of batches that settled as free, and learn from them. Returns them."""
         scheduler, is_awaited = session.scheduler, session.subscription.awaits_settled
-        for _, flat in settled:
+        settled: list[Settled] = []
+        for _, flat in arrived:
             event = decode_settled(flat)
             if type(event) is BatchSettled:
                 batch = scheduler.in_flight().get(event.batch_id)
                 if batch is not None:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
-                    self._meter.settled(batch, settled_us)
-                    if event.failures is not None:
-                        self._meter.failed(event.failures, settled_us)
-                    if event.streamed is not None:
-                        self._meter.stream_ended(event.streamed, settled_us)
+                    settled.append(Settled(event, batch, settled_us))
                     if is_awaited:
                         scheduler.capacity.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
@@ -278,6 +287,15 @@ class ModelBatcher:
                     )
             else:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
+        return settled
+
+    def _count(self, settled: Iterable[Settled]) -> None:
+        for event, batch, settled_us in settled:
+            self._meter.settled(batch, settled_us)
+            if event.failures is not None:
+                self._meter.failed(event.failures, settled_us)
+            if event.streamed is not None:
+                self._meter.stream_ended(event.streamed, settled_us)
 
     def _admit(
         self, session: LeaseSession, arrived: Sequence[RawEntry], now_us: int

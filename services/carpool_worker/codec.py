@@ -60,6 +60,13 @@ _Decoded = tuple[tuple[Part, ...], Any]
 _Groups = dict[tuple[bool, tuple[Part, ...]], tuple[list[int], list[Any]]]
 
 
+class Body(NamedTuple):
+    """A decoded body, as its model process gets it."""
+
+    parts: Sequence[Part]
+    payload: Sequence[Buffer]
+
+
 class Codec:
     """Encodes and decodes for one model, as it described itself when it was loaded.
 
@@ -117,14 +124,21 @@ class Codec:
     def prepare_next(self, execution: Execution, now_us: int) -> bool:
         """Decode the next request of a suspect execution. Whether it has a frame now, which is the first one;
         if not, it has its result."""
-        frame = self.frame_of(execution, execution.undecoded[0], now_us)
+        position = execution.undecoded[0]
+        decoded = self._decode_next(execution, position, now_us)
         execution.undecoded.popleft()
-        if frame is not None:
-            execution.frames.insert(0, frame)
-        return frame is not None
+        if decoded is None:
+            return False
+        execution.frames.insert(0, self._frame(execution, decoded[0], [position], [decoded[1]]))
+        return True
 
-    def frame_of(self, execution: Execution, position: int, now_us: int) -> Frame | None:
-        """A frame with one request. None if it expired, cannot be decoded or is to be dead-lettered: then it
+    def body_of(self, execution: Execution, position: int, now_us: int) -> Body | None:
+        """The body of one request, for a stepping model. None as in `_decode_next`."""
+        decoded = self._decode_next(execution, position, now_us)
+        return None if decoded is None else Body(decoded[0], _payload(decoded[0], [decoded[1]]))
+
+    def _decode_next(self, execution: Execution, position: int, now_us: int) -> _Decoded | None:
+        """A body decoded. None if its request expired, cannot be decoded or is to be dead-lettered: then that
         gets its result."""
         run, index = execution.locate(position)
         if _expired(run, now_us):
@@ -132,9 +146,7 @@ class Codec:
         elif execution.is_given_up(position):
             execution.dead_letter(position)
         else:
-            decoded = self._decode_or_fail(execution, run, position, index)
-            if decoded is not None:
-                return self._frame(execution, decoded[0], [position], [decoded[1]])
+            return self._decode_or_fail(execution, run, position, index)
         return None
 
     def _stacked_rows(self, run: BatchedRun) -> _Decoded | None:
@@ -269,12 +281,7 @@ class Codec:
                 ]
         deadlines = _deadlines(execution, positions)
         header = FrameHeader(positions[0], len(positions), parts, fields, deadlines)
-        if not parts:
-            payload = _array_of_packed(values)
-        elif len(parts) == 1:
-            payload = values
-        else:
-            payload = [item for items in zip(*values, strict=True) for item in items]
+        payload = _payload(parts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
             payload += [states.get(position, initial) for position in positions]
@@ -556,6 +563,15 @@ def _pack(value: Any) -> bytes:
         raise InvalidArgumentError("body: contains an integer of more than 64 bits") from None
     except (TypeError, ValueError) as error:  # for example a lone surrogate, from JSON's \ud800
         raise InvalidArgumentError(f"body: cannot be encoded for the model: {error}") from None
+
+
+def _payload(parts: Sequence[Part], values: list[Any]) -> list[Any]:
+    """The decoded bodies of requests as the payload of a frame, in pieces."""
+    if not parts:
+        return _array_of_packed(values)
+    if len(parts) == 1:
+        return values
+    return [item for items in zip(*values, strict=True) for item in items]
 
 
 def _array_of_packed(values: Sequence[bytes]) -> list[bytes]:

@@ -79,11 +79,11 @@ class Rehearsal:
         stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
         fields = dict(execution.batch.runs[0].extra or {})
         for position in execution.unanswered:
-            frame = self._codec.frame_of(execution, position, 0)
-            if frame is not None:
+            body = self._codec.body_of(execution, position, 0)
+            if body is not None:
                 request = (str(position), "", fields)
-                admit = Admit(position, frame.header.parts, request, 1, is_streamed=False)
-                stepper.admit(admit, b"".join(frame.payload))
+                admit = Admit(position, body.parts, request, 1, is_streamed=False)
+                stepper.admit(admit, b"".join(body.payload))
         while stepper.has_next and steps < STEPS_MAX:
             steps += 1
             step = stepper.advance()

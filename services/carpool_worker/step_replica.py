@@ -220,22 +220,22 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()
-        frame = self._codec.frame_of(execution, 0, now_us)
-        if frame is None:  # it cannot be decoded, has expired, or is a dead letter
+        body = self._codec.body_of(execution, 0, now_us)
+        if body is None:  # it cannot be decoded, has expired, or is a dead letter
             request.result = execution.results[0]
             self._alone = None if self._alone is request else self._alone
             return
         run, batch = request.run, execution.batch
         admit = Admit(
             request.key,
-            frame.header.parts,
+            body.parts,
             (run.correlation_ids[0], batch.lane, run.extra or {}),
             batch.cost,
             request.is_streamed,
             request.kept,
             steps_alone,
         )
-        self.process.put_message(admit.message(), *frame.payload)
+        self.process.put_message(admit.message(), *body.payload)
         request.sent(now_us)
 
     def _begin_alone(self, request: StepExecution) -> None:

@@ -148,6 +148,15 @@ class Run:
             parts.append(self._part(ids[start:stop], part, of_part))
         return parts
 
+    def separate(self) -> list[Run]:
+        """Each request by itself as a run, in its place in their entry. O(n)."""
+        if len(self.correlation_ids) == 1:
+            return [self]
+        runs, parts = self.entry.runs, self.divide(1)
+        at = runs.index(self)
+        runs[at : at + 1] = parts
+        return parts
+
     def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
         """A run with the attributes of this one, put before it in their entry."""
         part = self._part(ids, bodies, tickets)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carpool.model_settings import ModelKind, PriorityPolicy
 from carpool_batcher.core.queue import MAX_BATCH_BYTES
 from support.scheduler_harness import SchedulerHarness, run
 
@@ -235,3 +241,81 @@ def test_many_lanes_are_served_in_order_of_arrival(lanes: int) -> None:
         order += harness.poll(2000)
         harness.settle(batch, at=2000)
     assert order == [f"full: {number}" for number in range(len(order))]
+
+
+# --- batches of one request --------------------------------------------------------------------------------
+
+
+def stepping_harness(slots: int, **settings: Any) -> SchedulerHarness:
+    """One process of a stepping model: it takes `slots` requests and an eighth more, or at least one more."""
+    harness = SchedulerHarness(max_batch_size=slots, **settings)
+    harness.scheduler.kind = ModelKind.STEPPING
+    return harness
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_each_request_of_a_run_is_a_batch_as_far_as_there_is_capacity(*, rows: bool) -> None:
+    harness = stepping_harness(slots=2)
+    arrived = run("a b c d", rows=rows)
+    harness.offer_runs([arrived], at=0)
+    assert harness.poll() == ["full: a", "full: b", "full: c"]
+    assert [one.correlation_ids for one in arrived.entry.runs] == [["d"]]
+    harness.settle(1)
+    assert harness.poll() == ["full: d"]
+
+
+def test_run_does_not_overtake_what_arrived_before_it_in_another_lane() -> None:
+    harness = stepping_harness(slots=8)
+    harness.offer("a b", at=0, lane="one")
+    harness.offer("c", at=1, lane="other")
+    harness.offer("d", at=2, lane="one")
+    assert harness.poll(3) == ["full: a", "full: b", "full: c", "full: d"]
+
+
+def test_last_request_may_exceed_the_limit_on_the_cost_of_slots() -> None:
+    harness = stepping_harness(slots=8, max_batch_cost=10)
+    harness.offer("a b c d e f", cost=3)
+    assert harness.poll() == ["full: a", "full: b", "full: c", "full: d"]
+
+
+def test_requests_that_expired_are_served_singly_too_and_have_no_deadline_in_flight() -> None:
+    harness = stepping_harness(slots=2, priority_policies={4: PriorityPolicy(expiration_action="delay")})
+    harness.scheduler.model_processes = 0
+    harness.offer("a b", expiration=1)
+    assert harness.poll(2) == []
+    harness.scheduler.model_processes = 1
+    assert harness.poll(3) == ["full: a", "full: b"]
+    assert not any(batch.expiring for batch in harness.scheduler.in_flight().values())
+
+
+ENTRIES: Final = st.lists(
+    st.fixed_dictionaries(
+        {
+            "size": st.integers(1, 5),
+            "at": st.integers(0, 3),
+            "lane": st.sampled_from(("", "l")),
+            "tenant": st.sampled_from(("", "t", "u")),
+            "priority": st.sampled_from((4, 5)),
+            "cost": st.integers(0, 4),
+        }
+    ),
+    max_size=8,
+)
+
+
+@given(ENTRIES, st.integers(1, 9), st.sampled_from((None, 6)))
+def test_requests_of_a_run_are_dispatched_as_if_each_were_a_run(
+    entries: Sequence[Mapping[str, Any]], slots: int, cost_max: int | None
+) -> None:
+    together, singly = (stepping_harness(slots, max_batch_cost=cost_max) for _ in range(2))
+    for number, entry in enumerate(entries):
+        fields = {name: value for name, value in entry.items() if name != "size"}
+        names = [f"{number}.{at}" for at in range(entry["size"])]
+        together.offer(" ".join(names), **fields)
+        for name in names:
+            singly.offer(name, **fields)
+    for settled in range(1, 1 + sum(entry["size"] for entry in entries)):
+        assert together.poll(9) == singly.poll(9)
+        for harness in (together, singly):
+            harness.settle(settled, 9)
+    assert not together.scheduler.waiting

@@ -44,6 +44,7 @@ from heapq import heapreplace
 from typing import Final, NamedTuple
 
 from carpool.messages import Producer, Run
+from carpool_batcher.core.batch_space import NO_LIMIT
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.lane_latency import LaneLatencies
 from carpool_batcher.core.latency import LatencyModel
@@ -230,10 +231,12 @@ class Capacity:
         their results. At once where the mean size is about one.
         """
         self._mean_size += MEAN_SIZE_WEIGHT * (batch.planned - self._mean_size)
+        self._spacing_ends_us = 0
+        if self.processes < 2:
+            return
         times = self.times_of(batch.lane)
         execution_us = times.of(round(self._mean_size))
-        if self.processes < 2 or not execution_us:
-            self._spacing_ends_us = 0
+        if not execution_us:
             return
         excess_size = self._mean_size - UNSPACED_MEAN_SIZE_MAX
         spaced_ratio = min(max(excess_size / (SPACED_MEAN_SIZE_MIN - UNSPACED_MEAN_SIZE_MAX), 0.0), 1.0)
@@ -263,9 +266,14 @@ class Capacity:
         A limit on the cost may be exceeded by one request, which then waits in a worker for its slot: it
         might have the only process in which there is space.
         """
-        if self._cost_per_process is not None and self._cost >= self._cost_per_process * self.processes:
-            return False
-        return self._taken() < self._batches_per_process * self.processes
+        batches, cost = self.left()
+        return batches > 0 and cost > 0
+
+    def left(self) -> tuple[int, int]:
+        """How many batches that cannot grow may be dispatched, and what they may cost together."""
+        batches = self._batches_per_process * self.processes - self._taken()
+        limit = self._cost_per_process
+        return batches, NO_LIMIT if limit is None else limit * self.processes - self._cost
 
     def idle_processes(self, now_us: int) -> int:
         """How many processes could execute a batch dispatched now without delay. O(log processes)."""

@@ -13,6 +13,7 @@ from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
 from carpool.messages import Dispatch, DispatchReason, Refusal, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.arrival_rate import ArrivalRate
+from carpool_batcher.core.batch_space import BatchLimits
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
@@ -20,7 +21,7 @@ from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_u
 from carpool_batcher.core.doubtful_producers import planned_size
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import Slice
-from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.space import Processes
@@ -216,6 +217,9 @@ class Dispatcher:
         """
         if custom is not None:
             return self._form_custom(lane, reason, settings, custom)
+        if settings.max_batch_size == 1 and settings.policy != "deferred" and not lane.process:
+            # Each is full, so that nothing but capacity decides how many are dispatched.
+            return self._dispatch_singly(lane, reason, settings)
         size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
         if not lane.planned or not self._is_deferred(lane, settings):
             return [self._dispatch_from(lane, reason, size, settings)]
@@ -280,7 +284,23 @@ class Dispatcher:
         self, lane: Lane, reason: DispatchReason, size: int, settings: ModelSettings
     ) -> Dispatch:
         """Take the next batch of a lane, of at most `size` requests, and reserve capacity for it."""
-        runs, expired = self._queue.pop_batch(lane, size, settings)
+        return self._to_dispatch(lane, reason, self._queue.pop_batch(lane, size, settings), settings)
+
+    def _dispatch_singly(self, lane: Lane, reason: DispatchReason, settings: ModelSettings) -> list[Decision]:
+        """Take requests of the next run of a lane, each for a batch by itself: as many as there is capacity
+        for, in one turn of their tenant. They arrived together, so no other request comes between them, and
+        to decide on each of them costs several times as much."""
+        batches, cost = self._capacity.left()
+        (run,), expired = self._queue.pop_run(lane, BatchLimits(batches, cost), settings)
+        return [
+            self._to_dispatch(lane, reason, PoppedBatch([one], expired), settings) for one in run.separate()
+        ]
+
+    def _to_dispatch(
+        self, lane: Lane, reason: DispatchReason, popped: PoppedBatch, settings: ModelSettings
+    ) -> Dispatch:
+        """Dispatch these, and reserve capacity for them."""
+        runs, expired = popped
         first_expired = len(runs) - expired
         undated = frozenset(
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)

@@ -143,6 +143,18 @@ class Lane:
                 expired += rank == EXPIRED_RANK
             if queue:
                 break
+        return self._popped(runs, expired, limits, space)
+
+    def pop_run(self, limits: BatchLimits, weights: Mapping[str, float] = NO_WEIGHTS) -> PoppedBatch:
+        """As `pop_batch`, but of the first run only, and in one turn of its tenant."""
+        space = BatchSpace(limits)
+        rank, queue = next((rank, queue) for rank, queue in self._queues.items() if queue)
+        run = queue.pop(space, weights)
+        assert run is not None  # the first request fits in any case
+        return self._popped([run], int(rank == EXPIRED_RANK), limits, space)
+
+    def _popped(self, runs: list[Run], expired: int, limits: BatchLimits, space: BatchSpace) -> PoppedBatch:
+        """These runs were removed, and took what `space` lacks of the limits."""
         self.count -= limits.size - space.size
         self.cost -= limits.cost - space.cost
         self.bytes -= limits.bytes - space.bytes

@@ -6,7 +6,7 @@ head is in a lane; its followers wait in `core.sequences`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -23,6 +23,7 @@ from carpool_batcher.core.sequences import Decided, Sequences
 from carpool_batcher.core.withdrawals import ArrivedLater
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
+_Pop = Callable[[BatchLimits, Mapping[str, float]], PoppedBatch]
 
 
 class Queue:
@@ -179,8 +180,15 @@ class Queue:
 
     def pop_batch(self, lane: Lane, size: int, settings: ModelSettings) -> PoppedBatch:
         """Remove and return the next batch of a lane, of at most `size` requests."""
+        return self._pop(lane, lane.pop_batch, _limits(size, settings), settings)
+
+    def pop_run(self, lane: Lane, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
+        """Remove and return the requests of one run of a lane that are next, as many as the limits allow."""
+        return self._pop(lane, lane.pop_run, limits, settings)
+
+    def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
         count_before, bytes_before = lane.count, lane.bytes
-        batch = lane.pop_batch(_limits(size, settings), settings.tenant_weights)
+        batch = pop(limits, settings.tenant_weights)
         self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:

@@ -438,18 +438,19 @@ class Scheduler:
             arrivals.append((run.arrival_us, count))
             size += count
             run.bodies = []
-        batch = InFlightBatch(dispatched_us, size, dispatch.lane, expiring, arrivals)
-        if self._producers:
-            batch = batch._replace(
-                doubtful=size - planned_size(dispatch.runs),
-                producers=self._producers.remembered(dispatch.runs),
-            )
-        if self._kind is ModelKind.PLAIN:
+        runs: Sequence[Run] = () if self._kind is ModelKind.PLAIN else dispatch.runs
+        cost = 0
+        if self._kind is ModelKind.STEPPING and self._settings.max_batch_cost:
+            cost = sum([run.cost * len(run) for run in runs])
+        batch = InFlightBatch(
+            dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
+        )
+        if not self._producers:
             return batch
-        if self._has_sequences:
-            return batch._replace(runs=dispatch.runs, process=dispatch.process)
-        cost = sum([run.cost * len(run) for run in dispatch.runs]) if self._settings.max_batch_cost else 0
-        return batch._replace(runs=dispatch.runs, cost=cost)
+        return batch._replace(
+            doubtful=size - planned_size(dispatch.runs),
+            producers=self._producers.remembered(dispatch.runs),
+        )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
+import msgpack
+
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.messages import (
@@ -255,21 +257,21 @@ class BatcherStore:
         only_active_as = self.name if self.has_sequences else ""
         if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
-        of_model: list[Argument] = ["result_ttl_ms", result_ttl_ms]
+        of_model: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if step_settings:
             of_model += ["settings", step_settings]
         elif max_execution_ms is not None:
             of_model += ["max_execution_ms", max_execution_ms]
-        batched = [self._dispatch_args(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
+        batches = [self._batch_element(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
-        args += group_list_args(batched)
+        args += (msgpack.packb(batches, use_bin_type=False), *map(encode_batch, dispatches))
         missing, new_ids, batch_ids, tickets = self._run_active(_DISPATCH, script_keys.keys, args)
 
         missing_ids = {entry_id.decode() for entry_id in missing}
-        batches = [
+        dispatched = [
             Dispatched(batch_id.decode(), _without(dispatch, missing_ids)) if batch_id else None
             for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
@@ -282,39 +284,38 @@ class BatcherStore:
             ],
             missing=[entry for entry in indexes if entry.id in missing_ids],
         )
-        return DispatchOutcome(batches, changes, tickets if arrivals else None)
+        return DispatchOutcome(dispatched, changes, tickets if arrivals else None)
 
-    def _dispatch_args(
+    def _batch_element(
         self,
         dispatch: Dispatch,
         indexes: Mapping[Entry, int],
         of_model: Sequence[Argument],
         script_keys: ScriptKeys,
-    ) -> list[Argument]:
-        fields: list[Argument] = ["runs", encode_batch(dispatch)]
-        fields += ["size", dispatch.size, "reason", dispatch.reason]
-        fields += ["dispatched_us", self.clock.now_us(), *of_model]
+    ) -> list[Any]:
+        """A batch as `dispatch.lua` reads it, without its runs."""
+        fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *of_model]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
-        if "settings" in of_model:
+        is_stepping = "settings" in of_model
+        if is_stepping:
             (run,) = dispatch.runs
             fields += ["cost", run.cost, "stream", int(run.stream)]
         if (tickets := encode_tickets(dispatch)) is not None:
             fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
-        process = dispatch.process
+        process, inbox = dispatch.process, 0
         if process:
             fields += ["process", process]
-        args = list_args(dict.fromkeys(indexes[run.entry] for run in dispatch.runs))
+            inbox = script_keys.index(self.keys.inbox(process))
         # A model that steps has chunks in these lists; sequences know what was sent again.
-        is_plain = not self.has_sequences and "settings" not in of_model
-        args += group_list_args(self._perhaps_answered(dispatch, script_keys) if is_plain else ())
-        args += list_args(fields)
-        args += [process, script_keys.index(self.keys.inbox(process))] if process else [""]
-        return args
+        is_plain = not (self.has_sequences or is_stepping)
+        sought = list(self._perhaps_answered(dispatch, script_keys)) if is_plain else ()
+        entries = list(dict.fromkeys([indexes[run.entry] for run in dispatch.runs]))
+        return [entries, fields, sought, process, inbox]
 
-    def _perhaps_answered(self, dispatch: Dispatch, script_keys: ScriptKeys) -> Iterator[list[Argument]]:
+    def _perhaps_answered(self, dispatch: Dispatch, script_keys: ScriptKeys) -> Iterator[int | str]:
         """The requests that may have been sent again, and have results: their producers chose their IDs, and
         the results are in lists. A reader of a reply stream knows what was in it; tickets must be used."""
         for run in dispatch.runs:
@@ -322,7 +323,8 @@ class BatcherStore:
             if is_in_list and not run.correlation_ids[0].startswith(run.entry.id):
                 for name in run.correlation_ids:
                     if len(script_keys.keys) < SOUGHT_KEYS_MAX:
-                        yield [script_keys.index(self.keys.result(name)), name]
+                        yield script_keys.index(self.keys.result(name))
+                        yield name
 
     def _run_active(self, script: Script, script_keys: list[str], args: list[Argument]) -> Any:
         reply = self._link.run(script, script_keys, args)

@@ -23,9 +23,12 @@
 --       3.. list of the processes of a bound model that execute these batches
 --       list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
---       list of batches: list of the indexes of its entries; list of requests that may have been sent again: index in
---           KEYS of the result, correlation ID; list of its fields; the process that executes it, '' if it is any,
---           else also the index in KEYS of its inbox
+--       batches, a msgpack array: of a stepping model there are many, each with many fields
+--       for each batch its field `runs`, which may be large
+-- A batch is an array:
+--       1 indexes of its entries  2 its other fields and their values
+--       3 requests that may have been sent again: for each the index in KEYS of its result, and its correlation ID
+--       4 the process that executes it, '' if it is any  5 index in KEYS of the inbox of that process
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
 --       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
 --         { IDs of missing entries },
@@ -59,35 +62,32 @@ for p = 1, tonumber(take()) do
   end
 end
 
+local ENTRIES, FIELDS, PERHAPS_ANSWERED, PROCESS, INBOX = 1, 2, 3, 4, 5
 local batch_ids, is_answered = {}, answered_reader()
-for b = 1, tonumber(take()) do
-  local missing_here, entries = {}, tonumber(take())
-  for _ = 1, entries do
-    local index = tonumber(take())
+for b, batch in ipairs(cmsgpack.unpack(take())) do
+  local entries, fields, sought = batch[ENTRIES], batch[FIELDS], batch[PERHAPS_ANSWERED]
+  local missing_here = {}
+  for _, index in ipairs(entries) do
     if is_missing[index] then missing_here[#missing_here + 1] = ids[index] end
   end
+  fields[#fields + 1] = 'runs'
+  fields[#fields + 1] = take()
   local answered = {}
-  for _ = 1, tonumber(take()) do
-    local key, id = KEYS[tonumber(take())], take()
-    if is_answered(key) then answered[#answered + 1] = id end
+  for i = 1, #sought, 2 do
+    if is_answered(KEYS[sought[i]]) then answered[#answered + 1] = sought[i + 1] end
   end
-  local fields = take_list(take)
   if #answered > 0 then
     fields[#fields + 1] = 'answered'
     fields[#fields + 1] = table.concat(answered, ' ')
   end
   batch_ids[b] = ''
-  if #missing_here < entries then
+  if #missing_here < #entries then
     if #missing_here > 0 then
       fields[#fields + 1] = 'gone'
       fields[#fields + 1] = table.concat(missing_here, ' ')
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
-  end
-  local process = take()
-  if process ~= '' then
-    local inbox = KEYS[tonumber(take())]
-    if batch_ids[b] ~= '' then deliver_to_process(KEYS[2], process, inbox, batch_ids[b]) end
+    if batch[PROCESS] ~= '' then deliver_to_process(KEYS[2], batch[PROCESS], KEYS[batch[INBOX]], batch_ids[b]) end
   end
 end
 
