@@ -17,7 +17,9 @@ processes at the same load, each waits for a full batch.
 When more requests wait than can be in time, a request at the head with an early deadline keeps
 its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
 (Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
-time. Only a request with a deadline is refused; one that has only a target, or is served late, never is.
+time. Many processes serve much more before a deadline than a plan looks at. If the rest of the queue did not
+count, the first requests would always be in time, in batches that become smaller and smaller.
+Only a request with a deadline is refused; one that has only a target, or is served late, never is.
 """
 
 from __future__ import annotations
@@ -89,20 +91,21 @@ def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
     return deadline_us - forecast.ways_us - forecast.times.at_most(one_more)
 
 
-def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
+def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind: int = 0) -> Plan:
     """Plan what to dispatch, in a batch that settles as if dispatched at `start_us`, and what to refuse.
 
     If no request is in time even if the ways take long, those are served that are in time if they do not: a
     process that is free has nothing better to do. `deadlines_us` has those of the waiting requests in the
-    order of dispatch, NEVER_US for no deadline. O(n) if all can be in time, otherwise O(n log max_size).
+    order of dispatch, NEVER_US for no deadline; `behind` more wait after them. O(n) if all can be in time,
+    otherwise O(n log max_size); of those behind, only batches count.
     """
-    planned = _plan(forecast, deadlines_us, start_us)
+    planned = _plan(forecast, deadlines_us, start_us, behind)
     if planned.size:
         return planned
-    return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us)
+    return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us, behind)
 
 
-def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
+def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind: int) -> Plan:
     soonest_us = forecast.arrives_us(start_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
     if hopeless:
@@ -112,7 +115,7 @@ def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Pla
     limits_us = _earliest_in_batch(deadlines_us, forecast.max_size)
     size_max = min(len(limits_us), forecast.max_size)
     size = forecast.largest_in_time(start_us, limits_us[0], size_max)
-    if size == size_max or _are_all_in_time(forecast, limits_us, start_us):
+    if size == size_max or _are_all_in_time(forecast, limits_us, start_us, behind):
         return Plan(hopeless, size)
     begin, size = _most_valuable(forecast, limits_us, start_us)
     excluded = set(hopeless)
@@ -136,15 +139,23 @@ def _earliest_in_batch(deadlines_us: Sequence[int], max_size: int) -> list[int]:
     return earliest_us
 
 
-def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], start_us: int) -> bool:
-    """Whether all are in time if each batch goes to the process that becomes free first."""
+def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], start_us: int, behind: int) -> bool:
+    """Whether all are in time, those behind too, if each batch goes to the process that becomes free first.
+
+    Those behind are assumed to be due later and later, as these are. Nothing is assumed of them if these are
+    not more than one batch.
+    """
+    known, last = len(limits_us), len(limits_us) - forecast.max_size  # `last`: the last with a full batch
+    rise_us = max(0.0, (limits_us[last] - limits_us[0]) / last) if last > 0 else 0.0
+    waiting = known + (behind if last > 0 else 0)
     free_us = [max(start_us, free_us) for free_us in forecast.free_times_us] or [start_us]
     heapq.heapify(free_us)
     begin = 0
-    while begin < len(limits_us):
+    while begin < waiting:
         next_us = free_us[0]
-        size_max = min(len(limits_us) - begin, forecast.max_size)
-        size = forecast.largest_in_time(next_us, limits_us[begin], size_max)
+        limit_us = limits_us[begin] if begin < known else limits_us[last] + int(rise_us * (begin - last))
+        size_max = min(waiting - begin, forecast.max_size)
+        size = forecast.largest_in_time(next_us, limit_us, size_max)
         if not size:
             return False
         heapq.heapreplace(free_us, next_us + forecast.times.of(size))
