@@ -652,7 +652,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         executing = capacity._executing
         if taken - processes < len(executing):
             return executing[taken - processes][0]
-        if taken > len(self.in_flight) or len(executing) < max(1, processes):
+        if taken > len(self.in_flight) or not processes or len(executing) < processes:
             return None
         free_us = [settles_us for settles_us, _ in executing[:processes]]
         for batch_id in capacity._ahead:

@@ -178,6 +178,23 @@ def test_first_request_is_refused_if_its_deadline_keeps_the_batch_too_small() ->
     assert plan(forecast, [tight, *[300] * 8], 0) == ([], 1)
 
 
+def test_first_request_is_refused_if_small_batches_would_make_those_behind_late() -> None:
+    # Given three free processes, 100 per batch and 1 per request, and a first request with time for 7
+    forecast = forecast_of(100, 1, max_size=8, round_trip=0)._replace(free_times_us=(0, 0, 0))
+    crowd = [107 + 4 * at for at in range(16)]  # more than the processes can execute
+    # When all that wait fit into one batch for each process, none is refused; but when they do not
+    assert plan(forecast, crowd, 0) == ([], 7)
+    assert plan(forecast, crowd, 0, behind=7) == ([], 7)
+    assert plan(forecast, crowd, 0, behind=8) == ([0], 8)
+    # And none is if later ones are due so much later that there is time for all
+    assert plan(forecast, [107 + 8 * at for at in range(16)], 0, behind=100) == ([], 7)
+
+
+def test_of_one_batch_nothing_is_concluded_about_those_behind() -> None:
+    forecast = forecast_of(100, 1, max_size=8, round_trip=0)
+    assert plan(forecast, [107, *[300] * 7], 0, behind=100) == ([], 7)
+
+
 def test_requests_without_a_deadline_are_not_refused() -> None:
     forecast = forecast_of(100, 1, max_size=8, round_trip=0)
     assert plan(forecast, [NEVER_US, 101, NEVER_US, *[200] * 8], 0) == ([1], 8)

@@ -62,6 +62,16 @@ def test_more_hopeless_requests_than_one_plan_covers_are_all_refused() -> None:
     assert refused == " ".join(f"h{number}" for number in range(30))
 
 
+@pytest.mark.parametrize(("waiting", "first"), [(15, "full: head"), (16, "DEADLINE_EXCEEDED: head")])
+def test_batches_of_all_processes_are_planned(waiting: int, first: str) -> None:
+    """A batch of one takes 11 ms and one of two 12 ms; a plan looks at each of the first 8 requests only."""
+    harness = SchedulerHarness(processes=0, max_batch_size=2, policy="deferred").learn()
+    harness.offer("head", expiration=11.5)
+    harness.offer(" ".join(f"r{number}" for number in range(1, waiting)), expiration=12)
+    harness.scheduler.model_processes = 8
+    assert harness.poll(0)[0] == first
+
+
 def test_request_with_a_target_only_or_a_delayed_one_is_not_refused_early() -> None:
     harness = SchedulerHarness(processes=0, max_batch_size=8, policy="deferred", target_latency_ms=5).learn()
     harness.offer("target")

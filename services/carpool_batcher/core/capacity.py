@@ -307,7 +307,7 @@ class Capacity:
         ahead = self._taken() - self.processes
         if ahead < len(self._executing):
             return self._executing[ahead]  # processes that are free earlier have a batch ahead already
-        if self._reserved or len(self._executing) < max(1, self.processes):
+        if self._reserved or not self.processes or len(self._executing) < self.processes:
             return None
         last = self._executing[: self.processes]  # of each process; sorted, and so a heap
         for batch_id in self._ahead:

@@ -20,6 +20,9 @@ its batch small and delays all behind it. Requests are then refused so that the 
 time. The first of the others are in time by a hair then, and late if the ways take long: they are refused,
 too, if the batch is as large without them. Only a request with a deadline is refused; one that has only a
 target, or is served late, never is.
+
+Many processes serve much more before a deadline than a plan looks at. If the rest of the queue did not count,
+the first requests would always be in time, in batches that become smaller and smaller.
 """
 
 from __future__ import annotations
@@ -96,23 +99,24 @@ def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
     return deadline_us - forecast.ways_us - forecast.times.at_most(one_more)
 
 
-def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> Plan:
+def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind: int = 0) -> Plan:
     """Plan what to dispatch, in a batch that settles as if dispatched at `start_us`, and what to refuse.
 
     If no request is in time even if the ways take long, those are served that are in time if they do not: a
     process that is free has nothing better to do. `deadlines_us` has those of the waiting requests in the
-    order of dispatch, NEVER_US for no deadline. O(n) if all can be in time, otherwise O(n log max_size).
+    order of dispatch, NEVER_US for no deadline; `behind` more wait after them. O(n) if all can be in time,
+    otherwise O(n log max_size); of those behind, only batches count.
     """
-    planned, is_complete = _plan(forecast, deadlines_us, start_us)
+    planned, is_complete = _plan(forecast, deadlines_us, start_us, behind)
     if not planned.size:
-        return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us)[0]
+        return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us, behind)[0]
     if is_complete:
         return planned
-    cautious, _ = _plan(forecast._replace(ways_us=forecast.longest_ways_us), deadlines_us, start_us)
+    cautious, _ = _plan(forecast._replace(ways_us=forecast.longest_ways_us), deadlines_us, start_us, behind)
     return cautious if cautious.size >= planned.size else planned
 
 
-def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> tuple[Plan, bool]:
+def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind: int) -> tuple[Plan, bool]:
     """The plan, and whether all that it does not refuse can be in time."""
     soonest_us = forecast.arrives_us(start_us, 1)
     hopeless = [at for at, deadline_us in enumerate(deadlines_us) if deadline_us < soonest_us]
@@ -123,7 +127,7 @@ def _plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int) -> tup
     limits_us = _earliest_in_batch(deadlines_us, forecast.max_size)
     size_max = min(len(limits_us), forecast.max_size)
     size = forecast.largest_in_time(start_us, limits_us[0], size_max)
-    if _are_all_in_time(forecast, limits_us, start_us):
+    if _are_all_in_time(forecast, limits_us, start_us, behind):
         return Plan(hopeless, size), True
     if size == size_max:
         return Plan(hopeless, size), False
@@ -150,15 +154,23 @@ def _earliest_in_batch(deadlines_us: Sequence[int], max_size: int) -> list[int]:
     return earliest_us
 
 
-def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], start_us: int) -> bool:
-    """Whether all are in time if each batch goes to the process that becomes free first."""
+def _are_all_in_time(forecast: Forecast, limits_us: Sequence[int], start_us: int, behind: int) -> bool:
+    """Whether all are in time, those behind too, if each batch goes to the process that becomes free first.
+
+    Those behind are assumed to be due later and later, as these are. Nothing is assumed of them if these are
+    not more than one batch.
+    """
+    known, last = len(limits_us), len(limits_us) - forecast.max_size  # `last`: the last with a full batch
+    rise_us = max(0.0, (limits_us[last] - limits_us[0]) / last) if last > 0 else 0.0
+    waiting = known + (behind if last > 0 else 0)
     free_us = [max(start_us, free_us) for free_us in forecast.free_times_us] or [start_us]
     heapq.heapify(free_us)
     begin = 0
-    while begin < len(limits_us):
+    while begin < waiting:
         next_us = free_us[0]
-        size_max = min(len(limits_us) - begin, forecast.max_size)
-        size = forecast.largest_in_time(next_us, limits_us[begin], size_max)
+        limit_us = limits_us[begin] if begin < known else limits_us[last] + int(rise_us * (begin - last))
+        size_max = min(waiting - begin, forecast.max_size)
+        size = forecast.largest_in_time(next_us, limit_us, size_max)
         if not size:
             return False
         heapq.heapreplace(free_us, next_us + forecast.times.of(size))

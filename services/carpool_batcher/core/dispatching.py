@@ -26,7 +26,9 @@ from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.space import Processes
 
-PLANNED_BATCHES_MAX: Final = 4  # how many waiting requests a plan considers, in batches of the largest size
+# How many waiting requests a plan considers one by one, in batches of the largest size; and as batches, for
+# each process.
+PLANNED_BATCHES_MAX: Final = 4
 LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
 
 
@@ -232,7 +234,9 @@ class Dispatcher:
         deadlines_us: list[int] = []
         for run, _, count in slices:
             deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
-        planned = plan(forecast, deadlines_us, starts_us)
+        ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
+        behind = min(lane.planned, ahead_max) - len(deadlines_us)
+        planned = plan(forecast, deadlines_us, starts_us, behind)
         if planned.size < size_max and self._is_early(now_us):
             self._is_put_off = True
             return []
