@@ -296,7 +296,8 @@ class Capacity:
         before = self._before_next()
         if before is None:
             return None
-        executing_us, executing_id = min(before, self._executing[0])
+        ahead = taken - self.processes
+        executing_us, executing_id = self._executing[ahead if ahead < len(self._executing) else 0]
         if now_us > executing_us + self._tolerance_us(executing_id):
             return None  # it takes longer than expected, and it is unknown how much longer
         return before[0] - self.lead_us * (FULL_LEADS if is_full else 1)
