@@ -79,6 +79,37 @@ def test_full_batch_may_be_dispatched_two_round_trips_before() -> None:
     assert harness.capacity.free_at_us(0, is_full=True) == (50 + 10 + 1 - 2) * MS
 
 
+def test_second_full_batch_ahead_is_dispatched_two_round_trips_before_the_first_one_settles() -> None:
+    harness = CapacityHarness(processes=2)
+    for at in range(50, 54):
+        harness.dispatch(at=at)
+    # The first process settles its batch at 50 + 10 + 1, and the one that waits for it 10 later.
+    assert harness.free_at() is None
+    assert harness.capacity.free_at_us(0, is_full=True) == (50 + 10 + 1 + 10 - 2) * MS
+    assert harness.capacity.starts_us(0) == (50 + 10 + 1 + 10 - 1) * MS
+    harness.dispatch(at=54)
+    assert harness.capacity.free_at_us(0, is_full=True) == (51 + 10 + 1 + 10 - 2) * MS
+    harness.dispatch(at=55)
+    assert harness.capacity.free_at_us(0, is_full=True) is None
+
+
+def test_second_batch_ahead_is_not_dispatched_while_one_takes_longer_than_expected() -> None:
+    harness = CapacityHarness()
+    harness.dispatch(at=0)
+    harness.dispatch(at=8)
+    late = 11 + ROUND_TRIP // MS + 10  # it settles at 11, give or take a round trip and l(1)
+    assert harness.capacity.free_at_us(late * MS, is_full=True) == (11 + 10 - 2) * MS
+    assert harness.capacity.free_at_us((late + 1) * MS, is_full=True) is None
+
+
+def test_second_batch_ahead_is_not_decided_before_the_first_one_is_dispatched() -> None:
+    harness = CapacityHarness()
+    harness.dispatch(at=0)
+    harness.capacity.reserve()
+    assert harness.capacity.free_at_us(0, is_full=True) is None
+    assert harness.capacity.starts_us(0) == 0
+
+
 def test_batch_dispatched_ahead_starts_when_another_settles() -> None:
     harness = CapacityHarness()
     first, second = harness.dispatch(at=0), harness.dispatch(at=8)

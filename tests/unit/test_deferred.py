@@ -195,6 +195,17 @@ def test_of_one_batch_nothing_is_concluded_about_those_behind() -> None:
     assert plan(forecast, [107, *[300] * 7], 0, behind=100) == ([], 7)
 
 
+def test_first_request_that_is_late_if_the_ways_take_long_is_refused_if_others_replace_it() -> None:
+    # Given ways of 2, and of 6 now and then, and a first request with time for those of 2
+    forecast = forecast_of(10, 1, max_size=2, round_trip=2)._replace(longest_ways_us=6)
+    tight = 2 + 12
+    # When not all can be served, and the batch is as large without it, it is refused
+    assert plan(forecast, [tight, *[40] * 9], 0) == ([0], 2)
+    # But not if there is time for all, or if the batch were smaller
+    assert plan(forecast, [tight, *[1000] * 9], 0) == ([], 2)
+    assert plan(forecast, [tight] * 9, 0) == ([], 2)
+
+
 def test_requests_without_a_deadline_are_not_refused() -> None:
     forecast = forecast_of(100, 1, max_size=8, round_trip=0)
     assert plan(forecast, [NEVER_US, 101, NEVER_US, *[200] * 8], 0) == ([1], 8)

@@ -103,6 +103,19 @@ def test_full_batch_is_dispatched_before_others_would_be() -> None:
     assert harness.poll(11) == ["full: a b c"]
 
 
+def test_two_full_batches_are_ahead_of_a_process_if_they_are_short() -> None:
+    harness = busy_harness("a b c", expiration=1000)
+    assert harness.poll(11) == ["full: a b c"]
+    harness.offer("d e f", at=11, expiration=1000)
+    # That is the second one ahead: the process is free for it at 15 + 13
+    assert harness.wake_at_ms() == 15 + 13 - 4
+    for _ in range(64):
+        harness.scheduler.capacity._round_trips.observe(9 * MS)
+    assert harness.poll(11) == ["full: d e f"]  # now round trips take 9 ms
+    harness.offer("g h i", at=11, expiration=1000)
+    assert harness.poll(14) == []  # never a third one
+
+
 @crowded
 def test_urgent_batch_that_is_not_full_is_dispatched_one_round_trip_before() -> None:
     harness = busy_harness("a b", expiration=26.5)
