@@ -53,6 +53,7 @@ UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches ar
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
 MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 TIMES_MAX: Final = 64  # kept of round trips and deliveries
+LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 FULL_BATCHES_MAX: Final = 3  # the same under `deferred`, where the last one is full
@@ -359,8 +360,9 @@ class Capacity:
 
     @property
     def longest_ways_us(self) -> int:
-        """What hardly any batch exceeds."""
-        return self._round_trips.longest_us + self._deliveries.longest_us
+        """What hardly any batch exceeds; accidents, such as a pause of the machine, do not count."""
+        longest_us = self._round_trips.longest_us + self._deliveries.longest_us
+        return min(longest_us, LONGEST_WAYS_RATIO_MAX * self.ways_at_most_us)
 
     @property
     def delivery_us(self) -> int:
