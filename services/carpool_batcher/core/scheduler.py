@@ -3,8 +3,8 @@
 1. A batch is dispatched when a worker can take it: when a model process is idle, or just before a busy one
    becomes free (`core.capacity`). A full batch cannot grow by waiting: it is dispatched at once, up to one
    ahead of each busy process, or, under the policy `deferred`, a little earlier than others if it is in time
-   as a whole. All others wait in the queue, where batches still grow, priorities still count and deadlines
-   can still be met.
+   as a whole; then two may be ahead of a process, if they are short. All others wait in the queue, where
+   batches still grow, priorities still count and deadlines can still be met.
 2. A batch is ready for one of these reasons, the first that applies:
      full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
@@ -16,6 +16,7 @@
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
    allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
    needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
+   No time is planned for requests that the model is not expected to execute (`core.doubtful_producers`).
 3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one with the
    oldest request. Within a batch: higher priority first, then tenants in fair turns, then arrival. A batch
    has requests of one lane only, and requests of other lanes do not close it.
