@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from carpool.keys import Keys
+from carpool.messages import BatchSettled, ExecutedOf
+from carpool.wire.batches import decode_settled
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -93,3 +95,24 @@ def test_only_the_valid_requests_of_a_batch_were_executed(stack: Stack) -> None:
     assert statuses(stack, ["refuse", "x", "refuse", "x"]) == {"INVALID_ARGUMENT": 2, "OK": 2}
     assert executed(stack, 1) == [2]
     assert reported(stack)[2] < 12_000
+
+
+def test_a_batch_tells_of_whose_requests_not_all_were_executed(stack: Stack) -> None:
+    bodies_of = {"flood": ["refuse", "refuse"], "mixed": ["x", "refuse"], "other": ["x"]}
+    requests = [
+        {"correlation_id": f"{tenant}{at}", "body": json.dumps(body).encode(), "tenant": tenant}
+        for tenant, bodies in bodies_of.items()
+        for at, body in enumerate(bodies)
+    ]
+    stack.send_packed(MODEL, requests)
+    _sent.extend(str(request["correlation_id"]) for request in requests)
+    for request in requests:
+        stack.result(MODEL, str(request["correlation_id"]))
+
+    ((_, fields),) = stack.redis.xrevrange(Keys(MODEL).settled, count=1)
+    settled = decode_settled([part for pair in fields.items() for part in pair])
+    assert isinstance(settled, BatchSettled)
+    assert sorted(settled.of_producers) == [
+        ExecutedOf(("flood", ""), 2, 0),
+        ExecutedOf(("mixed", ""), 2, 1),
+    ]
