@@ -20,7 +20,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from carpool.messages import Entry, Refusal, Request, Run, Withdrawal
+from carpool.messages import Entry, ExecutedOf, Refusal, Request, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue
@@ -69,6 +69,7 @@ class Item:
     lane: str
     tenant: str
     cost: int
+    is_doubtful: bool = False  # the model is not expected to execute it
 
     def __hash__(self) -> int:
         """Not of its address: when Hypothesis repeats a history, sets of items must have the same order."""
@@ -239,6 +240,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not compute_us or executed == 0:
             assert self.scheduler.capacity.latency.curve is curve, "only what was executed teaches"
 
+    @rule(tenant=st.sampled_from(TENANTS), executed=st.sampled_from((0, 0, 1)))
+    def producer_is_observed(self, tenant: str, executed: int) -> None:
+        """In some batches none of a tenant's requests was executed, or all were."""
+        for _ in range(10):
+            self.scheduler._producers.observe([], [ExecutedOf((tenant, ""), 1, executed)])
+
     @rule(choice=numbers)
     @precondition(lambda self: self.in_flight)
     def lose_batch(self, choice: int) -> None:
@@ -375,6 +382,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_lane = self._in_lane(name)
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
+            assert lane.planned == len(self._planned(name))
         delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
@@ -482,6 +490,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for run in list(entry.runs):
             expected = {name: self._admit(self.items[entry, name]) for name in run.correlation_ids}
             refused = self.scheduler.offer(run, self.now_us)
+            for item in self._items_of([run]):
+                item.is_doubtful = run.is_doubtful
             listed = {name: one.status for one in refused for name in one.correlation_ids}
             assert listed == {name: status for name, status in expected.items() if status is not None}
             assert sum(len(one.correlation_ids) for one in refused) == len(listed)
@@ -659,8 +669,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             free_us = sorted([free_us[0] + capacity._execution_us(batch_id), *free_us[1:]])
         return free_us[0]
 
+    def _planned(self, lane: str) -> list[Item]:
+        """The requests of a lane that the model is expected to execute."""
+        return [r for r in self._in_lane(lane) if not r.is_doubtful]
+
     def _latest_start_us(self, lane: str) -> int:
-        more = min(len(self._in_lane(lane)) + 1, self.scheduler.settings.max_batch_size)
+        more = min(max(1, len(self._planned(lane))) + 1, self.scheduler.settings.max_batch_size)
         return self._earliest_due_us(lane) - self._takes_us(lane, more)
 
     def _strict_deadline_us(self, request: Item) -> int:
@@ -674,10 +688,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         refused = self._items_of_refusals(refusals)
         assert settings.policy == "deferred" or not refused
         assert {refusal.reason for refusal in refusals} <= {"early"}
-        assert all(self._strict_deadline_us(r) < NEVER_US for r in refused)
+        assert all(self._strict_deadline_us(r) < NEVER_US and not r.is_doubtful for r in refused)
         possible = [r for r in refused if self._is_possible(r, starts_us)]
         for lane in {r.lane for r in possible}:
-            others = [r for r in self._in_lane(lane) if self._is_possible(r, starts_us)]
+            others = [r for r in self._planned(lane) if self._is_possible(r, starts_us)]
             size = len(others)
             earliest_us = min(map(self._strict_deadline_us, others))
             assert size > settings.max_batch_size or starts_us + self._takes_us(lane, size) > earliest_us
@@ -798,14 +812,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _is_in_time(self, batch: list[Item], taken: int) -> bool:
         """Whether all of a batch are in time: if its ways take long, or if then none would be, as usual."""
         capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
-        is_possible = any(self._is_possible(r, starts_us) for r in batch)
+        planned = [r for r in batch if not r.is_doubtful]
+        is_possible = any(self._is_possible(r, starts_us) for r in planned)
         ways_us = capacity.ways_at_most_us if is_possible else capacity.usual_ways_us
-        arrives_us = starts_us + self._takes_us(lane, len(batch), ways_us)
-        return all(arrives_us <= self._strict_deadline_us(r) for r in batch)
+        arrives_us = starts_us + self._takes_us(lane, len(planned), ways_us)
+        return all(arrives_us <= self._strict_deadline_us(r) for r in planned)
 
     def _is_trial(self, lane: str, size: int, taken: int) -> bool:
         """None that a plan considers can be in time, so that without a trial nothing would be learned."""
-        queue, starts_us = self._in_lane(lane), self._starts_us(taken)
+        queue, starts_us = self._planned(lane), self._starts_us(taken)
         impossible = sum(not self._is_possible(r, starts_us) for r in queue)
         none_in_time = impossible >= min(len(queue), PLANNED_BATCHES_MAX * size)
         return none_in_time and all(batch[0].lane != lane for batch in self.in_flight.values())
@@ -912,6 +927,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len({r.name for r in batch}) == len(batch)
             self.undated.update(self._items_of(dispatch.undated))
             self.scheduler.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
+            planned = sum(not r.is_doubtful for r in batch)
+            assert self.scheduler.in_flight()[batch_id].planned in (
+                planned,
+                len(batch),
+            )  # if none is remembered
 
     def _check_that_all_requests_settle(self) -> None:
         """After any events, one process that executes all batches serves all requests."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from carpool.messages import ExecutedOf, Producer
+from carpool_batcher.core.arrival_rate import ArrivalRate
 from carpool_batcher.core.doubtful_producers import PRODUCERS_MAX, DoubtfulProducers
 from carpool_batcher.core.executed_share import BATCHES_MAX
 from support.scheduler_harness import MS, SchedulerHarness
@@ -97,7 +98,7 @@ def test_of_requests_that_cannot_all_be_in_time_doubtful_ones_are_not_refused() 
         ("b c", "a"),
         ("f4", "flood"),
     ):
-        harness.offer(names, reply_to=reply_to, expiration=11 if names == "late" else 60)
+        harness.offer(names, reply_to=reply_to, expiration=11 if names in ("late", "f1") else 60)
     harness.scheduler.model_processes = 1
     assert harness.poll(1) == ["DEADLINE_EXCEEDED: late", "full: f1 f2 f3 b"]
 
@@ -142,3 +143,11 @@ def test_what_a_batch_shows_of_its_other_requests_is_kept_apart_from_doubtful_on
         told = [ExecutedOf(FLOOD, 1 + number % 30, 0)]
         harness.scheduler.settle(batch, 12 * MS, 0, 2, 0, (), told)
     assert harness.scheduler.capacity.times_of("") is harness.scheduler.capacity.latency  # no share is known
+
+
+def test_batch_waits_as_if_there_were_no_doubtful_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArrivalRate, "gap_us", 0.0)  # so many arrive that it costs nothing to wait for more
+    harness = flooded_harness(max_batch_size=100, policy="deferred")
+    harness.offer(" ".join(f"f{number}" for number in range(30)), reply_to="flood")
+    harness.offer("a b", expiration=50)
+    assert harness.wake_at_ms() == 50 - 13  # when three would still be in time
