@@ -192,13 +192,13 @@ class Codec:
                 return self._decode(run.content_type, body)
             return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
         except CarpoolError as error:
-            execution.unexecuted.append(position)
             execution.fail(position, error.status, error.detail)
         except MemoryError:
             detail = f"body: the worker has not enough memory to decode its {len(body):,} bytes"
             execution.fail(position, RESOURCE_EXHAUSTED, detail)
         except Exception as error:  # an unforeseen case must not fail the other requests
             execution.fail(position, INVALID_ARGUMENT, f"body: cannot be decoded ({error})")
+        execution.unexecuted.append(position)
         return None
 
     def _why_without_state(self, execution: Execution, run: BatchedRun, position: int) -> str:

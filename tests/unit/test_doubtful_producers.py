@@ -146,8 +146,20 @@ def test_what_a_batch_shows_of_its_other_requests_is_kept_apart_from_doubtful_on
 
 
 def test_batch_waits_as_if_there_were_no_doubtful_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ArrivalRate, "gap_us", 0.0)  # so many arrive that it costs nothing to wait for more
+    monkeypatch.setattr(ArrivalRate, "gap_us", 0.0)  # the next request arrives at once
     harness = flooded_harness(max_batch_size=100, policy="deferred")
     harness.offer(" ".join(f"f{number}" for number in range(30)), reply_to="flood")
     harness.offer("a b", expiration=50)
     assert harness.wake_at_ms() == 50 - 13  # when three would still be in time
+
+
+def test_a_batch_that_settled_before_teaches_nothing_again() -> None:
+    harness = SchedulerHarness().learn()
+    harness.offer("f", reply_to="flood")
+    harness.poll()
+    for _ in range(BATCHES_UNTIL_DOUBTFUL):
+        harness.scheduler.settle("1", 0, 0, 0, 0, (), NONE_EXECUTED)
+    harness.offer("g", reply_to="flood")
+    harness.poll()
+    (batch,) = harness.scheduler.in_flight().values()
+    assert batch.planned == 1

@@ -290,9 +290,8 @@ class Capacity:
         taken = self._taken()
         if taken < self.processes:
             return now_us
-        if not self.latency.known or taken >= self.processes * (
-            FULL_BATCHES_MAX if is_full else PROCESS_BATCHES_MAX
-        ):
+        batches_max = FULL_BATCHES_MAX if is_full else PROCESS_BATCHES_MAX
+        if not self.latency.known or taken >= batches_max * self.processes:
             return None
         before = self._before_next()
         if before is None:

@@ -17,7 +17,7 @@ processes at the same load, each waits for a full batch.
 When more requests wait than can be in time, a request at the head with an early deadline keeps
 its batch small and delays all behind it. Requests are then refused so that the next batch wastes the least
 (Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
-time. The first of the others are in time by a hair then, and late if the ways take long: they are refused,
+time. The first of the others then have little slack, and are late if the ways take long: they are refused,
 too, if the batch is as large without them. Only a request with a deadline is refused; one that has only a
 target, or is served late, never is.
 

@@ -320,9 +320,9 @@ class Scheduler:
         self, batch_id: str, executed: int | None, of_producers: Sequence[ExecutedOf]
     ) -> None:
         batch = self.capacity.in_flight.get(batch_id)
-        # If the execution was not a normal one, it is unknown whether the others' requests would be executed.
-        remembered = () if batch is None or executed == 0 else batch.producers
-        self._producers.observe(remembered, of_producers)
+        if batch is not None:
+            # If the execution was not normal, it is unknown whether the others' requests would be executed.
+            self._producers.observe(() if executed == 0 else batch.producers, of_producers)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
