@@ -1,8 +1,9 @@
 """Deadlines: timers for runs that wait and for batches in flight, and what happens when one is due.
 
-Timers are never cancelled. One whose runs no longer wait, or whose batch has settled, has no effect; such
-timers are dropped from time to time. A timer refers to an entry, and not to runs: what was dispatched is no
-longer in the entry, and so no timer keeps its bodies in memory.
+Timers are never cancelled. One whose runs no longer wait, or whose batch has settled, has no effect: it is
+dropped when it would be the next one, so that nobody wakes up for it, and with all others of its kind from
+time to time. A timer refers to an entry, and not to runs: what was dispatched is no longer in the entry, and
+so no timer keeps its bodies in memory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Deadlines:
         self._latest: EntryTimer | None = None  # the next run of the same entry may share it
 
     def wake_at_us(self) -> int | None:
-        """When the next timer is due; None if there is none."""
+        """When the next timer that has an effect is due; None if there is none. O(log timers) amortised."""
+        while self._timers and not self._has_effect(self._timers[0][2]):
+            self._forget_latest(heapq.heappop(self._timers)[2])
         return self._timers[0][0] if self._timers else None
 
     # --- setting timers ------------------------------------------------------------------------------------
@@ -94,6 +97,11 @@ class Deadlines:
         if len(self._timers) > 4 * (self._queue.count + len(self._capacity.in_flight)) + 1000:
             self._drop_outdated()
 
+    def _forget_latest(self, timer: EntryTimer | BatchTimer) -> None:
+        """This timer is not set any more."""
+        if timer == self._latest:
+            self._latest = None
+
     def _drop_outdated(self) -> None:
         """Drop timers that have no effect any more, to bound memory. O(1) amortised."""
         self._timers = [item for item in self._timers if self._has_effect(item[2])]
@@ -115,8 +123,7 @@ class Deadlines:
             if type(timer) is BatchTimer:
                 decisions += self._check_batch(timer.batch_id, now_us)
             elif type(timer) is EntryTimer:
-                if timer == self._latest:
-                    self._latest = None
+                self._forget_latest(timer)
                 decisions += self._check_entry(timer, settings, now_us)
         return decisions
 
