@@ -73,6 +73,10 @@ IDLE_AFTER_US: Final = 3_000_000  # without anything to do
 BODIES_RENEWED_US: Final = 60_000_000  # how often stored bodies are renewed
 BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the stream is read first
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
+# While no process can take a batch, requests are read together: so much before one can, and at least so
+# often, because some of them may be refused or withdrawn.
+READ_AHEAD_US: Final = 1000
+READ_INTERVAL_US_MAX: Final = 5000
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
@@ -107,8 +111,9 @@ class Settled(NamedTuple):
 class ModelBatcher:
     """Serves one model, or stands by while another batcher does. `link` and `clock` are those of all models.
 
-    `wake_at_us`: when it needs a turn although nothing arrives; None: never. `needs_snapshot`: whether it
-    should compare with Redis at once. `report_at_us`: when its next report is due.
+    `wake_at_us`: when it needs a turn although nothing arrives; None: never. `reads_at_us`: until when it
+    needs no turn for requests that arrive. `needs_snapshot`: whether it should compare with Redis at once.
+    `report_at_us`: when its next report is due.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class ModelBatcher:
     ) -> None:
         self.keys = keys
         self.wake_at_us: int | None = None
+        self.reads_at_us = 0
         self.needs_snapshot = False
         self.report_at_us = 0
         self._name = name
@@ -210,6 +216,7 @@ class ModelBatcher:
         self._answer_log.summarize()
         self._meter.deactivated()
         self.wake_at_us = None
+        self.reads_at_us = 0
         self.needs_snapshot = False
         self.report_at_us = 0
 
@@ -238,7 +245,12 @@ class ModelBatcher:
         self._count(settled)  # nobody waits for that
         self.wake_at_us = earlier(scheduler.wake_at_us(), self._session.early.due_us)
         # While nothing waits, no decision depends on a batch that settles.
-        self._session.subscription.awaits_settled = scheduler.waiting > 0
+        subscription = self._session.subscription
+        subscription.awaits_settled = scheduler.waiting > 0
+        self.reads_at_us = 0
+        if subscription.awaits_settled and not subscription.has_more:
+            earliest_us = scheduler.earliest_dispatch_us() - READ_AHEAD_US
+            self.reads_at_us = min(earliest_us, now_us + READ_INTERVAL_US_MAX)
 
     def is_due(self, now_us: int) -> bool:
         """Whether it needs a turn now although nothing arrived."""

@@ -6,8 +6,8 @@
     read        wait for entries of any model, or until one is due
     turn        each model for which something arrived, or that is due: decide and act
 
-A model that is idle costs its share of the leases and the comparisons, and nothing else. Three connections
-are used: two of the reader, and one for everything else, which is never blocked.
+A model that is idle costs its share of the leases and the comparisons, and nothing else. Four connections
+are used: three of the reader, and one for everything else, which is never blocked.
 
 An error that concerns one model ends its session, and it is tried again after a pause. An error of a
 connection ends all sessions.
@@ -209,7 +209,11 @@ class BatcherService:
 
     def _take_turns(self) -> None:
         """Wait until something arrives or a model is due. Each such model has one turn."""
-        arrived, failed = self._reader.read(self._wait_s())
+        wait_s, reads_in_s = self._wait_s(), self._reads_in_s()
+        if reads_in_s > 0:
+            arrived, failed = self._reader.read(min(wait_s, reads_in_s), awaits_requests=False)
+        else:
+            arrived, failed = self._reader.read(wait_s)
         for subscription, error in failed.items():
             self._fail(self._subscribed[subscription], error)
         for subscription, entries in arrived.items():
@@ -229,6 +233,13 @@ class BatcherService:
         wait_s = until_s - time.monotonic()
         due_us = [wake_us for model in self._busy if (wake_us := model.batcher.wake_at_us) is not None]
         return min(wait_s, (min(due_us) - self._clock.now_us()) / 1e6) if due_us else wait_s
+
+    def _reads_in_s(self) -> float:
+        """For how long no busy model needs a turn for requests that arrive; at most 0 if one does now."""
+        if not self._busy:
+            return 0.0
+        reads_at_us = min([model.batcher.reads_at_us for model in self._busy])
+        return (reads_at_us - self._clock.now_us()) / 1e6
 
     def _set_busy(self, model: _Model, busy: bool) -> None:
         self._reader.set_busy(model.batcher.subscription, busy)

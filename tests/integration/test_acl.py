@@ -739,7 +739,8 @@ def test_producer_can_unblock_other_clients_which_do_not_lose_anything(
     def unblock() -> int:
         """How many connections of services it was that waited."""
         names = {client["id"]: client["name"] for client in secured.stack.redis.client_list()}
-        may_wait = [number for number, name in names.items() if name.endswith((":reads", ":fetch"))]
+        waiting = (":reads", ":settled", ":fetch")
+        may_wait = [number for number, name in names.items() if name.endswith(waiting)]
         return sum(producer.execute_command("CLIENT", "UNBLOCK", number, "ERROR") for number in may_wait)
 
     with Client(secured.url("producer"), timeout=15) as client:

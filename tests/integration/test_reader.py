@@ -1,4 +1,4 @@
-"""StreamReader: no entry is lost or read twice, however models move between its two connections."""
+"""StreamReader: no entry is lost or read twice, however models move between its connections."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ class RandomRun:
         self.starts_over = busy_block_ms < 1000
         self.reader = StreamReader(url, "test", busy_block_ms=busy_block_ms, idle_block_ms=idle_block_ms)
         self.watched = [Watched(self.reader, model, redis) for model in MODELS]
+        self.awaits_requests = True
 
     def step(self) -> None:
         one, number = self.choice.choice(self.watched), self.choice.random()
@@ -124,11 +125,15 @@ class RandomRun:
             self.read_what_is_settled_of(one)
         elif number < 0.80:
             one.subscription.awaits_settled = False
+        elif number < 0.84:
+            self.awaits_requests = not self.awaits_requests
+        elif number < 0.87:
+            self.read_what_settles_although_no_request_is_awaited(one)
         else:
             self.read(self.choice.choice((0.0, 0.0, 0.001, 0.03)))
 
     def read(self, timeout_s: float) -> None:
-        result = self.reader.read(timeout_s)
+        result = self.reader.read(timeout_s, awaits_requests=self.awaits_requests)
         assert not result.failed
         for one in self.watched:
             one.check(result)
@@ -139,7 +144,20 @@ class RandomRun:
         one.subscription.awaits_settled = True
         self.read_what_is_added_to(one, "settled")
 
+    def read_what_settles_although_no_request_is_awaited(self, one: Watched) -> None:
+        """A request was read, and waits. A batch that settles ends the wait, and a request that was added
+        before it is read with it."""
+        self.reader.set_busy(one.subscription, True)
+        self.read_what_is_added_to(one)
+        one.subscription.awaits_settled = True
+        self.awaits_requests = False
+        one.add("requests")
+        self.read(0.0)
+        self.read_what_is_added_to(one, "settled")
+
     def read_what_is_added_to(self, one: Watched, kind: str = "requests") -> None:
+        if kind == "requests":
+            self.awaits_requests = True
         one.add(kind)
         for _ in range(20):
             self.read(0.05)
@@ -197,6 +215,7 @@ def do_not_follow_up(self: Any, covered: list[tuple[Subscription, bool]]) -> Non
 
 original_cover: Final = _Watch._cover
 FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
+    "a model that became busy is not read where no request is awaited": (_Watch, "covers_all", True),
     "both connections deliver the same entries": (Stream, "unread", forget_the_cursor),
     "a model is left out before the other connection reads it": (_Watch, "_covers", lambda *_: True),
     "a reply counts for a later subscription": (_Xread, "unread", deliver_to_the_latest),
@@ -273,6 +292,58 @@ def test_settled_is_read_with_the_next_request_unless_it_is_awaited(
     settled = [redis.xadd(keys.settled, {"a": "b"})]
     arrived = reader.read(5.0).arrived[subscription]
     assert [entry_id for entry_id, _ in arrived.settled] == settled
+    reader.close()
+
+
+def test_requests_that_are_not_awaited_are_read_with_the_next_batch_that_settles(
+    embedded: EmbeddedRedis, redis: Any
+) -> None:
+    reader = StreamReader(embedded.url, "test", busy_block_ms=60_000)
+    keys = Keys("m")
+    subscription = reader.subscribe(keys, b"0-0")
+    assert reader.read(0.0, awaits_requests=False) == ReadResult({}, {})
+    requests = [redis.xadd(keys.requests, {"a": "b"}) for _ in range(3)]
+    assert reader.read(0.05, awaits_requests=False) == ReadResult({}, {})
+    settled = redis.xadd(keys.settled, {"a": "b"})
+    arrived = reader.read(5.0, awaits_requests=False).arrived[subscription]
+    assert [entry_id for entry_id, _ in arrived.requests] == requests
+    assert [entry_id for entry_id, _ in arrived.settled] == [settled]
+    # Nothing else arrived, so that nothing of the connection for requests waits in Redis. Once they are
+    # awaited again, they end the wait
+    request = redis.xadd(keys.requests, {"a": "b"})
+    assert reader.read(0.05, awaits_requests=False) == ReadResult({}, {})
+    arrived = reader.read(5.0).arrived[subscription]
+    assert [entry_id for entry_id, _ in arrived.requests] == [request]
+    reader.close()
+
+
+def test_model_that_became_busy_is_read_although_no_request_is_awaited(
+    embedded: EmbeddedRedis, redis: Any
+) -> None:
+    """The connection for batches that settle waits without it, and is not interrupted."""
+    reader = StreamReader(embedded.url, "test", busy_block_ms=60_000)
+    reader.subscribe(Keys("m"), b"0-0")
+    assert reader.read(0.0, awaits_requests=False) == ReadResult({}, {})
+    other = reader.subscribe(Keys("other"), b"0-0")
+    other.awaits_settled = True
+    assert reader.read(0.0, awaits_requests=False) == ReadResult({}, {})
+    settled = redis.xadd(Keys("other").settled, {"a": "b"})
+    arrived = reader.read(5.0, awaits_requests=False).arrived[other]
+    assert [entry_id for entry_id, _ in arrived.settled] == [settled]
+    reader.close()
+
+
+def test_reader_knows_whether_there_may_be_more(
+    embedded: EmbeddedRedis, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "ENTRIES_MAX", 3)
+    reader = StreamReader(embedded.url, "test")
+    subscription = reader.subscribe(Keys("m"), b"0-0")
+    for _ in range(5):
+        redis.xadd(Keys("m").requests, {"a": "b"})
+    for count, has_more in ((3, True), (2, False)):
+        assert len(read_until(reader, subscription)) == count
+        assert subscription.has_more == has_more
     reader.close()
 
 

@@ -46,6 +46,25 @@ def test_service_gives_up_a_connection_that_fell_silent(proxied: tuple[Stack, Pr
     assert stack.result(ECHO, second)["body"] == "second"
 
 
+def test_batcher_gives_up_a_connection_for_what_settles_that_fell_silent(
+    proxied: tuple[Stack, Proxy],
+) -> None:
+    """It is used while requests wait and no process can take them."""
+    stack, proxy = proxied
+    stack.serve("plain.py:Echo")
+    first = stack.send(ECHO, body='"first"')
+    assert stack.result(ECHO, first)["status"] == "OK"
+    stack.served_by(ECHO).terminate()
+    names = [stack.send(ECHO, body='"one"'), stack.send(ECHO, body='"another"')]
+
+    def silence() -> int:
+        return proxy.silence(stack.redis, lambda name: name.endswith(":settled"))
+
+    wait_until(silence, description="requests are read together")
+    stack.worker("plain.py:Echo")
+    assert [stack.result(ECHO, name)["body"] for name in names] == ["one", "another"]
+
+
 async def test_client_gives_up_a_writer_that_fell_silent(
     proxied: tuple[Stack, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

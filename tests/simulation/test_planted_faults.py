@@ -12,11 +12,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from carpool.messages import Refusal, Run
+from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
 from carpool_batcher.core import capacity, scheduler
 from carpool_batcher.core.batch_space import BatchSpace
 from carpool_batcher.core.deadlines import Deadlines
+from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.fairness import FairQueue
 from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.lane_index import LaneIndex
@@ -167,6 +169,26 @@ def wait_for_every_run_of_a_tenant(patch: Patch) -> None:
     patch.setattr(FairQueue, "pop", pop)
 
 
+def look_for_requests_too_late(patch: Patch) -> None:
+    def earliest_dispatch_us(dispatcher: Dispatcher, settings: ModelSettings, now_us: int) -> int:
+        return original(dispatcher, settings, now_us) + 1000
+
+    original = Dispatcher.earliest_dispatch_us
+    patch.setattr(Dispatcher, "earliest_dispatch_us", earliest_dispatch_us)
+
+
+def take_an_outdated_timer_for_the_next_one(patch: Patch) -> None:
+    """The timers behind it are dropped with it."""
+
+    def wake_at_us(deadlines: Deadlines) -> int | None:
+        if deadlines._timers and not deadlines._has_effect(deadlines._timers[0][2]):
+            return None
+        return original(deadlines)
+
+    original = Deadlines.wake_at_us
+    patch.setattr(Deadlines, "wake_at_us", wake_at_us)
+
+
 FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     lose_the_rest_of_a_cut_run,
     dispatch_a_cut_run_whole,
@@ -182,6 +204,8 @@ FAULTS: Final[Sequence[Callable[[Patch], None]]] = (
     overlook_that_a_lane_changed,
     keep_an_expired_run_in_its_place,
     wait_for_every_run_of_a_tenant,
+    look_for_requests_too_late,
+    take_an_outdated_timer_for_the_next_one,
 )
 
 

@@ -157,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: dict[str, list[Item]] = {}
         self.answered: set[Item] = set()
         self.polled = False  # no event since the last poll, and no time passed
+        self.closed_until_us = 0  # by the last poll; 0 if more happened since than arrivals
         self.in_poll = False  # a poll is being checked, or its check failed
         self.number = 0
         self.turnaround_us_max = 0
@@ -233,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch_id = list(self.in_flight)[choice % len(self.in_flight)]
         self.answered.update(self.in_flight.pop(batch_id))
         self.turnaround_us_max = max(self.turnaround_us_max, self.now_us - START_US + 1000)
-        self.polled = False
+        self.polled, self.closed_until_us = False, 0
         curve = self.scheduler.capacity.latency.curve
         self.scheduler.settle(batch_id, compute_us, self.now_us, executed)
         self.scheduler.settle(batch_id, compute_us, self.now_us, executed)  # twice has no further effect
@@ -252,19 +253,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A batch is no longer in Redis, and the batcher did not see it settle."""
         batch_id = list(self.in_flight)[choice % len(self.in_flight)]
         self.answered.update(self.in_flight.pop(batch_id))
-        self.polled = False
+        self.polled, self.closed_until_us = False, 0
         self.scheduler.forget_batch(batch_id, self.now_us)
 
     @rule(processes=numbers_of_processes)
     def model_processes_change(self, processes: int) -> None:
         self.scheduler.model_processes = processes
-        self.polled = False
+        self.polled, self.closed_until_us = False, 0
 
     @rule(settings=model_settings)
     def settings_change(self, settings: ModelSettings) -> None:
         self.scheduler.settings = settings
         self.leads.clear()
-        self.polled = False
+        self.polled, self.closed_until_us = False, 0
 
     @rule(choices=st.sets(numbers, max_size=4))
     def withdraw(self, choices: set[int]) -> None:
@@ -326,6 +327,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         self.in_poll = True
         decisions = self.scheduler.poll(self.now_us)
+        if self.now_us < self.closed_until_us:
+            assert {decision.reason for decision in decisions if isinstance(decision, Dispatch)} <= self.ahead
 
         refusals = [decision for decision in decisions if isinstance(decision, Refusal)]
         expired_waiting = [refusal for refusal in refusals if refusal.reason == "waiting"]
@@ -359,6 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.polled and not self.withdrawals:
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
+        self.closed_until_us = self.scheduler.earliest_dispatch_us() if self.polled else 0
         self.in_poll = False
 
     # --- invariants --------------------------------------------------------------------------------------
@@ -411,6 +415,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waiting_max = max(self.waiting_max, len(self.waiting) + len(self.in_flight))
         assert len(self.scheduler._deadlines._timers) <= 4 * self.waiting_max + 1001
         assert len(self.scheduler._dispatcher._index._oldest) <= 2 * len(LANES) + 65
+
+    @property
+    def ahead(self) -> set[str]:
+        """The reasons of batches that need not be dispatched yet, but may be."""
+        return set() if self.scheduler.settings.policy == "deferred" else {"full"}
 
     @invariant()
     def wake_up_is_never_too_late(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
+from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
 MS = 1000
@@ -66,6 +67,11 @@ class SchedulerHarness:
     def wake_at_ms(self) -> float | None:
         wake_us = self.scheduler.wake_at_us()
         return None if wake_us is None else wake_us / MS
+
+    def earliest_dispatch_ms(self) -> float | None:
+        """As of the last `poll`; None: not before a batch settles."""
+        earliest_us = self.scheduler.earliest_dispatch_us()
+        return None if earliest_us == NEVER_US else earliest_us / MS
 
     def learn(
         self, *, intercept: float = 10, slope: float = 1, lane: str = "", until: float = 0

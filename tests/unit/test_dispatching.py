@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.model_settings import ModelKind, PriorityPolicy
+from carpool.model_settings import ModelKind, ModelSettings, PriorityPolicy
 from carpool_batcher.core.queue import MAX_BATCH_BYTES
 from support.scheduler_harness import SchedulerHarness, run
 
@@ -319,3 +319,80 @@ def test_requests_of_a_run_are_dispatched_as_if_each_were_a_run(
         for harness in (together, singly):
             harness.settle(settled, 9)
     assert not together.scheduler.waiting
+
+
+# --- when to look for requests -----------------------------------------------------------------------------
+
+
+def test_requests_are_of_no_use_until_a_process_can_take_a_batch() -> None:
+    """An execution of one takes 11 ms, and a round trip no time."""
+    harness = SchedulerHarness(max_batch_size=8).learn()
+    assert harness.earliest_dispatch_ms() == 0
+    harness.offer("a", at=5)
+    assert harness.poll(5) == ["idle: a"]
+    assert harness.earliest_dispatch_ms() == 5 + 11
+    harness.offer("b c", at=6)
+    assert harness.poll(6) == []
+    assert harness.earliest_dispatch_ms() == 5 + 11
+    # Then one is dispatched ahead, and after that nothing until the first batch settles
+    assert harness.poll(16) == ["idle: b c"]
+    assert harness.earliest_dispatch_ms() is None
+
+
+def test_batch_that_takes_longer_than_expected_must_settle_first() -> None:
+    harness = SchedulerHarness(max_batch_size=8).learn()
+    harness.offer("a")
+    harness.poll()
+    harness.poll(16)
+    assert harness.earliest_dispatch_ms() == 11
+    harness.poll(50)
+    assert harness.earliest_dispatch_ms() is None
+
+
+def test_batch_that_may_soon_be_full_may_be_dispatched_at_any_time() -> None:
+    """With half of a batch there may be all of it with the next request. Not so under `deferred`, where a
+    full batch is not dispatched at once."""
+    harness = SchedulerHarness(max_batch_size=8).learn()
+    harness.offer("a")
+    harness.poll()
+    harness.offer("b c d", at=1)
+    harness.poll(1)
+    assert harness.earliest_dispatch_ms() == 11
+    harness.offer("e", at=1)
+    harness.poll(1)
+    assert harness.earliest_dispatch_ms() == 1
+    harness.scheduler.settings = ModelSettings(max_batch_size=8, policy="deferred")
+    assert harness.earliest_dispatch_ms() == 11
+
+
+@pytest.mark.parametrize("settings", [{"max_batch_cost": 100}, {"max_batch_size": 1}])
+def test_any_request_may_make_a_batch_full(settings: dict[str, int]) -> None:
+    harness = SchedulerHarness(**settings).learn()
+    harness.offer("a")
+    harness.poll()
+    assert harness.earliest_dispatch_ms() == 0
+
+
+def test_while_execution_times_are_unknown_a_batch_may_be_dispatched_at_any_time() -> None:
+    harness = SchedulerHarness(max_batch_size=8)
+    harness.offer("a")
+    harness.poll()
+    assert harness.earliest_dispatch_ms() == 0
+
+
+def test_without_processes_nothing_can_be_dispatched() -> None:
+    harness = SchedulerHarness(processes=0, max_batch_size=8)
+    harness.offer("a")
+    harness.poll()
+    assert harness.earliest_dispatch_ms() is None
+
+
+def test_request_that_takes_steps_waits_for_a_slot() -> None:
+    harness = SchedulerHarness(max_batch_size=2)
+    harness.scheduler.kind = ModelKind.STEPPING
+    harness.offer("a b")
+    assert harness.poll() == ["full: a", "full: b"]
+    assert harness.earliest_dispatch_ms() == 0
+    harness.offer("c d")
+    assert harness.poll() == ["full: c"]
+    assert harness.earliest_dispatch_ms() is None

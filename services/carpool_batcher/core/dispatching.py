@@ -76,6 +76,16 @@ class Dispatcher:
         wake_us = min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
         return None if wake_us == NEVER_US else wake_us
 
+    def earliest_dispatch_us(self, settings: ModelSettings, now_us: int) -> int:
+        """Before this no batch needs to be dispatched, whatever arrives; NEVER_US: not before one settles.
+
+        A batch that becomes full could be dispatched ahead before that, but its process is busy until then.
+        """
+        if self._capacity.has_capacity() and self._may_be_full_soon(settings):
+            return now_us
+        at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
+        return NEVER_US if at_us is None else at_us
+
     def oldest_arrival_us(self, settings: ModelSettings, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
         self._update_index(settings, now_us)
@@ -250,6 +260,13 @@ class Dispatcher:
     def _may_be_early(self, settings: ModelSettings) -> bool:
         """Whether a full batch may be dispatched earlier than others."""
         return settings.policy == "deferred" and not self._is_put_off
+
+    def _may_be_full_soon(self, settings: ModelSettings) -> bool:
+        """Whether a batch may soon be full that then may be dispatched ahead, at any time."""
+        if settings.policy == "deferred":
+            return False
+        is_half_full = 2 * (self._queue.undelayed + 1) > settings.max_batch_size
+        return is_half_full or settings.max_batch_cost is not None or not self._capacity.latency.known
 
     def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
         """Whether it is too early to dispatch a batch, or a full one."""

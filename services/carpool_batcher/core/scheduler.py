@@ -427,6 +427,11 @@ class Scheduler:
             wake_us = earlier(wake_us, withdrawals_us)
         return earlier(wake_us, self.sequences.wake_at_us()) if self._has_sequences else wake_us
 
+    def earliest_dispatch_us(self) -> int:
+        """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
+        before one settles."""
+        return self._dispatcher.earliest_dispatch_us(self._of_batches, self._polled_us)
+
     def _in_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
         """What is kept of a batch. Its bodies are not."""
         expiring: dict[int, Run] = {}

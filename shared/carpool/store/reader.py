@@ -1,10 +1,15 @@
-"""Reads what is new in the request and settled streams of all models, over two connections.
+"""Reads what is new in the request and settled streams of all models, over three connections.
 
 That a batch settled matters to a model only while requests wait, or when the next one arrives. So an XREAD
 waits for all request streams, and for the settled streams of those models only that await them. A second
 XREAD over the other settled streams, which does not wait, follows in the same write: Redis runs it when the
 first one returns, and sends both replies together. So a request arrives with all that settled before it, and
 a batch that settles does not wake the batcher just when producers and workers need the processor.
+
+While no process can take a batch, to read each request when it arrives would wake the batcher for nothing.
+Then a third connection waits for batches that settle, and what has arrived is read when one did, or when it
+is time (`StreamReader.read`). An XREAD over request streams that waits in Redis cannot be interrupted, and so
+the next request may still end it.
 
 A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy
 models, and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen
@@ -59,15 +64,17 @@ class Subscription:
     """The streams of one model, and how far they have been read.
 
     `awaits_settled`: whether a batch that settles ends a wait, from the next XREAD over busy models on.
-    Otherwise it is read together with the next request, or after BUSY_BLOCK_MS.
+    Otherwise it is read together with the next request, or after BUSY_BLOCK_MS. `has_more`: whether Redis may
+    have more requests, because the latest reply had as many as were asked for.
     """
 
-    __slots__ = ("_home", "awaits_settled", "entry_bytes", "requests", "settled")
+    __slots__ = ("_home", "awaits_settled", "entry_bytes", "has_more", "requests", "settled")
 
     def __init__(self, keys: Keys, settled_after: bytes) -> None:
         self.requests = Stream(self, keys.requests, b"0-0")
         self.settled = Stream(self, keys.settled, settled_after)
         self.awaits_settled = False
+        self.has_more = False
         self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest replies
         self._home: _Watch | None = None  # None: ended
 
@@ -132,10 +139,13 @@ class StreamReader:
         """`key`: of a cluster, any key of the models, which all have one hash slot."""
         busy = Link(url, name=f"{name}:reads", reply_bytes_max=SURPRISE_BYTES, key=key)
         idle = Link(url, name=f"{name}:idle", reply_bytes_max=SURPRISE_BYTES, key=key)
+        settled = Link(url, name=f"{name}:settled", reply_bytes_max=SURPRISE_BYTES, key=key)
         self._busy = _Watch(busy, busy_block_ms, ENTRIES_MAX)
         # One entry is enough to learn that a model is busy, and a reply with many would be large.
         self._idle = _Watch(idle, idle_block_ms, 1, awaits_all_settled=True)
         self._busy.other, self._idle.other = self._idle, self._busy
+        self._settled = _SettledWatch(settled, busy_block_ms, ENTRIES_MAX)
+        self._settled.members = self._busy.members
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
         """Read a model: its request stream from the start, `settled` after this ID.
@@ -158,29 +168,38 @@ class StreamReader:
         if subscription._home is not home:
             home.adopt(subscription)
 
-    def read(self, timeout_s: float) -> ReadResult:
+    def read(self, timeout_s: float, *, awaits_requests: bool = True) -> ReadResult:
         """Wait for new entries of any model up to `timeout_s`. A model that failed is not read any more.
 
-        Raises LinkError, also if Redis does not answer although the time of an XREAD is over.
+        Without `awaits_requests`, a request of a busy model does not end the wait, or only once; a batch that
+        settles does, and then all is read that has arrived. Raises LinkError, also if Redis does not answer
+        although the time of an XREAD is over.
         """
-        self._busy.start()
+        if not awaits_requests:
+            self._settled.start()
+        if awaits_requests or not self._settled.covers_all:
+            self._busy.start()
         self._idle.start()
         result = ReadResult({}, {})
-        watches = [watch for watch in (self._busy, self._idle) if watch.is_waiting]
+        watches = [watch for watch in (self._busy, self._idle, self._settled) if watch.is_waiting]
         ready = readable_links([watch.link for watch in watches], timeout_s)
+        reads_rest = not self._busy.is_waiting
         for watch in watches:
             if watch.link in ready:
                 watch.finish(result)
             else:
                 watch.link.check_overdue()
+        if reads_rest and any(arrived.settled for arrived in result.arrived.values()):
+            self._busy.start(blocks=False)
+            self._busy.finish(result)
         for subscription in result.failed:
             self.end(subscription)
         return result
 
     def close(self) -> None:
-        """Close both connections. Not to be used again."""
-        self._busy.link.close()
-        self._idle.link.close()
+        """Close all connections. Not to be used again."""
+        for watch in (self._busy, self._idle, self._settled):
+            watch.link.close()
 
 
 class _Xread:
@@ -217,22 +236,28 @@ class _Xread:
 
 class _Watch:
     """One connection: a blocking XREAD over its members, and one that follows. They are sent again when both
-    have returned."""
+    have returned. `members` are those of the next XREADs."""
 
     other: _Watch
 
     def __init__(
-        self, link: Link, block_ms: int, count_max: int, *, awaits_all_settled: bool = False
+        self,
+        link: Link,
+        block_ms: int,
+        count_max: int,
+        *,
+        awaits_all_settled: bool = False,
     ) -> None:
         self.link = link
         self.is_waiting = False  # XREADs were sent, and their replies are due
         self._block_ms = block_ms
         self._count_max = count_max
+        self.members: dict[Subscription, None] = {}
         self._awaits_all_settled = awaits_all_settled
-        self._members: dict[Subscription, None] = {}  # to be in the next XREADs
         self._leaving: dict[Subscription, None] = {}  # members whose home is the other watch
         # Of the latest XREADs:
         self._covered: list[tuple[Subscription, bool]] = []  # subscriptions, and whether they await `settled`
+        self._count = 0  # of the entries of a stream that were asked for
         self._subscriptions: frozenset[Subscription] = frozenset()
         self._xreads: list[_Xread] = []  # the first one waits
         self._has_large = False  # what is kept of the replies is limited
@@ -243,38 +268,45 @@ class _Watch:
     def adopt(self, subscription: Subscription) -> None:
         """Become the home of a subscription; the other watch keeps it until this one reads it."""
         subscription._home = self
-        self._members[subscription] = None
+        self.members[subscription] = None
         self._leaving.pop(subscription, None)
-        if subscription in self.other._members:
+        if subscription in self.other.members:
             self.other._leaving[subscription] = None
 
     def remove(self, subscription: Subscription) -> None:
         """Read it no more from the next XREAD on."""
         self._leaving.pop(subscription, None)
-        self._members.pop(subscription, None)
+        self.members.pop(subscription, None)
 
     def _covers(self, subscription: Subscription) -> bool:
         """Whether the latest XREAD reads this subscription. The next one will, if this is its home."""
         return subscription in self._subscriptions
 
+    @property
+    def covers_all(self) -> bool:
+        """Whether the latest XREAD reads all members: none was added while it waits."""
+        return self.is_waiting and self.members.keys() <= self._subscriptions
+
     # --- two XREADs ----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Send the XREADs, unless they wait or there is nothing to read."""
+    def start(self, *, blocks: bool = True) -> None:
+        """Send the XREADs, unless they wait or there is nothing to read. If none `blocks`, Redis answers at
+        once."""
         if self.is_waiting:
             return
         for subscription in [leaving for leaving in self._leaving if self.other._covers(leaving)]:
             self.remove(subscription)
         awaits_all = self._awaits_all_settled
-        covered = [(member, awaits_all or member.awaits_settled) for member in self._members]
+        covered = [(member, awaits_all or member.awaits_settled) for member in self.members]
         if covered != self._covered:
             self._cover(covered)
         if self._xreads:
             few = self._entries_of_read_bytes()
             self._has_large = few < FEW_ENTRIES
-            count = max(1, min(self._count_max, few))
+            self._count = count = max(1, min(self._count_max, few))
             first, *others = self._xreads
-            commands = [first.command("COUNT", count, "BLOCK", self._block_ms)]
+            block = ("BLOCK", self._block_ms) if blocks else ()
+            commands = [first.command("COUNT", count, *block)]
             commands += [other.command("COUNT", count) for other in others]
             self.link.send_many(commands)
             self.link.expect_reply(self._block_ms / 1000)
@@ -282,17 +314,21 @@ class _Watch:
 
     def _cover(self, covered: list[tuple[Subscription, bool]]) -> None:
         self._covered = covered
-        self._subscriptions = frozenset(self._members)
+        self._subscriptions = frozenset(self.members)
+        self._xreads = [_Xread(streams) for streams in self._streams(covered) if streams]
+
+    def _streams(self, covered: list[tuple[Subscription, bool]]) -> Sequence[list[Stream]]:
+        """The streams to wait for, and those to read with them."""
         awaited: list[Stream] = []
         others: list[Stream] = []
         for member, awaits_settled in covered:
             awaited.append(member.requests)
             (awaited if awaits_settled else others).append(member.settled)
-        self._xreads = [_Xread(streams) for streams in (awaited, others) if streams]
+        return awaited, others
 
     def _entries_of_read_bytes(self) -> int:
         """How many entries of each stream have READ_BYTES together, by the mean of the latest."""
-        return READ_BYTES // sum([member.entry_bytes for member in self._members])
+        return READ_BYTES // sum([member.entry_bytes for member in self.members])
 
     def finish(self, result: ReadResult) -> None:
         """Receive the replies, and add them to the result."""
@@ -305,6 +341,8 @@ class _Watch:
                 for stream, entries in xread.unread(
                     self._that_fit(xread, reply) if self._has_large else reply
                 ):
+                    if stream is stream.subscription.requests:
+                        stream.subscription.has_more = len(entries) >= self._count
                     if self._has_large and any(map(_size_if_oversized, entries)):
                         _add_some_oversized(result, stream, entries)
                     else:
@@ -335,8 +373,10 @@ class _Watch:
         fitting = [(name, list(takewhile(_is_kept_or_oversized, entries))) for name, entries in reply]
         for (name, kept), (_, entries) in zip(fitting, reply, strict=True):
             subscription = xread.stream(name).subscription
-            if entries and not kept and subscription in self._members:
-                self._members = {subscription: None, **self._members}
+            if entries and not kept and subscription in self.members:
+                others = dict(self.members)
+                self.members.clear()
+                self.members.update({subscription: None, **others})
         return fitting
 
     def _find_cause(self, error: CommandError, result: ReadResult) -> None:
@@ -355,6 +395,13 @@ class _Watch:
         self._unexplained_errors = 0 if result.failed else self._unexplained_errors + 1
         if self._unexplained_errors > 1:
             raise error
+
+
+class _SettledWatch(_Watch):
+    """One connection: a blocking XREAD over the settled streams of the members of another watch."""
+
+    def _streams(self, covered: list[tuple[Subscription, bool]]) -> Sequence[list[Stream]]:
+        return ([member.settled for member, _ in covered],)
 
 
 def _add(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
