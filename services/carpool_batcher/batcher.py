@@ -335,8 +335,9 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
-        if fresh:
-            self._meter.read(fresh, now_us)
+        awaited = [entry for entry in fresh if entry.arrival_us >= self.reads_at_us]
+        if awaited:
+            self._meter.read(awaited, now_us)
         order.verify(fresh)
         if session.unread.become_read(arrived):
             scheduler.sequences.complete()

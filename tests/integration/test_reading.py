@@ -76,8 +76,11 @@ def test_requests_do_not_wake_the_batcher_while_no_process_can_take_a_batch(serv
         served.service.run_once()
     assert served.waiting() == 1
     # What arrived is read with the next entry of the stream of what settled
+    reading = served.service._models["m"].meter._reading
+    times_us = list(reading._times_us)
     served.redis.xadd(KEYS.settled, {"workers": ""})
     served.run_until_waiting(1 + ARRIVED)
+    assert list(reading._times_us) == times_us, "what it left unread counts as the time that reading takes"
 
 
 def test_requests_are_read_together_now_and_then(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,8 @@ class BatcherReport:
     ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
     stepping: SteppingReport | None = None  # None: it is not a stepping model
-    # How long it takes half of the requests from their arrival until the batcher has read them, and how late
-    # it is half of the times when it acts because a time has come.
+    # How long it takes half of the requests from their arrival until the batcher has read them, where it does
+    # not wait on purpose, and how late it is half of the times when it acts because a time has come.
     delays_us: tuple[int, int] = (0, 0)
     sequences: SequencesReport | None = None  # None: it is neither a stateful nor a bound model
     failed: dict[str, int] = field(
