@@ -155,7 +155,7 @@ class Meter:
             self._queue.observe_equal(max(0, now_us - arrival_us), number)
 
     def read(self, entries: Sequence[Entry], now_us: int) -> None:
-        """These entries were read, and were awaited since they arrived. One of them, from the middle, says how
+        """These entries were read, and were awaited when they arrived. One of them, from the middle, says how
         long that takes."""
         self._reading.observe(now_us - entries[len(entries) // 2].arrival_us)
 
