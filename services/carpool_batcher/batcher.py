@@ -73,10 +73,8 @@ IDLE_AFTER_US: Final = 3_000_000  # without anything to do
 BODIES_RENEWED_US: Final = 60_000_000  # how often stored bodies are renewed
 BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the stream is read first
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
-# While no process can take a batch, requests are read together: so much before one can, and at least so
-# often, because some of them may be refused or withdrawn.
-READ_AHEAD_US: Final = 1000
-READ_INTERVAL_US_MAX: Final = 5000
+READ_AHEAD_US: Final = 1000  # requests are awaited again so long before a process can take a batch
+READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some may have to be refused
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
@@ -133,6 +131,7 @@ class ModelBatcher:
         self._session: LeaseSession | None = None
         self._last_event_us = 0
         self._turned_us = 0  # when the last turn was
+        self._read_us = 0  # when it was last told what had arrived
         self._waiting_entries = 0  # in Redis, at the last look
         self._renew_bodies_at_us = 0
         self._log = structlog.get_logger().bind(model=keys.model)
@@ -248,9 +247,11 @@ class ModelBatcher:
         subscription = self._session.subscription
         subscription.awaits_settled = scheduler.waiting > 0
         self.reads_at_us = 0
+        if arrived is not None:
+            self._read_us = now_us
         if subscription.awaits_settled and not subscription.has_more:
             earliest_us = scheduler.earliest_dispatch_us() - READ_AHEAD_US
-            self.reads_at_us = min(earliest_us, now_us + READ_INTERVAL_US_MAX)
+            self.reads_at_us = min(earliest_us, self._read_us + READ_INTERVAL_US_MAX)
 
     def is_due(self, now_us: int) -> bool:
         """Whether it needs a turn now although nothing arrived."""
@@ -335,6 +336,7 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
+        # Others were left unread on purpose, or may have been
         awaited = [entry for entry in fresh if entry.arrival_us >= self.reads_at_us]
         if awaited:
             self._meter.read(awaited, now_us)

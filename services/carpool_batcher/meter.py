@@ -156,7 +156,7 @@ class Meter:
 
     def read(self, entries: Sequence[Entry], now_us: int) -> None:
         """These entries were read, and were awaited when they arrived. One of them, from the middle, says how
-        long that takes."""
+        long reading takes."""
         self._reading.observe(now_us - entries[len(entries) // 2].arrival_us)
 
     def woken(self, late_us: int) -> None:

@@ -309,10 +309,10 @@ def test_requests_that_are_not_awaited_are_read_with_the_next_batch_that_settles
     assert [entry_id for entry_id, _ in arrived.requests] == requests
     assert [entry_id for entry_id, _ in arrived.settled] == [settled]
     # Nothing else arrived, so that nothing of the connection for requests waits in Redis. Once they are
-    # awaited again, they end the wait
+    # awaited again, they are read at once
     request = redis.xadd(keys.requests, {"a": "b"})
     assert reader.read(0.05, awaits_requests=False) == ReadResult({}, {})
-    arrived = reader.read(5.0).arrived[subscription]
+    arrived = reader.read(0.0).arrived[subscription]
     assert [entry_id for entry_id, _ in arrived.requests] == [request]
     reader.close()
 

@@ -11,8 +11,10 @@ from redis import Redis
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
+from carpool.store.reader import Arrived
 from carpool.store.worker import WorkerStore
 from carpool_batcher import batcher as batcher_module
+from carpool_batcher.batcher import ModelBatcher
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.service import BatcherService
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -52,6 +54,16 @@ class Served:
 
         wait_until(ran, description=f"{count} requests wait")
 
+    def run_until_left_unread(self) -> None:
+        """Until nothing of the connection for requests waits in Redis."""
+        reader = self.service._reader
+
+        def ran() -> bool:
+            self.service.run_once()
+            return not reader._busy.is_waiting
+
+        wait_until(ran, description="no read waits")
+
     def waiting(self) -> int:
         model = self.service._models.get("m")
         session = None if model is None else model.batcher._session
@@ -63,14 +75,21 @@ class Served:
 
 
 @pytest.fixture
-def served(server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", NEVER_US)
+def served(server: EmbeddedRedis) -> Iterator[Served]:
     served = Served(server.url)
     yield served
     served.close()
 
 
+@pytest.fixture
+def left_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives is not read now and then, but only if there is a reason."""
+    monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", NEVER_US)
+
+
+@pytest.mark.usefixtures("left_unread")
 def test_requests_do_not_wake_the_batcher_while_no_process_can_take_a_batch(served: Served) -> None:
+    served.run_until_left_unread()
     for _ in range(ARRIVED):
         served.send()
         served.service.run_once()
@@ -83,27 +102,43 @@ def test_requests_do_not_wake_the_batcher_while_no_process_can_take_a_batch(serv
     assert list(reading._times_us) == times_us, "what it left unread counts as the time that reading takes"
 
 
-def test_requests_are_read_together_now_and_then(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may have to be refused."""
-    monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", 1000)
-    served.run_until_waiting(1)
+@pytest.mark.usefixtures("left_unread")
+def test_requests_are_all_read_when_a_process_can_take_a_batch(served: Served) -> None:
+    """Expect them in the first batch."""
+    served.run_until_left_unread()
     for _ in range(ARRIVED):
         served.send()
-    served.run_until_waiting(1 + ARRIVED)
-
-
-def test_requests_are_read_once_a_process_can_take_a_batch(served: Served) -> None:
-    served.send()
+    served.service.run_once()
+    assert served.waiting() == 1
     link = Link(served.service._url, name="test")
     WorkerStore(link, KEYS).join("worker", 600_000)
     link.close()
     served.run_until_waiting(0)
-    assert served.redis.xlen(KEYS.batches) >= 1
+    ((_, fields),) = served.redis.xrange(KEYS.batches)
+    assert fields[b"size"] == b"%d" % (1 + ARRIVED)
 
 
-def test_entries_that_do_not_fit_into_one_reply_are_read_at_once(server: EmbeddedRedis) -> None:
+def test_requests_are_read_now_and_then_although_timers_are_due_all_the_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given turns without anything that arrived, of which each is much sooner than the next read."""
+    turn = ModelBatcher.turn
+
+    def turn_again_soon(batcher: ModelBatcher, arrived: Arrived | None) -> None:
+        turn(batcher, arrived)
+        batcher.wake_at_us = batcher._clock.now_us() + 200
+
+    monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", 100_000)
+    monkeypatch.setattr(ModelBatcher, "turn", turn_again_soon)
+    served.send()
+    served.run_until_waiting(2)
+    for _ in range(ARRIVED):
+        served.send()
+    served.run_until_waiting(2 + ARRIVED)
+
+
+def test_entries_that_do_not_fit_into_one_reply_are_read_at_once(served: Served) -> None:
     """Given a long queue, expect that the batcher does not pause while it reads that."""
-    served = Served(server.url)
     waiting = 1000
     for _ in range(waiting):
         served.send()
@@ -116,4 +151,3 @@ def test_entries_that_do_not_fit_into_one_reply_are_read_at_once(server: Embedde
     wait_until(has_more, description="there is more")
     assert batcher.reads_at_us == 0
     served.run_until_waiting(1 + waiting)
-    served.close()

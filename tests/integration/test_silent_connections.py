@@ -61,6 +61,7 @@ def test_batcher_gives_up_a_connection_for_what_settles_that_fell_silent(
         return proxy.silence(stack.redis, lambda name: name.endswith(":settled"))
 
     wait_until(silence, description="requests are read together")
+    stack.active_batcher(ECHO).wait_for("batcher failed, starting over")
     stack.worker("plain.py:Echo")
     assert [stack.result(ECHO, name)["body"] for name in names] == ["one", "another"]
 

@@ -362,7 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.polled and not self.withdrawals:
             wake_us = self.scheduler.wake_at_us()
             assert wake_us is None or wake_us > self.now_us, "immediate wake-up without effect"
-        self.closed_until_us = self.scheduler.earliest_dispatch_us() if self.polled else 0
+        self.closed_until_us = self.scheduler.earliest_dispatch_us()
         self.in_poll = False
 
     # --- invariants --------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Deadlines: timers for runs that wait and for batches in flight, and what happens when one is due.
 
-Timers are never cancelled. One whose runs no longer wait, or whose batch has settled, has no effect: it is
-dropped when it would be the next one, so that nobody wakes up for it, and with all others of its kind from
-time to time. A timer refers to an entry, and not to runs: what was dispatched is no longer in the entry, and
-so no timer keeps its bodies in memory.
+Timers are never cancelled. One whose runs no longer wait, or whose batch has settled, has no effect. It is
+dropped when it would be the next one, so that nobody wakes up for it; and all such timers are dropped from
+time to time, to bound memory. A timer refers to an entry, and not to runs: what was dispatched is no longer
+in the entry, and so no timer keeps its bodies in memory.
 """
 
 from __future__ import annotations

@@ -79,9 +79,10 @@ class Dispatcher:
     def earliest_dispatch_us(self, settings: ModelSettings, now_us: int) -> int:
         """Before this no batch needs to be dispatched, whatever arrives; NEVER_US: not before one settles.
 
-        A batch that becomes full could be dispatched ahead before that, but its process is busy until then.
+        A batch that becomes full may be dispatched before that, to wait at a busy process: where that may
+        happen soon, or where it is unknown for how long the process is busy, it is `now_us`.
         """
-        if self._capacity.has_capacity() and self._may_be_full_soon(settings):
+        if self._capacity.has_capacity() and self._may_go_ahead_soon(settings):
             return now_us
         at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
         return NEVER_US if at_us is None else at_us
@@ -261,8 +262,8 @@ class Dispatcher:
         """Whether a full batch may be dispatched earlier than others."""
         return settings.policy == "deferred" and not self._is_put_off
 
-    def _may_be_full_soon(self, settings: ModelSettings) -> bool:
-        """Whether a batch may soon be full that then may be dispatched ahead, at any time."""
+    def _may_go_ahead_soon(self, settings: ModelSettings) -> bool:
+        """Whether a batch may soon be full, and is to be dispatched ahead of a busy process then."""
         if settings.policy == "deferred":
             return False
         is_half_full = 2 * (self._queue.undelayed + 1) > settings.max_batch_size

@@ -8,8 +8,8 @@ a batch that settles does not wake the batcher just when producers and workers n
 
 While no process can take a batch, to read each request when it arrives would wake the batcher for nothing.
 Then a third connection waits for batches that settle, and what has arrived is read when one did, or when it
-is time (`StreamReader.read`). An XREAD over request streams that waits in Redis cannot be interrupted, and so
-the next request may still end it.
+is time (`StreamReader.read`). An XREAD over request streams that waits in Redis already cannot be
+interrupted, and so a request still ends that one.
 
 A blocking XREAD costs Redis and its caller time for each stream in it. So one connection reads the few busy
 models, and another waits for the idle ones. A model is moved between them with `set_busy`, which may happen
@@ -18,8 +18,8 @@ lost, or read twice:
 
 - A model that was moved is still read by its previous connection until an XREAD of the other one includes
   it. So there is no moment at which nobody reads it.
-- Meanwhile both may return the same entries. Each stream has one cursor, and entries up to it are dropped.
-  As each reply has all entries after the ID that its XREAD named, what remains has no gap.
+- Several connections may return the same entries. Each stream has one cursor, and entries up to it are
+  dropped. As each reply has all entries after the ID that its XREAD named, what remains has no gap.
 
 Producers may send entries of any size, up to Redis's 512 MiB for a string, and Redis does not tell the size
 of an entry without sending it. So a reply is bounded in three ways:
@@ -91,7 +91,7 @@ class Stream:
 
     def unread(self, entries: list[RawEntry], asked_after: bytes) -> list[RawEntry]:
         """Those of these entries that were not read yet, and moves the cursor. XREAD named `asked_after`."""
-        if asked_after is not self.after:  # the other connection has read of this stream since
+        if asked_after is not self.after:  # another connection has read of this stream since
             last_read = id_order(self.after)
             entries = [entry for entry in entries if id_order(entry[0]) > last_read]
         if entries:
@@ -146,6 +146,7 @@ class StreamReader:
         self._busy.other, self._idle.other = self._idle, self._busy
         self._settled = _SettledWatch(settled, busy_block_ms, ENTRIES_MAX)
         self._settled.members = self._busy.members
+        self._may_be_unread = False  # requests of busy models, although they are in Redis
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
         """Read a model: its request stream from the start, `settled` after this ID.
@@ -171,30 +172,40 @@ class StreamReader:
     def read(self, timeout_s: float, *, awaits_requests: bool = True) -> ReadResult:
         """Wait for new entries of any model up to `timeout_s`. A model that failed is not read any more.
 
-        Without `awaits_requests`, a request of a busy model does not end the wait, or only once; a batch that
-        settles does, and then all is read that has arrived. Raises LinkError, also if Redis does not answer
-        although the time of an XREAD is over.
+        Without `awaits_requests`, a request of a busy model does not end the wait, unless an XREAD over it
+        waits from before; a batch that settles does, and then all is read that has arrived. It is read at
+        once when requests are awaited again. Raises LinkError, also if Redis does not answer although the
+        time of an XREAD is over.
         """
+        result = ReadResult({}, {})
         if not awaits_requests:
             self._settled.start()
         if awaits_requests or not self._settled.covers_all:
-            self._busy.start()
+            self._read_unread(result)
+            if not result.arrived:
+                self._busy.start()
+        else:
+            self._may_be_unread = True
         self._idle.start()
-        result = ReadResult({}, {})
         watches = [watch for watch in (self._busy, self._idle, self._settled) if watch.is_waiting]
-        ready = readable_links([watch.link for watch in watches], timeout_s)
-        reads_rest = not self._busy.is_waiting
+        ready = readable_links([watch.link for watch in watches], 0.0 if result.arrived else timeout_s)
         for watch in watches:
             if watch.link in ready:
                 watch.finish(result)
             else:
                 watch.link.check_overdue()
-        if reads_rest and any(arrived.settled for arrived in result.arrived.values()):
-            self._busy.start(blocks=False)
-            self._busy.finish(result)
+        if any(arrived.settled for arrived in result.arrived.values()):
+            self._read_unread(result)
         for subscription in result.failed:
             self.end(subscription)
         return result
+
+    def _read_unread(self, result: ReadResult) -> None:
+        """Read what arrived while requests were not awaited, without waiting for more."""
+        if self._may_be_unread and not self._busy.is_waiting:
+            self._busy.start(blocks=False)
+            self._busy.finish(result)
+        self._may_be_unread = False
 
     def close(self) -> None:
         """Close all connections. Not to be used again."""
@@ -338,11 +349,13 @@ class _Watch:
             if isinstance(reply, CommandError):
                 rejected = reply
             elif reply:
+                for name, entries in reply:
+                    stream = xread.stream(name)
+                    if stream is stream.subscription.requests:
+                        stream.subscription.has_more = len(entries) >= self._count
                 for stream, entries in xread.unread(
                     self._that_fit(xread, reply) if self._has_large else reply
                 ):
-                    if stream is stream.subscription.requests:
-                        stream.subscription.has_more = len(entries) >= self._count
                     if self._has_large and any(map(_size_if_oversized, entries)):
                         _add_some_oversized(result, stream, entries)
                     else:
