@@ -1,4 +1,5 @@
 """Latency of requests that arrive at random (Poisson): of the real system, and of the simulator beside it.
+What a request costs at these rates, in CPU time of each process.
 
     .venv/bin/python ops/bench/latency.py [--rates 500,2000,4000,7000] [--seconds 5] [--rounds 3]
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import statistics
 import tempfile
 import time
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from service_processes import start, stop
+from service_processes import CpuMeter, child_of, start, stop
 from sleeper import Linear
 
 from carpool.client.aio import AsyncClient
@@ -58,9 +60,10 @@ class Sent(NamedTuple):
     row: Row
     times_us: list[int]
     late_ms: float  # p99 of how late the load generator sent requests
+    cpu_us: dict[str, float]  # of a request, by process
 
 
-async def send(client: AsyncClient, due_us: Sequence[int]) -> Sent:
+async def send(client: AsyncClient, due_us: Sequence[int], pids: Mapping[str, int]) -> Sent:
     """Send requests at these times, without waiting for results of earlier ones (open loop).
 
     An event loop wakes up to a millisecond late, and then sends all requests that are due. So the times of
@@ -70,6 +73,7 @@ async def send(client: AsyncClient, due_us: Sequence[int]) -> Sent:
     latencies_ms: list[float] = []
     sizes: list[int] = []
     unanswered: set[asyncio.Task[None]] = set()
+    cpu = CpuMeter(pids)
     started_s = time.perf_counter()
 
     async def ask() -> None:
@@ -87,17 +91,19 @@ async def send(client: AsyncClient, due_us: Sequence[int]) -> Sent:
         unanswered.add(task)
         task.add_done_callback(unanswered.discard)
     await asyncio.gather(*unanswered)
+    cpu_us = {name: us / len(due_us) for name, us in cpu.stop().items()}
     late_us = sorted(sent - due for sent, due in zip(sent_us, due_us, strict=True))
     mean_batch = len(sizes) / sum(1 / size for size in sizes)
-    return Sent(row(latencies_ms, mean_batch), sent_us, late_us[len(late_us) * 99 // 100] / 1000)
+    return Sent(row(latencies_ms, mean_batch), sent_us, late_us[len(late_us) * 99 // 100] / 1000, cpu_us)
 
 
-async def measure(url: str, options: argparse.Namespace) -> None:
+async def measure(url: str, pids: Mapping[str, int], options: argparse.Namespace) -> None:
     """Run all rates in each round, each with a new measurement: the load of the machine may change."""
     sizes = bursts(Linear.max_batch_size, CALIBRATION_ROUNDS)
     rounds: dict[int, list[Pair]] = {rate: [] for rate in options.rates}
     async with AsyncClient(url) as client:
         await until_served(client)
+        pids = {**pids, "model": child_of(pids["worker"]), "producer": os.getpid()}
         gc.collect()
         gc.freeze()  # a collection would pause the load generator for 20 ms
         gc.disable()
@@ -105,8 +111,9 @@ async def measure(url: str, options: argparse.Namespace) -> None:
             for rate in options.rates:
                 world = await world_of(client, sizes)
                 due_us = [arrival.at_us for arrival in poisson(rate, int(rate * options.seconds), seed)]
-                sent = await send(client, due_us)
-                rounds[rate].append(Pair(sent.row, simulate(sent.times_us, world), sent.late_ms, world))
+                sent = await send(client, due_us, pids)
+                simulated = simulate(sent.times_us, world)
+                rounds[rate].append(Pair(sent.row, simulated, sent.late_ms, world, sent.cpu_us))
     report(rounds)
 
 
@@ -135,6 +142,7 @@ class Pair(NamedTuple):
     simulated: Row
     late_ms: float
     world: World
+    cpu_us: dict[str, float]
 
 
 def report(rounds: Mapping[int, Sequence[Pair]]) -> None:
@@ -152,6 +160,11 @@ def report(rounds: Mapping[int, Sequence[Pair]]) -> None:
         print(f"{rate:8,} real   {columns([pair.real for pair in pairs])}")
         print(f"      simulated   {columns([pair.simulated for pair in pairs])}")
         print(f"      difference  {differences(pairs)}")
+    print("requests/s   CPU us a request, all   by process")
+    for rate, pairs in rounds.items():
+        cpu_us = {name: statistics.median(pair.cpu_us[name] for pair in pairs) for name in pairs[0].cpu_us}
+        by_process = ", ".join(f"{name} {us:.0f}" for name, us in cpu_us.items())
+        print(f"{rate:8,}   {sum(cpu_us.values()):21.0f}   {by_process}")
 
 
 def differences(pairs: Sequence[Pair]) -> str:
@@ -204,7 +217,8 @@ def main() -> None:
             for command in (["carpool_batcher"], ["carpool_worker", model])
         ]
         try:
-            asyncio.run(measure(server.url, options))
+            pids = {"Redis": server.pid, "batcher": services[0].pid, "worker": services[1].pid}
+            asyncio.run(measure(server.url, pids, options))
         finally:
             stop(services)
 
