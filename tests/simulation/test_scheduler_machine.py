@@ -944,7 +944,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_that_all_requests_settle(self) -> None:
         """After any events, one process that executes all batches serves all requests."""
-        self.scheduler.model_processes = 1
+        self.scheduler.model_processes, self.closed_until_us = 1, 0
         for _ in range(10 + 2 * self.number):
             self.poll(fate=None)
             while self.in_flight:

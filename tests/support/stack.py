@@ -329,12 +329,14 @@ class Stack:
         return count
 
     def has_batch(self, model: str, worker: Service) -> bool:
-        """Whether the worker has a batch, according to Redis's pending entries list."""
+        """Whether the worker has a batch."""
+        return bool(self.batches_of(model, worker))
+
+    def batches_of(self, model: str, worker: Service) -> set[bytes]:
+        """The IDs of the batches that the worker has, according to Redis's pending entries list."""
         name = worker.wait_for("worker ready")["worker"]
-        consumers = self.redis.xinfo_consumers(Keys(model).batches, "workers")
-        return any(
-            consumer["pending"] and consumer["name"].decode().startswith(f"{name}/") for consumer in consumers
-        )
+        pending = self.redis.xpending_range(Keys(model).batches, "workers", "-", "+", 1000)
+        return {one["message_id"] for one in pending if one["consumer"].decode().startswith(f"{name}/")}
 
     def keys_without_ttl(self) -> set[str]:
         """The names of the keys that never expire."""
