@@ -27,6 +27,9 @@ from support.waiting import wait_until
 
 MODELS: Final = tuple(f"m{number}" for number in range(5))
 STEPS: Final = 300
+# Until what was added is read. Entries of models that became idle meanwhile are read one at a time, and each
+# ends a wait at once.
+READS_MAX: Final = 100
 LATEST_STREAMS: Final[dict[str, Stream]] = {}  # by name; for a planted fault
 
 
@@ -159,7 +162,7 @@ class RandomRun:
         if kind == "requests":
             self.awaits_requests = True
         one.add(kind)
-        for _ in range(20):
+        for _ in range(READS_MAX):
             self.read(0.05)
             if one.everything_was_read:
                 return
