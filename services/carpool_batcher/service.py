@@ -210,7 +210,7 @@ class BatcherService:
     def _take_turns(self) -> None:
         """Wait until something arrives or a model is due. Each such model has one turn."""
         wait_s, reads_in_s = self._wait_s(), self._reads_in_s()
-        if reads_in_s > 0:
+        if reads_in_s > 0:  # until then no request matters
             arrived, failed = self._reader.read(min(wait_s, reads_in_s), awaits_requests=False)
         else:
             arrived, failed = self._reader.read(wait_s)

@@ -936,11 +936,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len({r.name for r in batch}) == len(batch)
             self.undated.update(self._items_of(dispatch.undated))
             self.scheduler.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
-            planned = sum(not r.is_doubtful for r in batch)
-            assert self.scheduler.in_flight()[batch_id].planned in (
-                planned,
-                len(batch),
-            )  # if none is remembered
+            planned = self.scheduler.in_flight()[batch_id].planned
+            # All of them if no producer is remembered any more
+            assert planned in (sum(not r.is_doubtful for r in batch), len(batch))
 
     def _check_that_all_requests_settle(self) -> None:
         """After any events, one process that executes all batches serves all requests."""

@@ -145,7 +145,7 @@ class StreamReader:
         self._idle = _Watch(idle, idle_block_ms, 1, awaits_all_settled=True)
         self._busy.other, self._idle.other = self._idle, self._busy
         self._settled = _SettledWatch(settled, busy_block_ms, ENTRIES_MAX)
-        self._settled.members = self._busy.members
+        self._settled.members = self._busy.members  # the same dict: whoever is busy is a member of both
         self._may_be_unread = False  # requests of busy models, although they are in Redis
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
@@ -252,12 +252,7 @@ class _Watch:
     other: _Watch
 
     def __init__(
-        self,
-        link: Link,
-        block_ms: int,
-        count_max: int,
-        *,
-        awaits_all_settled: bool = False,
+        self, link: Link, block_ms: int, count_max: int, *, awaits_all_settled: bool = False
     ) -> None:
         self.link = link
         self.is_waiting = False  # XREADs were sent, and their replies are due
@@ -388,7 +383,7 @@ class _Watch:
             subscription = xread.stream(name).subscription
             if entries and not kept and subscription in self.members:
                 others = dict(self.members)
-                self.members.clear()
+                self.members.clear()  # in place: another watch may have the same members
                 self.members.update({subscription: None, **others})
         return fitting
 
