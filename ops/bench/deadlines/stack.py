@@ -22,13 +22,17 @@ _ATTEMPTS: Final = 400
 
 @contextmanager
 def stack(model: str, workers: int) -> Iterator[str]:
-    """The URL of a Redis whose MODEL is this one, with a model process for each of `workers`."""
+    """The URL of a Redis whose MODEL is this one, with a model process for each of `workers`.
+
+    The services use Redis's Unix socket, as those of `carpool up` do.
+    """
     worker = ["carpool_worker", f"{MODEL}={_FILE}:Modelled"]
     with EmbeddedRedis() as server, tempfile.TemporaryFile() as log:
+        services_url = server.unix_url or server.url
         services = [
-            start(server.url, log, "carpool_batcher", CARPOOL_LOG_LEVEL="warning"),
+            start(services_url, log, "carpool_batcher", CARPOOL_LOG_LEVEL="warning"),
             start(
-                server.url, log, *worker, CARPOOL_LOG_LEVEL="warning", CARPOOL_REPLICAS=str(workers),
+                services_url, log, *worker, CARPOOL_LOG_LEVEL="warning", CARPOOL_REPLICAS=str(workers),
                 CARPOOL_BENCH_MODEL=model,
             ),
         ]  # fmt: skip
