@@ -23,6 +23,7 @@ nothing are repeated: call it again until all runs are valid.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ from deadlines.plans import REAL_MODELS, Choice
 from deadlines.points import ARRIVALS
 from deadlines.runs import Run, read_runs
 from deadlines.virtual import mean_latencies, measure_all
+from grid import machine
 
 HERE: Final = Path(__file__).parent
 REQUESTS: Final = 6000
@@ -52,6 +54,7 @@ def simulate(requests: int, *, write: bool) -> None:
 def measure(choice: Choice, file: Path | None, *, write: bool) -> None:
     """Measure on the real system."""
     runs = [] if file is None else read_runs(file)
+    described = machine.sentences(machine.describe(Path(sys.executable))) if write else []
 
     def keep(run: Run) -> None:
         runs.append(run)
@@ -64,7 +67,8 @@ def measure(choice: Choice, file: Path | None, *, write: bool) -> None:
     lines = list(real_document.body(runs))
     print("\n".join(lines))
     if write:
-        (HERE / "GOODPUT_REAL.md").write_text("\n".join([real_document.HEAD, *lines, ""]))
+        facts = [f"- {sentence}" for sentence in described]
+        (HERE / "GOODPUT_REAL.md").write_text("\n".join([real_document.HEAD, *facts, "", *lines, ""]))
 
 
 def main() -> None:

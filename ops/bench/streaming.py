@@ -14,8 +14,10 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Final
 
+from grid import machine
 from grid.__main__ import chosen
 from grid.runner import progress_to_stderr
 from stepping.document import DOCUMENT, document, plots
@@ -46,9 +48,10 @@ def main() -> None:
     workloads = chosen("workload", options.workloads, WORKLOADS)
     if options.write and (len(networks), len(workloads)) != (len(NETWORKS), len(WORKLOADS)):
         parser.error("--write needs all models and workloads")
+    described = machine.sentences(machine.describe(Path(sys.executable)))
     started_s = time.monotonic()
     results = measure(networks, workloads, options.seconds, options.rounds, progress_to_stderr)
-    text = document(results, options.seconds, options.rounds)
+    text = document(results, options.seconds, options.rounds, described)
     print(text)
     print(f"after {time.monotonic() - started_s:.0f} s", file=sys.stderr)
     if options.write:

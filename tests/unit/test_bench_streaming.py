@@ -207,11 +207,12 @@ def test_figures_of_disturbed_rounds_are_marked() -> None:
     results.rounds[cell] = [results.rounds[cell][0] | {"stolen": 0.5}]
     marked = [aim for aim in document.aims(results) if aim.mark == runs.MARK]
     assert {aim.workload for aim in marked} == {"80%"}
-    assert f"| Carpool{runs.MARK} |" in document.document(results, 10.0, 3)
+    assert f"| Carpool{runs.MARK} |" in document.document(results, 10.0, 3, [])
 
 
 def test_the_document_has_short_lines_and_the_figures_of_the_post() -> None:
-    text = document.document(results_of(), 10.0, 3)
+    text = document.document(results_of(), 10.0, 3, ["2 cores."])
     assert max(map(len, text.splitlines())) < 120
+    assert "- 2 cores.\n" in text
     assert "| post, queue | 2.681 | 403.1 | 750.3 | 775.6 |" in text
     assert set(document.plots(results_of(ttft_p99_ms=13.0))) == {"streaming_sleeper.svg"}

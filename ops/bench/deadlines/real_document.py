@@ -20,15 +20,17 @@ HEAD: Final = """\
 
 Written by `.venv/bin/python ops/bench/goodput.py --real --write`.
 
-Redis, a batcher, a worker with a model process for each of "workers", and one AsyncClient. The model sleeps
-l(b) for a batch of b. The client sends requests at random, without waiting for results, each with the
-deadline as its `timeout`. A load of 1 is the highest rate at which the model could execute batches that
-meet the deadline. Bound and virtual time are of the moments at which requests were really sent: U3 is the
-exact optimum of one worker that knows them all in advance, U1 what all workers together could execute in
-time; neither has any way to the worker and back. "Virtual" is the same policy, simulated with the default
-round trip; "predicted" is simulated with the l(b), the ways and the delays that the batcher reported. The
-ways have a lognormal distribution through what half and nine of ten batches took ("ways"). The delays are the
-medians of how long the batcher took to read a request, and of how late it was woken up.
+Redis, a batcher, a worker with a model process for each of "workers", and one AsyncClient share a machine.
+The services use Redis's Unix socket, as those of `carpool up` do, and the client TCP. The model sleeps l(b)
+for a batch of b, and is awake for the last 0.15 ms of it. The client sends requests at random, without
+waiting for results, each with the deadline as its `timeout`. A load of 1 is the highest rate at which the
+model could execute batches that meet the deadline. Bound and virtual time are of the moments at which
+requests were really sent: U3 is the exact optimum of one worker that knows them all in advance, U1 what all
+workers together could execute in time; neither has any way to the worker and back. "Virtual" is the same
+policy, simulated with the default round trip; "predicted" is simulated with the l(b), the ways and the
+delays that the batcher reported. The ways have a lognormal distribution through what half and nine of ten
+batches took ("ways"). The delays are the medians of how long the batcher took to read a request, and of how
+late it was woken up.
 """
 CAUSES_HEAD: Final = f"""\
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,10 +27,10 @@ HEAD: Final = """\
 Written by `.venv/bin/python ops/bench/streaming.py --write`.
 
 Requests want tokens, one at a time. "Carpool" is Redis, a batcher, a worker with one model process of 32
-slots, and an AsyncClient that reads a stream for each request, all on one machine: {cores} cores
-({machine}, Python {python}). "One process" is the loop of a model process by itself, without Redis:
-requests are handed over by a function call. "Static" executes batches of up to 32 with `predict`, each until
-its longest request has ended, and answers at the end.
+slots, and an AsyncClient that reads a stream for each request, all on one machine. The services use Redis's
+Unix socket, as those of `carpool up` do, and the client TCP. "One process" is the loop of a model process
+by itself, without Redis: requests are handed over by a function call. "Static" executes batches of up to 32
+with `predict`, each until its longest request has ended, and answers at the end.
 
 - submit: what the producer's call takes for a request, until it has handed it over, with all that are due
   at the same time.
@@ -45,6 +43,8 @@ its longest request has ended, and answers at the end.
 Rounds: {rounds}, of {seconds:g} s each; figures are medians. Lengths are geometric with a mean of
 {length}, cut at 128, but for the burst. {mark} marks figures during which the host withheld more than
 {stolen:.0%} of the CPU time.
+
+{facts}
 """
 POST: Final = """\
 The first rows are those of a post on admission to a scheduler of GPT-2 (with PyTorch, on another machine):
@@ -93,11 +93,11 @@ class Aim(NamedTuple):
     mark: str
 
 
-def document(results: Results, seconds: float, rounds: int) -> str:
-    """The whole text, of what was measured."""
+def document(results: Results, seconds: float, rounds: int, described: Sequence[str]) -> str:
+    """The whole text, of what was measured on the machine that is `described` in sentences."""
     head = HEAD.format(
-        cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(), warm=0.2,
-        rounds=rounds, seconds=seconds, length=LENGTH_MEAN, mark=MARK, stolen=STOLEN_MAX,
+        warm=0.2, rounds=rounds, seconds=seconds, length=LENGTH_MEAN, mark=MARK, stolen=STOLEN_MAX,
+        facts="\n".join(f"- {sentence}" for sentence in described),
     )  # fmt: skip
     parts = [head, *_aims_section(results)]
     for network in results.capacities:

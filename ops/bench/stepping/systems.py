@@ -68,10 +68,10 @@ def _in_process(name: str) -> Iterator[Serve]:
 
 @contextmanager
 def _on_stack(name: str) -> Iterator[Serve]:
-    """Redis, a batcher, and a worker with one model process."""
+    """Redis, a batcher, and a worker with one model process, over a Unix socket, as in `carpool up`."""
     with RedisServer() as redis, tempfile.TemporaryFile("w") as log:
         environment = {
-            **os.environ, "PYTHONPATH": str(_BENCHES), "CARPOOL_REDIS_URL": redis.url,
+            **os.environ, "PYTHONPATH": str(_BENCHES), "CARPOOL_REDIS_URL": redis.unix_url,
             "CARPOOL_LOG_LEVEL": "warning",
         }  # fmt: skip
         batcher_command = ["python", "-m", "carpool_batcher"]
