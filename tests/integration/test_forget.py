@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
 from redis import Redis
 
-from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.keys import Keys
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.connection import Link
 from carpool.store.removal import Removal, Removed, Use
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
-from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.service import BatcherService
 from carpool_cli.local.embedded import EmbeddedRedis
-from support.waiting import wait_until
+from support.batcher_loop import BatcherLoop
 
 MODEL: Final = "old-1.0"  # the dot is no wildcard
 KEYS: Final = Keys(MODEL)
@@ -131,19 +129,8 @@ def test_prefix_is_no_pattern(redis: Any, link: Link) -> None:
     assert names(redis) == {"axb:{m}:sequence:1"}
 
 
-class Served:
+class Served(BatcherLoop):
     """A batcher whose loop the test runs."""
-
-    def __init__(self, url: str) -> None:
-        self.metrics = BatcherMetrics()
-        self.service = BatcherService(url, DEFAULT_PREFIX, "batcher-under-test", self.metrics, {})
-
-    def run_until(self, condition: Callable[[], object], description: str) -> None:
-        def ran() -> object:
-            self.service.run_once()
-            return condition()
-
-        wait_until(ran, description=description)
 
     def series(self) -> list[str]:
         """What is exported of the model."""

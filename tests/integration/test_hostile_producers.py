@@ -5,60 +5,35 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgpack
 import pytest
 
-from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.keys import Keys
 from carpool.messages import Run
 from carpool.model_settings import ModelSettings
-from carpool.store.connection import Link
 from carpool.store.worker import WorkerStore
 from carpool_batcher.batcher import ModelBatcher
 from carpool_batcher.core import withdrawals
 from carpool_batcher.core.queue import Queue
-from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.service import BatcherService
 from carpool_cli.local.embedded import EmbeddedRedis
-from support.waiting import wait_until
+from support.batcher_loop import BatcherLoop
 from support.wire import flat_of
 
 WAITING: Final = 20_000
 
 
-class Served:
+class Served(BatcherLoop):
     """A model without workers, and a batcher, which runs when a test waits for something."""
 
     def __init__(self, url: str, **settings: Any) -> None:
-        self.url = url
+        super().__init__(url)
         self.keys = Keys("m")
-        self.link = Link(url, name="test")
         self.link.call("FLUSHALL")
         model = ModelSettings(**{"max_batch_size": 8, "max_queue_size": 10 * WAITING, **settings})
         WorkerStore(self.link, self.keys).register(model.as_text())
-        self.batcher = self.new_batcher("first")
-
-    def new_batcher(self, name: str) -> BatcherService:
-        return BatcherService(self.url, DEFAULT_PREFIX, name, BatcherMetrics(), {})
-
-    def close(self) -> None:
-        self.batcher.stop()
-        self.link.close()
-
-    def take_over(self) -> None:
-        """The batcher is killed, and another one takes over."""
-        self.batcher._start_over()
-        self.link.call("DEL", self.keys.batcher)
-        self.batcher = self.new_batcher("second")
-
-    def until(self, is_reached: Callable[[], Any], description: str) -> None:
-        def look() -> Any:
-            self.batcher.run_once()
-            return is_reached()
-
-        wait_until(look, description=description)
 
     def send(self, **fields: Any) -> str:
         return str(self.link.call("XADD", self.keys.requests, "*", *flat_of(fields)).decode())
@@ -74,19 +49,15 @@ class Served:
 
     def wait_until_waiting(self, count: int) -> None:
         """Run the batcher until it knows of this many waiting requests."""
-        self.until(lambda: len(self.waiting()) == count, f"{count} requests wait")
+        self.run_until(lambda: self.waiting() == count, f"{count} requests wait")
 
-    def waiting(self) -> list[str]:
+    def waiting_ids(self) -> list[str]:
         """The correlation IDs of the requests that the batcher knows to wait, in the order of its lanes."""
         return [name for run in self.runs() for name in run.correlation_ids]
 
     def runs(self) -> list[Run]:
         session = self.session()
         return [] if session is None else list(session.scheduler._queue.runs())
-
-    def session(self) -> Any:
-        model = self.batcher._models.get("m")
-        return None if model is None else model.batcher._session
 
     def calls(self, command: str) -> int:
         """How often Redis has run this command, also in scripts."""
@@ -134,7 +105,7 @@ def test_withdrawals_that_name_nobody_seldom_look_at_all_that_waits(
     began_s = time.monotonic()
     for number in range(500):
         served.send(withdraw=f"nobody-{number}")
-    served.until(lambda: served.link.call("XLEN", served.keys.requests) == entries, "all are carried out")
+    served.run_until(lambda: served.link.call("XLEN", served.keys.requests) == entries, "all are carried out")
     took_us = (time.monotonic() - began_s) * 1e6
     assert looks <= 2 + took_us / (withdrawals.PAUSE_US * WAITING)
 
@@ -147,14 +118,14 @@ def test_withdrawal_that_was_put_off_is_carried_out_by_the_next_batcher(
     served.send_many(2000)
     served.wait_until_waiting(2000)
     first = served.send(withdraw="nobody")
-    served.until(
+    served.run_until(
         lambda: not served.link.call("XRANGE", served.keys.requests, first, first), "it is carried out"
     )
     second = served.send(withdraw="other-7")
-    served.until(lambda: second in served.session().entries, "it is read")
+    served.run_until(lambda: second in served.session().entries, "it is read")
     assert not served.answered("other-7")
     served.take_over()
-    served.until(lambda: served.answered("other-7"), "it is carried out")
+    served.run_until(lambda: served.answered("other-7"), "it is carried out")
     assert served.status("other-7") == "CANCELLED"
     assert not served.link.call("XRANGE", served.keys.requests, second, second)
 
@@ -180,7 +151,7 @@ def test_one_missing_entry_makes_no_long_script(
     monkeypatch.setattr(ModelBatcher, "compare", counted)
     assert served.link.call("XDEL", served.keys.requests, entry_ids[-1]) == 1
     served.wait_until_waiting(count - 1)
-    assert entry_ids[-1] not in served.waiting()
+    assert entry_ids[-1] not in served.waiting_ids()
     assert 0 < max(looked_up) <= looked_up_max
     assert sum(looked_up) == count, "each is looked up once"
 
@@ -194,9 +165,9 @@ def test_batcher_that_lost_its_lease_refuses_nothing_by_its_old_copy(server: Emb
     served.send(correlation_id="first", body="1")
     served.wait_until_waiting(1)
     served.link.call("SET", served.keys.batcher, "another")
-    served.batcher._leases_at_s = time.monotonic() + 60  # it does not notice before it reads
+    served.service._leases_at_s = time.monotonic() + 60  # it does not notice before it reads
     served.send(correlation_id="second", body="1")
-    served.until(lambda: served.session() is None, "it notices")
+    served.run_until(lambda: served.session() is None, "it notices")
     assert not served.answered("second")
     assert served.link.call("XLEN", served.keys.requests) == 2
     served.close()
@@ -233,9 +204,9 @@ def test_deadline_counts_from_the_arrival_that_an_entry_names(served: Served) ->
     served.send(correlation_id="first", body="1")
     served.wait_until_waiting(1)
     send_as_if_put_back(served, "late", expiration=59_000)
-    served.until(lambda: served.answered("late"), "it is refused")
+    served.run_until(lambda: served.answered("late"), "it is refused")
     assert served.status("late") == "DEADLINE_EXCEEDED"
-    assert served.waiting() == ["first"]
+    assert served.waiting_ids() == ["first"]
 
 
 def test_what_was_put_back_keeps_its_arrival_when_another_batcher_takes_over(served: Served) -> None:

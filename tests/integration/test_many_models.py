@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -15,9 +15,8 @@ from carpool.store.directory import Directory
 from carpool.store.worker import WorkerStore
 from carpool_batcher import batcher as batcher_module
 from carpool_batcher import service as service_module
-from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.service import BatcherService
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.batcher_loop import BatcherLoop
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -30,15 +29,13 @@ def embedded() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-class Bench:
+class Bench(BatcherLoop):
     """A batcher service whose loop the test runs, and a Redis with models and no workers."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        super().__init__(url)
         self.redis: Any = Redis.from_url(url, protocol=2)
         self.redis.flushall()
-        self.link = Link(url, name="test")
-        self.service = BatcherService(url, DEFAULT_PREFIX, "batcher-under-test", BatcherMetrics(), {})
 
     def register(self, *models: str) -> None:
         """Register models, as a worker does, each with a live model process."""
@@ -46,15 +43,6 @@ class Bench:
             store = WorkerStore(self.link, Keys(model))
             store.register(ModelSettings(max_batch_size=16).as_text())
             store.join("worker", LEASE_MS)
-
-    def run_until(self, condition: Callable[[], object], description: str) -> None:
-        """Run the loop until the condition holds."""
-
-        def ran() -> object:
-            self.service.run_once()
-            return condition()
-
-        wait_until(ran, description=description)
 
     def run_until_idle(self) -> None:
         self.run_until(lambda: not self.service._busy, "all models are idle")
@@ -74,13 +62,11 @@ class Bench:
         return number
 
     def settings(self, model: str) -> ModelSettings:
-        session = self.service._models[model].batcher._session
-        assert session is not None
-        return session.scheduler.settings
+        settings: ModelSettings = self.session(model).scheduler.settings
+        return settings
 
     def close(self) -> None:
-        self.service._start_over()
-        self.link.close()
+        super().close()
         self.redis.close()
 
 
@@ -133,22 +119,20 @@ def test_much_to_do_for_one_model_does_not_delay_another(bench: Bench) -> None:
     bench.send("much", 5000)
     bench.send("little")
     bench.run_until(lambda: bench.batches("little"), "the lone request is dispatched")
-    session = bench.service._models["much"].batcher._session
-    assert session is not None
-    assert session.scheduler.waiting < 2000
+    assert bench.waiting("much") < 2000
 
 
 def test_failure_of_one_model_stays_its_own(bench: Bench) -> None:
     """Given a request stream of another type, expect that model to fail and the others to be served."""
     bench.register("good", "bad")
     bench.run_until(lambda: bench.active("good") and bench.active("bad"), "both are active")
-    session = bench.service._models["good"].batcher._session
+    session = bench.session("good")
     bench.redis.delete(Keys("bad").requests)
     bench.redis.set(Keys("bad").requests, "x")
     bench.run_until(lambda: bench.service._models["bad"].failing, "the failure is found")
     bench.send("good")
     bench.run_until(lambda: bench.batches("good"), "the good one is served")
-    assert bench.service._models["good"].batcher._session is session, "its session goes on"
+    assert bench.session("good") is session, "its session goes on"
     assert "WRONGTYPE" in str(bench.service._models["bad"].failing)
     assert bench.service.unready() == []
     bench.redis.delete(Keys("bad").requests)

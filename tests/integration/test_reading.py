@@ -8,17 +8,14 @@ from typing import Any, Final
 import pytest
 from redis import Redis
 
-from carpool.keys import DEFAULT_PREFIX, Keys
+from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
-from carpool.store.connection import Link
 from carpool.store.reader import Arrived
 from carpool.store.worker import WorkerStore
 from carpool_batcher import batcher as batcher_module
 from carpool_batcher.batcher import ModelBatcher
-from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.service import BatcherService
 from carpool_cli.local.embedded import EmbeddedRedis
-from support.waiting import wait_until
+from support.batcher_loop import BatcherLoop
 
 KEYS: Final = Keys("m")
 ARRIVED: Final = 5
@@ -31,16 +28,14 @@ def server() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-class Served:
+class Served(BatcherLoop):
     """A batcher whose loop the test runs, and its model, of which no process is alive: one request waits."""
 
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.redis: Any = Redis.from_url(url, protocol=2)
         self.redis.flushall()
-        link = Link(url, name="test")
-        WorkerStore(link, KEYS).register(ModelSettings(max_batch_size=16).as_text())
-        link.close()
-        self.service = BatcherService(url, DEFAULT_PREFIX, "batcher-under-test", BatcherMetrics(), {})
+        WorkerStore(self.link, KEYS).register(ModelSettings(max_batch_size=16).as_text())
         self.send()
         self.run_until_waiting(1)
 
@@ -48,29 +43,15 @@ class Served:
         self.redis.xadd(KEYS.requests, {"body": "1"})
 
     def run_until_waiting(self, count: int) -> None:
-        def ran() -> bool:
-            self.service.run_once()
-            return self.waiting() == count
-
-        wait_until(ran, description=f"{count} requests wait")
+        self.run_until(lambda: self.waiting() == count, f"{count} requests wait")
 
     def run_until_left_unread(self) -> None:
         """Until nothing of the connection for requests waits in Redis."""
         reader = self.service._reader
-
-        def ran() -> bool:
-            self.service.run_once()
-            return not reader._busy.is_waiting
-
-        wait_until(ran, description="no read waits")
-
-    def waiting(self) -> int:
-        model = self.service._models.get("m")
-        session = None if model is None else model.batcher._session
-        return 0 if session is None else session.scheduler.waiting
+        self.run_until(lambda: not reader._busy.is_waiting, "no read waits")
 
     def close(self) -> None:
-        self.service.stop()
+        super().close()
         self.redis.close()
 
 
@@ -110,9 +91,7 @@ def test_requests_are_all_read_when_a_process_can_take_a_batch(served: Served) -
         served.send()
     served.service.run_once()
     assert served.waiting() == 1
-    link = Link(served.service._url, name="test")
-    WorkerStore(link, KEYS).join("worker", 600_000)
-    link.close()
+    WorkerStore(served.link, KEYS).join("worker", 600_000)
     served.run_until_waiting(0)
     ((_, fields),) = served.redis.xrange(KEYS.batches)
     assert fields[b"size"] == b"%d" % (1 + ARRIVED)
@@ -143,11 +122,6 @@ def test_entries_that_do_not_fit_into_one_reply_are_read_at_once(served: Served)
     for _ in range(waiting):
         served.send()
     batcher = served.service._models["m"].batcher
-
-    def has_more() -> bool:
-        served.service.run_once()
-        return batcher.subscription.has_more
-
-    wait_until(has_more, description="there is more")
+    served.run_until(lambda: batcher.subscription.has_more, "there is more")
     assert batcher.reads_at_us == 0
     served.run_until_waiting(1 + waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgpack
@@ -14,54 +14,29 @@ from carpool.keys import Keys
 from carpool.messages import Batch, Dispatch, Executed, Result, SequenceChange, SequenceOutcome, SequencePart
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.batcher import BatcherStore, NotActiveError
-from carpool.store.connection import Link
 from carpool.store.results import Address
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool.wire.requests import decode_entry
-from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.service import BatcherService
 from carpool_cli.local.embedded import EmbeddedRedis
-from support.waiting import wait_until
+from support.batcher_loop import BatcherLoop
 from support.wire import flat_of
 
 TTL_MS: Final = 60_000
 WORKER: Final = "w"
 
 
-class Served:
+class Served(BatcherLoop):
     """A stateful model with a batcher, which runs when a test waits for something."""
 
     def __init__(self, url: str, **settings: Any) -> None:
-        self.url = url
+        super().__init__(url)
         self.keys = Keys("m")
-        self.link = Link(url, name="test")
         self.link.call("FLUSHALL")
         self.worker = WorkerStore(self.link, self.keys)
         model = ModelSettings(max_batch_size=8, **settings)
         self.worker.register(encode_registration(model.as_text(), [], [], ModelKind.STATEFUL))
         self.worker.join(WORKER, TTL_MS)
-        self.batcher = self.new_batcher("first")
-
-    def new_batcher(self, name: str) -> BatcherService:
-        return BatcherService(self.url, "carpool", name, BatcherMetrics(), {})
-
-    def close(self) -> None:
-        self.batcher.stop()
-        self.link.close()
-
-    def take_over(self) -> None:
-        """The batcher is killed, and another one takes over."""
-        self.batcher._start_over()
-        self.link.call("DEL", self.keys.batcher)
-        self.batcher = self.new_batcher("second")
-
-    def until(self, is_reached: Callable[[], Any], description: str) -> None:
-        def look() -> Any:
-            self.batcher.run_once()
-            return is_reached()
-
-        wait_until(look, description=description)
 
     # --- a producer ----------------------------------------------------------------------------------------
 
@@ -76,7 +51,7 @@ class Served:
 
     def result(self, name: str) -> dict[str, Any]:
         key = self.keys.result(name)
-        self.until(lambda: self.link.call("EXISTS", key), f"{name} is answered")
+        self.run_until(lambda: self.link.call("EXISTS", key), f"{name} is answered")
         envelope: dict[str, Any] = json.loads(self.link.call("LPOP", key))
         return envelope
 
@@ -93,7 +68,7 @@ class Served:
             found.extend(self.worker.finish_fetch())
             return found
 
-        self.until(look, "a batch is dispatched")
+        self.run_until(look, "a batch is dispatched")
         (batch,) = found
         return batch
 
@@ -127,7 +102,7 @@ class Served:
     def kept(self) -> list[str]:
         return [name.decode() for name in self.link.call("ZRANGE", self.keys.sequences, 0, -1)]
 
-    def waiting(self) -> int:
+    def entries(self) -> int:
         return int(self.link.call("XLEN", self.keys.requests))
 
 
@@ -150,7 +125,7 @@ def test_a_sequence_is_served_one_request_at_a_time(served: Served) -> None:
     served.send("a2", sequence_end=1)
     batch = served.fetch()
     assert [request.correlation_id for request in batch.requests] == ["a0"]
-    served.until(lambda: _waiting(served) == 2, "the others are read")
+    served.run_until(lambda: served.waiting() == 2, "the others are read")
     assert served.link.call("XLEN", served.keys.batches) == 1
     served.commit(batch)
     assert served.status("a0") == OK
@@ -169,7 +144,7 @@ def test_a_failure_breaks_the_sequence_until_the_next_start(served: Served) -> N
     result = served.result("a1")
     assert (result["status"], "begin it again" in result["detail"]) == (ABORTED, True)
     assert served.serve() == ["a2"]
-    served.until(lambda: not served.waiting(), "nothing waits")
+    served.run_until(lambda: not served.entries(), "nothing waits")
 
 
 def test_a_withdrawn_request_breaks_the_sequence_in_redis(served: Served) -> None:
@@ -204,7 +179,7 @@ def test_a_request_sent_twice_is_removed_without_an_answer(served: Served) -> No
     assert served.serve() == ["a1"]
     served.take_over()
     served.send("a1", sequence_index=1)  # `last` in Redis
-    served.until(lambda: not served.waiting(), "it is dropped")
+    served.run_until(lambda: not served.entries(), "it is dropped")
     assert served.status("a1") == OK
     assert not served.link.call("EXISTS", served.keys.result("a1"))
     assert served.stored("a")["next"] == "2"
@@ -225,7 +200,7 @@ def test_requests_put_back_keep_their_places(served: Served) -> None:
     places = [run.sequence.place for run in runs if run.sequence is not None]
     assert places[1] < places[2] < places[0]
     served.take_over()
-    served.until(lambda: served.link.call("EXISTS", served.keys.batcher), "another batcher takes over")
+    served.run_until(lambda: served.link.call("EXISTS", served.keys.batcher), "another batcher takes over")
     served.commit(batch)
     assert [served.serve() for _ in range(3)] == [["a1"], ["a2"], ["a3"]]
 
@@ -242,7 +217,7 @@ def test_a_refusal_is_not_written_before_all_was_read(served: Served) -> None:
     served.send("a1", expiration=1)
     for number in range(MANY):
         served.send(f"b{number}", sequence_start=1)
-    served.until(lambda: served.link.call("EXISTS", served.keys.result("a1")), "a1 has expired")
+    served.run_until(lambda: served.link.call("EXISTS", served.keys.result("a1")), "a1 has expired")
     assert served.stored("a")["broken"] == "its request a1 did not succeed"
 
 
@@ -256,7 +231,7 @@ def test_sequences_are_ended_by_force_once_all_was_read(served: Served) -> None:
     for number in range(MANY):
         served.send(f"b{number}", sequence_start=1)
     find = ("XRANGE", served.keys.requests, entry_id, entry_id)
-    served.until(lambda: not served.link.call(*find), "the entry is removed")
+    served.run_until(lambda: not served.link.call(*find), "the entry is removed")
     assert served.stored("a")["broken"] == "it was ended (end_sequences)"
 
 
@@ -304,17 +279,12 @@ def test_an_entry_removed_by_hand_breaks_the_sequence(served: Served) -> None:
     served.send("a2")
     removed = served.send("a3")
     served.send("a4")
-    served.until(lambda: served.batcher._models["m"].batcher._session, "it is active")
-    served.until(lambda: _waiting(served) == 3, "all are read")
+    served.run_until(served.session, "it is active")
+    served.run_until(lambda: served.waiting() == 3, "all are read")
     served.link.call("XDEL", served.keys.requests, removed)
     assert served.status("a4") == ABORTED
     served.commit(batch)
     assert served.serve() == ["a2"]
-
-
-def _waiting(served: Served) -> int:
-    session = served.batcher._models["m"].batcher._session
-    return 0 if session is None else session.scheduler.waiting
 
 
 def test_an_idle_sequence_is_deleted(server: EmbeddedRedis) -> None:
@@ -322,7 +292,7 @@ def test_an_idle_sequence_is_deleted(server: EmbeddedRedis) -> None:
     served.send("a0", sequence_start=1)
     assert served.serve() == ["a0"]
     assert served.kept() == ["a"]
-    served.until(lambda: not served.kept(), "it is ended")
+    served.run_until(lambda: not served.kept(), "it is ended")
     assert served.stored("a") == {}
     served.send("a1")
     assert served.status("a1") == INVALID_ARGUMENT
@@ -344,11 +314,11 @@ def test_only_the_active_batcher_may_dispatch_and_refuse(served: Served) -> None
             store.dispatch([Dispatch(entry.runs, "idle", "")], TTL_MS)
         with pytest.raises(NotActiveError):
             store.refuse([], [entry], TTL_MS)
-    assert served.waiting() == 1
+    assert served.entries() == 1
     assert served.link.call("XLEN", served.keys.batches) == 0
     served.link.call("SET", served.keys.batcher, "paused")
     store.dispatch([Dispatch(entry.runs, "idle", "")], TTL_MS)
-    assert served.waiting() == 0
+    assert served.entries() == 0
 
 
 def test_a_batcher_that_lost_its_lease_begins_again(served: Served) -> None:
@@ -366,7 +336,7 @@ def test_a_full_redis_still_records_what_is_broken(served: Served) -> None:
     served.send("a1")
     batch = served.fetch()
     served.send("a2")
-    served.until(lambda: _waiting(served) == 1, "it waits")
+    served.run_until(lambda: served.waiting() == 1, "it waits")
     served.link.call("XADD", served.keys.requests, "*", "withdraw", "a2")
     served.link.call("CONFIG", "SET", "maxmemory", "1")
     try:
