@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from carpool.messages import BatchedRun, Producer
+from carpool.messages import BatchedRun
+from carpool.producer_ratios import ProducerRatios
 
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
-LATEST_WEIGHT: Final = 0.25  # of the latest frame in that ratio
-FORGOTTEN_RATIO: Final = 0.05
-PRODUCERS_MAX: Final = 1000
 
 
 class RaisingProducers:
     """How often the model recently raised on requests of each producer. Not for two threads."""
 
     def __init__(self) -> None:
-        self._ratios: dict[Producer, float] = {}  # the producer that raised last is last
+        self._ratios = ProducerRatios()
 
     def __len__(self) -> int:
         """Of how many producers something is remembered."""
@@ -30,19 +28,10 @@ class RaisingProducers:
 
     def is_apart(self, run: BatchedRun) -> bool:
         """Whether requests of this run's producer are to be executed apart."""
-        return self._ratios.get(run.producer, 0.0) >= APART_RATIO_MIN
+        return self._ratios.of(run.producer) >= APART_RATIO_MIN
 
     def observe(self, runs: Collection[BatchedRun], raised: Collection[BatchedRun]) -> None:
         """A frame of requests of these runs was executed; the model raised on requests of some of them."""
         blamed = {run.producer for run in raised}
-        for producer in {run.producer for run in runs} - blamed:
-            ratio = self._ratios.get(producer, 0.0) * (1 - LATEST_WEIGHT)
-            if ratio >= FORGOTTEN_RATIO:
-                self._ratios[producer] = ratio
-            else:
-                self._ratios.pop(producer, None)
-        for producer in blamed:
-            ratio = self._ratios.pop(producer, 0.0)
-            self._ratios[producer] = ratio + LATEST_WEIGHT * (1 - ratio)
-        while len(self._ratios) > PRODUCERS_MAX:
-            del self._ratios[next(iter(self._ratios))]
+        for producer in {run.producer for run in runs}:
+            self._ratios.observe(producer, 1.0 if producer in blamed else 0.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from carpool.messages import BatchedRequest, ExecutedOf
+from carpool.producer_ratios import PRODUCERS_MAX
 from carpool_worker.codec import Codec
-from carpool_worker.raising_producers import PRODUCERS_MAX, RaisingProducers
+from carpool_worker.raising_producers import RaisingProducers
 from support.executions import codec_of, finish, positions, prepared, request_of, run_of_one
 
 

@@ -16,18 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from carpool.messages import ExecutedOf, Producer, Run
+from carpool.producer_ratios import ProducerRatios
 
-UNEXECUTED_RATIO_MIN: Final = 0.9  # of a producer's latest requests: these were not executed
-LATEST_WEIGHT: Final = 0.25  # of the latest batch in that ratio
-FORGOTTEN_RATIO: Final = 0.05
-PRODUCERS_MAX: Final = 1000
+UNEXECUTED_RATIO_MIN: Final = 0.9  # of a producer's requests in its latest batches: these were not executed
 
 
 class DoubtfulProducers:
     """How many of each producer's latest requests were not executed, as a ratio; of all others none."""
 
     def __init__(self) -> None:
-        self._ratios: dict[Producer, float] = {}  # the one that changed last is last
+        self._ratios = ProducerRatios()
 
     def __len__(self) -> int:
         """Of how many producers something is remembered."""
@@ -35,13 +33,13 @@ class DoubtfulProducers:
 
     def is_doubtful(self, producer: Producer) -> bool:
         """Whether what it sends now is not expected to be executed."""
-        return self._ratios.get(producer, 0.0) >= UNEXECUTED_RATIO_MIN
+        return self._ratios.of(producer) >= UNEXECUTED_RATIO_MIN
 
     def remembered(self, runs: Iterable[Run]) -> Sequence[Producer]:
         """The producers of these runs of whom something is remembered. O(1) if that is so of none at all."""
         if not self._ratios:
             return ()
-        return list({run.producer for run in runs} & self._ratios.keys())
+        return list({run.producer for run in runs} & self._ratios.remembered())
 
     def observe(self, remembered: Iterable[Producer], of_producers: Iterable[ExecutedOf]) -> None:
         """A batch was executed that had requests of these `remembered` producers; `of_producers` has those of
@@ -50,12 +48,7 @@ class DoubtfulProducers:
             of_one.producer: 1 - of_one.executed / max(1, of_one.requests) for of_one in of_producers
         }
         for producer in unexecuted.keys() | set(remembered):
-            before = self._ratios.pop(producer, 0.0)
-            ratio = before + LATEST_WEIGHT * (unexecuted.get(producer, 0.0) - before)
-            if ratio >= FORGOTTEN_RATIO:
-                self._ratios[producer] = ratio
-        while len(self._ratios) > PRODUCERS_MAX:
-            del self._ratios[next(iter(self._ratios))]
+            self._ratios.observe(producer, unexecuted.get(producer, 0.0))
 
 
 def planned_size(runs: Iterable[Run]) -> int:
