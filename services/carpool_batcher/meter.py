@@ -26,9 +26,10 @@ from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histog
 from carpool.model_settings import ModelKind
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.chunk_count import ChunkCount
-from carpool_batcher.core.capacity import InFlightBatch, RecentTimes
+from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.core.ways import RecentTimes
 from carpool_batcher.recent_latency import RecentLatency, count_equal
 from carpool_batcher.sequence_meter import SequenceMeter, SequenceMetrics
 
@@ -242,7 +243,7 @@ class Meter:
             rejected_settings,
             tuple(policies),
             scheduler.settings.policy,
-            (scheduler.capacity.usual_ways_us, scheduler.capacity.ways_at_most_us),
+            (scheduler.capacity.ways.usual_us, scheduler.capacity.ways.at_most_us),
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
             delays_us=(self._reading.median_us, self._waking.median_us),

@@ -28,6 +28,7 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
+from carpool_batcher.core.ways import magnitude
 from carpool_batcher.core.withdrawals import PAUSE_US
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
@@ -648,11 +649,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
         return deferred and self._earliest_due_us(lane) < NEVER_US
 
-    def _takes_us(self, lane: str, size: int, ways_us: int | None = None) -> int:
+    def _takes_us(self, lane: str, size: int, ways_us: Sequence[int] | None = None) -> int:
         """How long a batch takes at most until its results arrive."""
         capacity = self.scheduler.capacity
-        ways_us = capacity.ways_at_most_us if ways_us is None else ways_us
-        return ways_us + capacity.times_of(lane).at_most(size)
+        ways_us = capacity.ways.by_size.at_most_us if ways_us is None else ways_us
+        return ways_us[magnitude(size)] + capacity.times_of(lane).at_most(size)
 
     def _starts_us(self, taken: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time."""
@@ -823,7 +824,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
         planned = [r for r in batch if not r.is_doubtful]
         is_possible = any(self._is_possible(r, starts_us) for r in planned)
-        ways_us = capacity.ways_at_most_us if is_possible else capacity.usual_ways_us
+        ways = capacity.ways.by_size
+        ways_us = ways.at_most_us if is_possible else ways.usual_us
         arrives_us = starts_us + self._takes_us(lane, len(planned), ways_us)
         return all(arrives_us <= self._strict_deadline_us(r) for r in planned)
 

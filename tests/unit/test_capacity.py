@@ -229,7 +229,7 @@ def test_time_in_which_a_batch_waited_for_a_process_is_not_its_round_trip() -> N
         harness.settle(first, at=at + 12, waited=0)  # the ways take 2 ms
         harness.settle(ahead, at=at + 22, waited=8)  # and 3 ms
     assert harness.capacity.round_trip_us == pytest.approx(2.5 * MS, abs=0.5 * MS)
-    assert harness.capacity.ways_at_most_us == 3 * MS
+    assert harness.capacity.ways.at_most_us == 3 * MS
 
 
 def test_round_trip_is_never_negative() -> None:

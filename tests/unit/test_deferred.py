@@ -17,6 +17,7 @@ from carpool_batcher.core.deferred import (
 )
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.latency import LatencyModel
+from carpool_batcher.core.ways import WaysBySize
 
 thorough = settings(deadline=None, max_examples=400)
 
@@ -33,7 +34,19 @@ def forecast_of(
     intercept: int = 10, slope: int = 1, *, max_size: int = 8, round_trip: int = 2, free_times: object = (0,)
 ) -> Forecast:
     assert isinstance(free_times, tuple)
-    return Forecast(learned(intercept, slope), max_size, round_trip, round_trip, round_trip, free_times)
+    ways = WaysBySize.of_all_sizes(0, 0, 0)
+    forecast = Forecast(learned(intercept, slope), max_size, ways, ways.at_most_us, free_times)
+    return with_ways(forecast, round_trip)
+
+
+def with_ways(
+    forecast: Forecast, at_most: int, *, usual: int | None = None, longest: int | None = None
+) -> Forecast:
+    """The same with ways that do not depend on the size."""
+    ways = WaysBySize.of_all_sizes(
+        at_most if usual is None else usual, at_most, at_most if longest is None else longest
+    )
+    return forecast._replace(ways=ways, ways_us=ways.at_most_us)
 
 
 # --- sizes and times ---------------------------------------------------------------------------------------
@@ -109,7 +122,7 @@ def test_doubtful_request_is_served_where_no_other_is_in_time() -> None:
     """Given ways of 10 and at times 30, and deadlines that 30 would miss, expect a batch of those for which
     10 are enough; and expect them to be refused where another request can be in time even with 30.
     """
-    forecast = forecast_of(10, 1, round_trip=30)._replace(usual_ways_us=10)
+    forecast = with_ways(forecast_of(10, 1), 30, usual=10)
     assert plan(forecast, [15, 25, 26], 0) == Plan([0], 2)
     assert plan(forecast, [15, 25, 26, 60], 0) == Plan([0, 1, 2], 1)
 
@@ -197,7 +210,7 @@ def test_of_one_batch_nothing_is_concluded_about_those_behind() -> None:
 
 def test_first_request_that_is_late_if_the_ways_take_long_is_refused_if_others_replace_it() -> None:
     # Given ways of 2, and of 6 now and then, and a first request with time for those of 2
-    forecast = forecast_of(10, 1, max_size=2, round_trip=2)._replace(longest_ways_us=6)
+    forecast = with_ways(forecast_of(10, 1, max_size=2), 2, longest=6)
     tight = 2 + 12
     # When not all can be served, and the batch is as large without it, it is refused
     assert plan(forecast, [tight, *[40] * 9], 0) == ([0], 2)
@@ -246,6 +259,6 @@ def test_planning_takes_linear_time() -> None:
     latency = CountingModel()
     for size in (1, 1000, 1000):
         latency.observe(size, 10 + size)
-    forecast = Forecast(latency, 32, 2, 2, 2, (0,))
+    forecast = forecast_of()._replace(times=latency, max_size=32)
     plan(forecast, [20 + at for at in range(1000)], 0)
     assert CountingModel.calls < 1000 * 12

@@ -17,10 +17,8 @@ If batches take less time than that, two full ones are dispatched ahead of a pro
 the first, and not for the batcher to learn that a batch settled. What such a batch then waits is part of its
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
-A deadline is met when the producer has the result. What that takes after the settling is not known, but the
-batcher learns of batches that settle over the same way: the delivery is how long that takes. For deadlines,
-round trip and delivery count as nine of ten are, or as the longest ones (`core.deferred` says when);
-otherwise as their medians.
+A deadline is met when the producer has the result: both ways are in `core.ways`. For deadlines they count as
+nine of ten are, or as the longest ones (`core.deferred` says when); otherwise as their medians.
 
 Processes that start batches together also finish them together. A request that arrives just after that
 would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for
@@ -37,7 +35,7 @@ more that get a slot as soon as one is free. There l(n) is not learned, and all 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -48,48 +46,16 @@ from carpool_batcher.core.batch_space import NO_LIMIT
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.lane_latency import LaneLatencies
 from carpool_batcher.core.latency import LatencyModel
+from carpool_batcher.core.ways import Ways
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
 MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
-TIMES_MAX: Final = 64  # kept of round trips and deliveries
-LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
-TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 FULL_BATCHES_MAX: Final = 3  # the same under `deferred`, where the last one is full
 FULL_LEADS: Final = 2  # how many leads before a process is free a full batch may be dispatched to it
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
-
-
-class RecentTimes:
-    """Quantiles of the last TIMES_MAX times (us); 0 without any. They are read more often than one is added.
-
-    `median_us`: half of the times do not exceed it; `at_most_us`: nine of ten do not; `longest_us`: the
-    longest but one, because a single one may be an accident.
-    """
-
-    __slots__ = ("_ordered_us", "_times_us", "at_most_us", "longest_us", "median_us")
-
-    def __init__(self) -> None:
-        self.median_us = self.at_most_us = self.longest_us = 0
-        self._times_us: deque[int] = deque()
-        self._ordered_us: list[int] = []
-
-    def observe(self, time_us: int) -> None:
-        """Learn of one more. A negative one counts as 0: clocks differ a little."""
-        time_us = max(0, time_us)
-        self._times_us.append(time_us)
-        insort(self._ordered_us, time_us)
-        if len(self._times_us) > TIMES_MAX:
-            del self._ordered_us[bisect_left(self._ordered_us, self._times_us.popleft())]
-        self.median_us, self.at_most_us, self.longest_us = map(self._quantile_us, (0.5, 0.9, 0.99))
-
-    def _quantile_us(self, quantile: float) -> int:
-        ordered_us = self._ordered_us
-        if len(ordered_us) < TRUSTED_TIMES_MIN:
-            return ordered_us[0]
-        return ordered_us[int(quantile * (len(ordered_us) - 1))]
 
 
 class InFlightBatch(NamedTuple):
@@ -130,8 +96,7 @@ class Capacity:
         self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
-        self._round_trips = RecentTimes()
-        self._deliveries = RecentTimes()
+        self.ways = Ways()
         self._mean_size = 0.0
         self._spacing_ends_us = 0
 
@@ -202,7 +167,7 @@ class Capacity:
         if is_normal:
             if batch.planned:
                 self._latencies.observe_share(batch.lane, batch.planned, min(size, batch.planned))
-            self._round_trips.observe(turnaround_us - execution_us - waited_us)
+            self.ways.observe_round_trip(batch.size, turnaround_us - execution_us - waited_us)
         self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
@@ -247,10 +212,6 @@ class Capacity:
             batch_id = self._ahead.popleft()
             start_us = max(free_us, self.in_flight[batch_id].dispatched_us + self.round_trip_us)
             insort(self._executing, (start_us + self._execution_us(batch_id), batch_id))
-
-    def observe_delivery(self, delivery_us: int) -> None:
-        """The batcher waited for batches that settle, and learned of one `delivery_us` after it settled."""
-        self._deliveries.observe(delivery_us)
 
     # --- when a batch may be dispatched --------------------------------------------------------------------
 
@@ -338,33 +299,12 @@ class Capacity:
     @property
     def round_trip_us(self) -> int:
         """The median time from dispatch to settled, less the execution."""
-        return self._round_trips.median_us
+        return self.ways.round_trips.median_us
 
     @property
     def lead_us(self) -> int:
         """How long before a batch settles the next one is dispatched to its process."""
-        return self._round_trips.at_most_us
-
-    @property
-    def ways_at_most_us(self) -> int:
-        """What nine of ten batches take from dispatch until producers have results, less the execution."""
-        return self._round_trips.at_most_us + self._deliveries.at_most_us
-
-    @property
-    def longest_ways_us(self) -> int:
-        """What hardly any batch exceeds; accidents, such as a pause of the machine, do not count."""
-        longest_us = self._round_trips.longest_us + self._deliveries.longest_us
-        return min(longest_us, LONGEST_WAYS_RATIO_MAX * self.ways_at_most_us)
-
-    @property
-    def delivery_us(self) -> int:
-        """The median time from settled until the batcher learns of it."""
-        return self._deliveries.median_us
-
-    @property
-    def usual_ways_us(self) -> int:
-        """What half of the batches take at most."""
-        return self.round_trip_us + self.delivery_us
+        return self.ways.round_trips.at_most_us
 
     @property
     def latency(self) -> LatencyModel:

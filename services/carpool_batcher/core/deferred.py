@@ -2,7 +2,7 @@
 
 The producer of a request is expected to have its result by t + ways + l(n), if it is dispatched at t in a
 batch of n. Here l(n) includes the margin of `core.latency`; the ways are round trip and delivery
-(`core.capacity`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
+(`core.ways`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
 would be late:
 
     at d - ways - l(n + 1),    or at once if to wait for more would not raise throughput.
@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.executed_share import ExecutionTimes
+from carpool_batcher.core.ways import WaysBySize, magnitude
 
 
 class Plan(NamedTuple):
@@ -45,24 +46,23 @@ class Plan(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a plan is based on. `ways_us`: from dispatch until the producer has the results, less l(n), as
-    nine of ten batches take; `usual_ways_us`: as half of them take; `longest_ways_us`: as hardly any exceeds;
-    `free_times_us`: from when on each process can be sent a batch."""
+    """What a plan is based on. `ways_us`: those that count, from dispatch until the producer has the results,
+    less l(n), by magnitude of n: of `ways` those that nine of ten batches do not exceed, unless a plan says
+    otherwise. `free_times_us`: from when on each process can be sent a batch."""
 
     times: ExecutionTimes
     max_size: int
-    ways_us: int
-    usual_ways_us: int
-    longest_ways_us: int
-    free_times_us: Sequence[int]
+    ways: WaysBySize
+    ways_us: Sequence[int]
+    free_times_us: Sequence[int] = ()
 
     def arrives_us(self, start_us: int, size: int) -> int:
         """By when the results of a batch of `size`, dispatched at `start_us`, are expected to arrive."""
-        return start_us + self.ways_us + self.times.at_most(size)
+        return start_us + self.ways_us[magnitude(size)] + self.times.at_most(size)
 
     def latest_arrival_us(self, start_us: int, size: int) -> int:
         """The same if the ways take long."""
-        return self.arrives_us(start_us, size) + self.longest_ways_us - self.ways_us
+        return start_us + self.ways.longest_us[magnitude(size)] + self.times.at_most(size)
 
     def largest_in_time(self, start_us: int, deadline_us: int, limit: int) -> int:
         """The largest batch, up to `limit`, that is in time if dispatched at `start_us`; 0 if none is."""
@@ -96,7 +96,7 @@ def is_efficient(times: ExecutionTimes, size: int, max_size: int, gap_us: float)
 def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
     """When to dispatch `waiting` requests, the earliest of whose deadlines is `deadline_us`."""
     one_more = min(waiting + 1, forecast.max_size)
-    return deadline_us - forecast.ways_us - forecast.times.at_most(one_more)
+    return deadline_us - forecast.arrives_us(0, one_more)
 
 
 def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind: int = 0) -> Plan:
@@ -109,10 +109,10 @@ def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind:
     """
     planned, is_complete = _plan(forecast, deadlines_us, start_us, behind)
     if not planned.size:
-        return _plan(forecast._replace(ways_us=forecast.usual_ways_us), deadlines_us, start_us, behind)[0]
+        return _plan(forecast._replace(ways_us=forecast.ways.usual_us), deadlines_us, start_us, behind)[0]
     if is_complete:
         return planned
-    cautious, _ = _plan(forecast._replace(ways_us=forecast.longest_ways_us), deadlines_us, start_us, behind)
+    cautious, _ = _plan(forecast._replace(ways_us=forecast.ways.longest_us), deadlines_us, start_us, behind)
     return cautious if cautious.size >= planned.size else planned
 
 

@@ -201,16 +201,9 @@ class Dispatcher:
 
     def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
-        capacity = self._capacity
-        times = capacity.times_of(lane.label)
-        return Forecast(
-            times,
-            settings.max_batch_size,
-            capacity.ways_at_most_us,
-            capacity.usual_ways_us,
-            capacity.longest_ways_us,
-            (),
-        )
+        ways = self._capacity.ways.by_size
+        times = self._capacity.times_of(lane.label)
+        return Forecast(times, settings.max_batch_size, ways, ways.at_most_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 

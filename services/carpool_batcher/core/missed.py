@@ -101,7 +101,7 @@ class MissedDeadlines:
         expired = self._expired.pop(event.batch_id, None)
         if not batch.expiring and expired is None:
             return _NONE
-        delivered_us = settled_us + self._capacity.delivery_us
+        delivered_us = settled_us + self._capacity.ways.deliveries.median_us
         late = [run for run in batch.expiring.values() if (run.deadline_us or 0) < delivered_us]
         if not late and expired is None:
             return _NONE

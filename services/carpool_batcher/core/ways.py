@@ -1,0 +1,144 @@
+"""How long batches are on their ways, to a worker and back to the producer, by the size of the batch.
+
+The round trip is the time from dispatch to settled, less the execution. What comes after the settling is not
+known, but the batcher learns of batches that settle over the same way: the delivery is how long that takes.
+
+Each process on the way works for each request of a batch, so large batches take longer. In a burst batches
+are large, and nine of ten of the latest ones may be the small ones from before. So round trips are learned by
+the magnitude of the size. Those of one with too few are taken to be those of the next smaller one that has
+enough, and large batches are never taken to be faster than small ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+TIMES_MAX: Final = 64  # kept of each kind
+TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
+LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
+MAGNITUDES: Final = 12  # of sizes; the last one has those from 2^20
+
+
+def magnitude(size: int) -> int:
+    """The magnitude of a batch of `size` requests: 1 up to 3 of them, 2 up to 15, 3 up to 63, and so on."""
+    return min((size.bit_length() + 1) // 2, MAGNITUDES - 1)
+
+
+class RecentTimes:
+    """Quantiles of the last TIMES_MAX times (us); 0 without any. They are read more often than one is added.
+
+    `median_us`: half of the times do not exceed it; `at_most_us`: nine of ten do not; `longest_us`: the
+    longest but one, because a single one may be an accident.
+    """
+
+    __slots__ = ("_ordered_us", "_times_us", "at_most_us", "longest_us", "median_us")
+
+    def __init__(self) -> None:
+        self.median_us = self.at_most_us = self.longest_us = 0
+        self._times_us: deque[int] = deque()
+        self._ordered_us: list[int] = []
+
+    def observe(self, time_us: int) -> None:
+        """Learn of one more. A negative one counts as 0: clocks differ a little."""
+        time_us = max(0, time_us)
+        self._times_us.append(time_us)
+        insort(self._ordered_us, time_us)
+        if len(self._times_us) > TIMES_MAX:
+            del self._ordered_us[bisect_left(self._ordered_us, self._times_us.popleft())]
+        self.median_us, self.at_most_us, self.longest_us = map(self._quantile_us, (0.5, 0.9, 0.99))
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether there are enough for quantiles."""
+        return len(self._times_us) >= TRUSTED_TIMES_MIN
+
+    def _quantile_us(self, quantile: float) -> int:
+        ordered_us = self._ordered_us
+        if len(ordered_us) < TRUSTED_TIMES_MIN:
+            return ordered_us[0]
+        return ordered_us[int(quantile * (len(ordered_us) - 1))]
+
+
+class WaysBySize(NamedTuple):
+    """Both ways together (us) of a batch of each magnitude: what half of the batches do not exceed, what
+    nine of ten do not, and what hardly any does."""
+
+    usual_us: Sequence[int]
+    at_most_us: Sequence[int]
+    longest_us: Sequence[int]
+
+    @classmethod
+    def of_all_sizes(cls, usual_us: int, at_most_us: int, longest_us: int) -> WaysBySize:
+        """The same for all sizes."""
+        return cls(*((ways_us,) * MAGNITUDES for ways_us in (usual_us, at_most_us, longest_us)))
+
+
+class Ways:
+    """What was learned of ways. See the module."""
+
+    def __init__(self) -> None:
+        self.round_trips = RecentTimes()  # of batches of all sizes
+        self.deliveries = RecentTimes()
+        self._of_magnitudes = [RecentTimes() for _ in range(MAGNITUDES)]
+        self._by_size: WaysBySize | None = None  # None: to be computed again
+
+    def observe_round_trip(self, size: int, round_trip_us: int) -> None:
+        """A batch of `size` took this long from dispatch to settled, without the execution."""
+        self.round_trips.observe(round_trip_us)
+        self._of_magnitudes[magnitude(size)].observe(round_trip_us)
+        self._by_size = None
+
+    def observe_delivery(self, delivery_us: int) -> None:
+        """The batcher learned of a batch this long after it settled."""
+        self.deliveries.observe(delivery_us)
+        self._by_size = None
+
+    @property
+    def usual_us(self) -> int:
+        """What half of the batches do not exceed, of any size."""
+        return self.round_trips.median_us + self.deliveries.median_us
+
+    @property
+    def at_most_us(self) -> int:
+        """What nine of ten batches do not exceed, of any size."""
+        return self.round_trips.at_most_us + self.deliveries.at_most_us
+
+    @property
+    def by_size(self) -> WaysBySize:
+        """Round trip and delivery together. Accidents, such as a pause of the machine, do not count."""
+        if self._by_size is None:
+            self._by_size = self._computed()
+        return self._by_size
+
+    def _computed(self) -> WaysBySize:
+        deliveries, current = self.deliveries, self._smallest_known()
+        usual_us: list[int] = []
+        at_most_us: list[int] = []
+        longest_us: list[int] = []
+        for of_magnitude in self._of_magnitudes:
+            current = of_magnitude if of_magnitude.are_enough else current
+            usual_us.append(current.median_us + deliveries.median_us)
+            at_most_us.append(current.at_most_us + deliveries.at_most_us)
+            longest_us.append(current.longest_us + deliveries.longest_us)
+        usual_us, at_most_us, longest_us = map(_rising, (usual_us, at_most_us, longest_us))
+        limits_us = [LONGEST_WAYS_RATIO_MAX * ways_us for ways_us in at_most_us]
+        return WaysBySize(usual_us, at_most_us, [*map(min, longest_us, limits_us)])
+
+    def _smallest_known(self) -> RecentTimes:
+        """Those of the smallest magnitude that has enough; of all batches if none has."""
+        return next(
+            (of_magnitude for of_magnitude in self._of_magnitudes if of_magnitude.are_enough),
+            self.round_trips,
+        )
+
+
+def _rising(values: Sequence[int]) -> list[int]:
+    """Each value, or a larger one before it."""
+    rising, largest = [], 0
+    for value in values:
+        largest = max(largest, value)
+        rising.append(largest)
+    return rising

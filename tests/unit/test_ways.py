@@ -1,0 +1,72 @@
+"""How long batches are on their ways, learned by the size of the batch."""
+
+from __future__ import annotations
+
+from carpool_batcher.core.ways import LONGEST_WAYS_RATIO_MAX, TIMES_MAX, Ways, WaysBySize, magnitude
+
+SMALL, MIDDLE, LARGE = 2, 10, 40
+
+
+def ways_of(small_us: int, large_us: int, delivery_us: int = 0) -> Ways:
+    """After many small batches, and a few large ones before."""
+    ways = Ways()
+    for _ in range(20):
+        ways.observe_round_trip(LARGE, large_us)
+    for _ in range(TIMES_MAX):
+        ways.observe_round_trip(SMALL, small_us)
+        ways.observe_delivery(delivery_us)
+    return ways
+
+
+def at_most_us(ways: Ways, size: int) -> int:
+    return ways.by_size.at_most_us[magnitude(size)]
+
+
+def test_magnitudes_grow_by_four_and_have_an_end() -> None:
+    sizes = (1, 3, 4, 15, 16, 63, 64, 255, 256, 10**9)
+    assert [magnitude(size) for size in sizes] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 11]
+
+
+def test_large_batches_are_remembered_while_there_are_only_small_ones() -> None:
+    ways = ways_of(1000, 4000, delivery_us=500)
+    assert ways.at_most_us == 1500, "of any size, only the latest count"
+    assert at_most_us(ways, SMALL) == 1500
+    assert at_most_us(ways, LARGE) == 4500
+
+
+def test_size_that_is_not_known_takes_as_long_as_a_smaller_one_that_is() -> None:
+    ways = ways_of(1000, 4000)
+    ways.observe_round_trip(MIDDLE, 9000)  # too few
+    assert at_most_us(ways, MIDDLE) == 1000
+    assert at_most_us(ways, 1_000_000) == 4000
+
+
+def test_no_size_is_faster_than_a_smaller_one() -> None:
+    assert at_most_us(ways_of(3000, 1000), LARGE) == 3000
+
+
+def test_until_a_size_is_known_all_batches_count() -> None:
+    ways = Ways()
+    assert ways.by_size == WaysBySize([0] * 12, [0] * 12, [0] * 12)
+    for size in (SMALL, MIDDLE, LARGE):
+        for _ in range(3):
+            ways.observe_round_trip(size, 1000)
+    ways.observe_delivery(200)
+    assert set(ways.by_size.at_most_us) == {1200}
+
+
+def test_sizes_below_the_smallest_that_is_known_take_as_long_as_that() -> None:
+    ways = Ways()
+    for _ in range(10):
+        ways.observe_round_trip(LARGE, 4000)
+    assert at_most_us(ways, SMALL) == 4000
+
+
+def test_longest_ways_are_limited_for_each_size() -> None:
+    ways = ways_of(1000, 4000)
+    for _ in range(3):
+        ways.observe_round_trip(LARGE, 90_000)
+        ways.observe_round_trip(SMALL, 1500)
+    longest_us = ways.by_size.longest_us
+    assert longest_us[magnitude(SMALL)] == 1500
+    assert longest_us[magnitude(LARGE)] == LONGEST_WAYS_RATIO_MAX * at_most_us(ways, LARGE)
