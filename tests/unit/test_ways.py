@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from carpool_batcher.core.ways import LONGEST_WAYS_RATIO_MAX, TIMES_MAX, Ways, WaysBySize, magnitude
+from carpool_batcher.core.ways import (
+    FORGOTTEN_AFTER_BATCHES,
+    LONGEST_WAYS_RATIO_MAX,
+    TIMES_MAX,
+    Ways,
+    WaysBySize,
+    magnitude,
+)
 
 SMALL, MIDDLE, LARGE = 2, 10, 40
 
@@ -70,3 +77,27 @@ def test_longest_ways_are_limited_for_each_size() -> None:
     longest_us = ways.by_size.longest_us
     assert longest_us[magnitude(SMALL)] == 1500
     assert longest_us[magnitude(LARGE)] == LONGEST_WAYS_RATIO_MAX * at_most_us(ways, LARGE)
+
+
+def test_magnitude_that_does_not_occur_for_long_is_forgotten() -> None:
+    """Given large batches that were slow once, expect them to be tried again."""
+    ways = Ways()
+    for _ in range(TIMES_MAX):
+        ways.observe_round_trip(LARGE, 9000)
+    for _ in range(FORGOTTEN_AFTER_BATCHES - 1):
+        ways.observe_round_trip(SMALL, 1000)
+    assert at_most_us(ways, LARGE) == 9000
+    ways.observe_round_trip(SMALL, 1000)
+    assert at_most_us(ways, LARGE) == 1000
+    for _ in range(TIMES_MAX):
+        ways.observe_round_trip(LARGE, 2000)
+    assert at_most_us(ways, LARGE) == 2000
+
+
+def test_small_batches_that_were_slow_once_do_not_delay_large_ones_for_ever() -> None:
+    ways = Ways()
+    for _ in range(TIMES_MAX):
+        ways.observe_round_trip(SMALL, 9000)
+    for _ in range(FORGOTTEN_AFTER_BATCHES):
+        ways.observe_round_trip(LARGE, 1000)
+    assert at_most_us(ways, LARGE) == 1000

@@ -6,7 +6,8 @@ known, but the batcher learns of batches that settle over the same way: the deli
 Each process on the way works for each request of a batch, so large batches take longer. In a burst batches
 are large, and nine of ten of the latest ones may be the small ones from before. So round trips are learned by
 the magnitude of the size. Those of one with too few are taken to be those of the next smaller one that has
-enough, and large batches are never taken to be faster than small ones.
+enough, and large batches are never taken to be faster than small ones. A magnitude that did not occur for
+long is forgotten: if it was slow while the machine was, it might be avoided for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final, NamedTuple
 TIMES_MAX: Final = 64  # kept of each kind
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
+FORGOTTEN_AFTER_BATCHES: Final = 1000  # of other magnitudes
 MAGNITUDES: Final = 12  # of sizes; the last one has those from 2^20
 
 
@@ -83,12 +85,20 @@ class Ways:
         self.round_trips = RecentTimes()  # of batches of all sizes
         self.deliveries = RecentTimes()
         self._of_magnitudes = [RecentTimes() for _ in range(MAGNITUDES)]
+        self._latest = [0] * MAGNITUDES  # the number of the latest batch of each
+        self._batches = 0
         self._by_size: WaysBySize | None = None  # None: to be computed again
 
     def observe_round_trip(self, size: int, round_trip_us: int) -> None:
         """A batch of `size` took this long from dispatch to settled, without the execution."""
         self.round_trips.observe(round_trip_us)
-        self._of_magnitudes[magnitude(size)].observe(round_trip_us)
+        own = magnitude(size)
+        self._of_magnitudes[own].observe(round_trip_us)
+        self._batches += 1
+        self._latest[own] = self._batches
+        for other, latest in enumerate(self._latest):
+            if latest == self._batches - FORGOTTEN_AFTER_BATCHES:
+                self._of_magnitudes[other] = RecentTimes()
         self._by_size = None
 
     def observe_delivery(self, delivery_us: int) -> None:
