@@ -213,7 +213,7 @@ def main() -> None:
     model = f"{Linear.name}={Path(__file__).with_name('sleeper.py')}:Linear"
     with EmbeddedRedis() as server, tempfile.TemporaryFile() as log:
         services = [
-            start(server.unix_url or server.url, log, *command, CARPOOL_LOG_LEVEL="warning")
+            start(server.services_url, log, *command, CARPOOL_LOG_LEVEL="warning")
             for command in (["carpool_batcher"], ["carpool_worker", model])
         ]
         try:

@@ -17,7 +17,7 @@ from carpool_batcher.core.deferred import (
 )
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.latency import LatencyModel
-from carpool_batcher.core.ways import WaysBySize
+from carpool_batcher.core.ways import MAGNITUDES, WaysBySize
 
 thorough = settings(deadline=None, max_examples=400)
 
@@ -34,16 +34,20 @@ def forecast_of(
     intercept: int = 10, slope: int = 1, *, max_size: int = 8, round_trip: int = 2, free_times: object = (0,)
 ) -> Forecast:
     assert isinstance(free_times, tuple)
-    ways = WaysBySize.of_all_sizes(0, 0, 0)
+    ways = same_for_all_sizes(0, 0, 0)
     forecast = Forecast(learned(intercept, slope), max_size, ways, ways.at_most_us, free_times)
     return with_ways(forecast, round_trip)
+
+
+def same_for_all_sizes(usual: int, at_most: int, longest: int) -> WaysBySize:
+    return WaysBySize(*((ways,) * MAGNITUDES for ways in (usual, at_most, longest)))
 
 
 def with_ways(
     forecast: Forecast, at_most: int, *, usual: int | None = None, longest: int | None = None
 ) -> Forecast:
     """The same with ways that do not depend on the size."""
-    ways = WaysBySize.of_all_sizes(
+    ways = same_for_all_sizes(
         at_most if usual is None else usual, at_most, at_most if longest is None else longest
     )
     return forecast._replace(ways=ways, ways_us=ways.at_most_us)

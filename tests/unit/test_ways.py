@@ -5,6 +5,7 @@ from __future__ import annotations
 from carpool_batcher.core.ways import (
     FORGOTTEN_AFTER_BATCHES,
     LONGEST_WAYS_RATIO_MAX,
+    MAGNITUDES,
     TIMES_MAX,
     Ways,
     WaysBySize,
@@ -54,7 +55,7 @@ def test_no_size_is_faster_than_a_smaller_one() -> None:
 
 def test_until_a_size_is_known_all_batches_count() -> None:
     ways = Ways()
-    assert ways.by_size == WaysBySize([0] * 12, [0] * 12, [0] * 12)
+    assert ways.by_size == WaysBySize(*[[0] * MAGNITUDES] * 3)
     for size in (SMALL, MIDDLE, LARGE):
         for _ in range(3):
             ways.observe_round_trip(size, 1000)

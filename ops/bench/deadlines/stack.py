@@ -28,11 +28,10 @@ def stack(model: str, workers: int) -> Iterator[str]:
     """
     worker = ["carpool_worker", f"{MODEL}={_FILE}:Modelled"]
     with EmbeddedRedis() as server, tempfile.TemporaryFile() as log:
-        services_url = server.unix_url or server.url
         services = [
-            start(services_url, log, "carpool_batcher", CARPOOL_LOG_LEVEL="warning"),
+            start(server.services_url, log, "carpool_batcher", CARPOOL_LOG_LEVEL="warning"),
             start(
-                services_url, log, *worker, CARPOOL_LOG_LEVEL="warning", CARPOOL_REPLICAS=str(workers),
+                server.services_url, log, *worker, CARPOOL_LOG_LEVEL="warning", CARPOOL_REPLICAS=str(workers),
                 CARPOOL_BENCH_MODEL=model,
             ),
         ]  # fmt: skip

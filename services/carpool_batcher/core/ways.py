@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 TIMES_MAX: Final = 64  # kept of each kind
@@ -59,7 +60,7 @@ class RecentTimes:
 
     def _quantile_us(self, quantile: float) -> int:
         ordered_us = self._ordered_us
-        if len(ordered_us) < TRUSTED_TIMES_MIN:
+        if not self.are_enough:
             return ordered_us[0]
         return ordered_us[int(quantile * (len(ordered_us) - 1))]
 
@@ -72,11 +73,6 @@ class WaysBySize(NamedTuple):
     at_most_us: Sequence[int]
     longest_us: Sequence[int]
 
-    @classmethod
-    def of_all_sizes(cls, usual_us: int, at_most_us: int, longest_us: int) -> WaysBySize:
-        """The same for all sizes."""
-        return cls(*((ways_us,) * MAGNITUDES for ways_us in (usual_us, at_most_us, longest_us)))
-
 
 class Ways:
     """What was learned of ways. See the module."""
@@ -85,7 +81,7 @@ class Ways:
         self.round_trips = RecentTimes()  # of batches of all sizes
         self.deliveries = RecentTimes()
         self._of_magnitudes = [RecentTimes() for _ in range(MAGNITUDES)]
-        self._latest = [0] * MAGNITUDES  # the number of the latest batch of each
+        self._latest = [0] * MAGNITUDES  # the number of the latest batch of each, counted over all
         self._batches = 0
         self._by_size: WaysBySize | None = None  # None: to be computed again
 
@@ -124,31 +120,15 @@ class Ways:
         return self._by_size
 
     def _computed(self) -> WaysBySize:
-        deliveries, current = self.deliveries, self._smallest_known()
-        usual_us: list[int] = []
-        at_most_us: list[int] = []
-        longest_us: list[int] = []
-        for of_magnitude in self._of_magnitudes:
-            current = of_magnitude if of_magnitude.are_enough else current
-            usual_us.append(current.median_us + deliveries.median_us)
-            at_most_us.append(current.at_most_us + deliveries.at_most_us)
-            longest_us.append(current.longest_us + deliveries.longest_us)
-        usual_us, at_most_us, longest_us = map(_rising, (usual_us, at_most_us, longest_us))
+        known = [times for times in self._of_magnitudes if times.are_enough]
+        chosen = known[0] if known else self.round_trips
+        of_each: list[RecentTimes] = []
+        for own in self._of_magnitudes:
+            chosen = own if own.are_enough else chosen
+            of_each.append(chosen)
+        deliveries = self.deliveries
+        usual_us = [*accumulate([times.median_us + deliveries.median_us for times in of_each], max)]
+        at_most_us = [*accumulate([times.at_most_us + deliveries.at_most_us for times in of_each], max)]
+        longest_us = accumulate([times.longest_us + deliveries.longest_us for times in of_each], max)
         limits_us = [LONGEST_WAYS_RATIO_MAX * ways_us for ways_us in at_most_us]
         return WaysBySize(usual_us, at_most_us, [*map(min, longest_us, limits_us)])
-
-    def _smallest_known(self) -> RecentTimes:
-        """Those of the smallest magnitude that has enough; of all batches if none has."""
-        return next(
-            (of_magnitude for of_magnitude in self._of_magnitudes if of_magnitude.are_enough),
-            self.round_trips,
-        )
-
-
-def _rising(values: Sequence[int]) -> list[int]:
-    """Each value, or a larger one before it."""
-    rising, largest = [], 0
-    for value in values:
-        largest = max(largest, value)
-        rising.append(largest)
-    return rising

@@ -114,6 +114,11 @@ class EmbeddedRedis:
         return None if self._socket is None else f"unix://{quote(str(self._socket))}?db=0"
 
     @property
+    def services_url(self) -> str:
+        """For batchers and workers on this machine: the Unix socket, if there is one, costs less than TCP."""
+        return self.unix_url or self.url
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -275,7 +275,7 @@ class Supervisor:
         if self.redis is not None:
             self.redis.start()
             self.url = self.redis.server.url
-            self._services_url = self.redis.server.unix_url or self.url
+            self._services_url = self.redis.server.services_url
             self._restarters.append(Restarter(self.redis, time.monotonic()))
         self._link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0)
         self._link.call("PING")

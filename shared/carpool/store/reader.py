@@ -145,7 +145,7 @@ class StreamReader:
         self._idle = _Watch(idle, idle_block_ms, 1, awaits_all_settled=True)
         self._busy.other, self._idle.other = self._idle, self._busy
         self._settled = _SettledWatch(settled, busy_block_ms, ENTRIES_MAX)
-        self._settled.members = self._busy.members  # the same dict: whoever is busy is a member of both
+        self._settled.members = self._busy.members  # shared: each busy subscription belongs to both
         self._may_be_unread = False  # requests of busy models, although they are in Redis
 
     def subscribe(self, keys: Keys, settled_after: bytes) -> Subscription:
