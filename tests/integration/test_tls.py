@@ -19,6 +19,7 @@ from carpool.store.async_link import AsyncLink
 from carpool.store.connection import Link, LinkError
 from carpool_cli.local import paste
 from conftest import SERVERS, name_of
+from support.cluster import free_port_of_node
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
 from support.sentinel import Sentinel
 from support.stack import START_S, Stack
@@ -210,7 +211,9 @@ async def test_cluster_over_tls(tls_server: Path, certificates: Certificates, tm
     authority = certificates.certificate("authority")
     options = (*NO_PERSISTENCE, *certificates.of_server(), "--cluster-enabled", "yes", "--tls-cluster", "yes")
     trusted = trusting(authority)
-    server = ConfiguredRedis(tmp_path / "redis", *options, binary=tls_server, url=trusted, tls=True)
+    server = ConfiguredRedis(
+        tmp_path / "redis", *options, binary=tls_server, url=trusted, tls=True, port=free_port_of_node()
+    )
     url = f"rediss+cluster://127.0.0.1:{server.port}?ssl_ca_certs={authority}"
     environment = {role: {"CARPOOL_REDIS_URL": url} for role in ("batcher", "worker")}
     with Stack(tmp_path / "stack", server=server, environment=environment) as stack:

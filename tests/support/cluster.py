@@ -27,7 +27,7 @@ class ClusterNode(EmbeddedRedis):
     """A server with cluster mode. `redis` is a connection to it."""
 
     def __init__(self, binary: Path) -> None:
-        super().__init__(binary=binary, port=_free_port_of_node())
+        super().__init__(binary=binary, port=free_port_of_node())
         self.redis: Any = Redis(HOST, self.port)
         self.id: str = self.cluster("MYID").decode()
 
@@ -48,7 +48,7 @@ class ClusterNode(EmbeddedRedis):
         super().stop()
 
 
-def _free_port_of_node() -> int:
+def free_port_of_node() -> int:
     """A free port; that of the cluster bus, 10000 above, is free too, and not one of outgoing connections."""
     ports = (_free_port() - _BUS_ABOVE for _ in range(1_000))
     return next(port for port in ports if is_free(port))

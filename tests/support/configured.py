@@ -25,7 +25,7 @@ def major(server: Path) -> int:
 
 
 class ConfiguredRedis(EmbeddedRedis):
-    """A server that has only these `options`, a port and a socket.
+    """A server that has only these `options`, a port (a free one, if none is given) and a socket.
 
     With `tls`, its port accepts only TLS. `url` is for the tests to connect; its `{port}` is filled in.
     """
@@ -37,13 +37,14 @@ class ConfiguredRedis(EmbeddedRedis):
         binary: Path | None = None,
         url: str = "redis://127.0.0.1:{port}/0",
         tls: bool = False,
+        port: int | None = None,
     ) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.socket = home / "redis.sock"
         self._extra_options = options
         self._url = url
         self._tls = tls
-        super().__init__(data_dir=home, binary=binary)
+        super().__init__(data_dir=home, binary=binary, port=port)
 
     @property
     def url(self) -> str:
