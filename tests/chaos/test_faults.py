@@ -24,7 +24,7 @@ BUSY: Final = "Busy"
 LEASE: Final = ("--lease-ms", "600")
 # Of workers that nothing happens to: none may lose its batch because this machine stands still for a second.
 LONG_LEASE: Final = ("--lease-ms", "30000")
-TAKE_OVER_S_MAX: Final = 3.0  # the lease of a killed batcher ends after 2 s; others try four times a second
+TAKE_OVER_S_MAX: Final = 3.0  # the lease of a killed batcher ends after 2 s; others try twice a second
 
 
 def worker(stack: Stack, lease: tuple[str, ...] = LEASE) -> Service:
@@ -41,6 +41,17 @@ def recovery_s(stack: Stack, model: str = BUSY) -> float:
     """Seconds from now until a new request is served."""
     stopwatch = Stopwatch()
     wait_until_served(stack, model)
+    return stopwatch.passed_s
+
+
+def take_over_s(stack: Stack, killed: Service) -> float:
+    """Seconds from now until another batcher is active. What has arrived meanwhile is served after that."""
+    stopwatch = Stopwatch()
+    wait_until(
+        lambda: stack.active_batcher(BUSY) is not killed,
+        description="another batcher is active",
+        timeout_s=10,
+    )
     return stopwatch.passed_s
 
 
@@ -105,19 +116,18 @@ def test_active_batcher_is_killed_while_another_stands_by(stack: Stack) -> None:
             load.wait_for_more(random.randint(1, 60))
             victim = stack.active_batcher(BUSY)
             victim.kill()
-            take_overs_s.append(recovery_s(stack))
-            assert stack.active_batcher(BUSY) is not victim
+            take_overs_s.append(take_over_s(stack, victim))
+            wait_until_served(stack)
             batchers.append(stack.batcher())
 
     report = final_report(stack, BUSY, checker)
     print(
-        f"a new request was served {take_overs_s[0]:.2f} and {take_overs_s[1]:.2f} s after the active "
-        "batcher was killed"
+        f"another batcher was active {take_overs_s[0]:.2f} and {take_overs_s[1]:.2f} s after the active one "
+        "was killed"
     )
     assert_delivered(stack, report)
     assert_executed_once(stack, report, extra=2)
-    # The better of the two: this load and a batcher that starts may use all of a small machine for a second.
-    assert min(take_overs_s) < TAKE_OVER_S_MAX
+    assert max(take_overs_s) < TAKE_OVER_S_MAX
 
 
 def test_batchers_and_workers_are_killed(stack: Stack) -> None:
