@@ -10,7 +10,7 @@ from deadlines import real_document
 from deadlines.load import CAUSES, Sent, cause_named_by
 from deadlines.plans import FLOODED_POINTS, LEARNING_S, NO_FLOOD, Choice, Plan
 from deadlines.points import LINE, SMALL_SQUARE, Point
-from deadlines.runs import Run, evaluate, read_runs
+from deadlines.runs import Run, evaluate, read_runs, typical
 from host import CpuShares, CpuTime
 
 from carpool.errors import DeadlineExceededError
@@ -71,22 +71,33 @@ def test_only_requests_after_the_learning_count() -> None:
     learning = [Sent(number * 1000, "waiting") for number in range(int(LEARNING_S * 1000))]
     counted = [Sent(int(LEARNING_S * 1e6) + number * 2000, None, 300) for number in range(500)]
     late = [Sent(sent.at_us + 1_000_000, "delivered", 300) for sent in counted]
-    run = evaluate(DEFERRED, [*learning, *counted, *late], told(1000, 3000), CpuShares(0.01, 0.5))
+    run = evaluate(DEFERRED, [*learning, *counted, *late], [told(1000, 3000)], CpuShares(0.01, 0.5))
     assert (run.sent, run.good, run.missed["delivered"], run.missed["waiting"]) == (1000, 500, 500, 0)
     assert run.bound == 1000  # 500 requests/s of a model for 870
     assert 950 <= run.virtual <= 1000
     assert 900 <= run.predicted <= 1000
-    slow = evaluate(DEFERRED, [*learning, *counted, *late], told(30_000, 60_000), CpuShares(0.01, 0.5))
+    slow = evaluate(DEFERRED, [*learning, *counted, *late], [told(30_000, 60_000)], CpuShares(0.01, 0.5))
     assert slow.predicted < 600
     heavy = evaluate(
         DEFERRED,
         [*learning, *counted, *late],
-        told(1000, 3000, learned=((1, 20_000), (64, 640_000))),
+        [told(1000, 3000, learned=((1, 20_000), (64, 640_000)))],
         CpuShares(0.01, 0.5),
     )
     assert heavy.predicted < 300
     assert run.late_ms == 0.3
     assert run.seconds == pytest.approx(2.0, abs=0.01)
+
+
+def test_the_prediction_is_of_the_median_of_reports() -> None:
+    slow = told(30_000, 60_000, learned=((1, 20_000), (64, 640_000)))
+    quick = [told(1000, 3000, learned=((2, 4000), (64, 66_000))), told(1200, 2000, learned=((1, 3000),))]
+    one = typical([slow, *quick])
+    assert one.ways_us == (1200, 3000)
+    assert one.delays_us == (0, 0)
+    assert dict(one.learned)[1] == 4000  # as the smallest size that was observed
+    assert dict(one.learned)[2] == 4000
+    assert typical([told(1000, 3000)]).learned == ()
 
 
 def test_runs_on_a_machine_without_cpu_time_are_marked_and_count_only_if_there_are_no_others() -> None:

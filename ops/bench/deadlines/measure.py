@@ -28,6 +28,7 @@ from deadlines.plans import LEARNING_S, Plan
 from deadlines.runs import Run, evaluate
 from deadlines.stack import MODEL, stack, until_served
 
+REPORTS_INTERVAL_S: Final = 1.0  # a batcher reports as often
 PAUSE_S: Final = 1.0  # before a run: what is in flight ends, and the batcher applies the policy
 
 
@@ -86,11 +87,21 @@ async def _do(client: AsyncClient, url: str, link: Link, plan: Plan, seconds: fl
         due_us = plan.due_us(seconds)
         await asyncio.sleep(PAUSE_S)
         cpu = CpuTime()
+        reports: list[BatcherReport] = []
+        reading = asyncio.create_task(_read_reports(link, reports))
         with no_garbage_collection():
             sent = await send(client, MODEL, due_us, plan.point.deadline_ms)
         shares = cpu.shares()
-        told = _report(link)
-    return evaluate(plan, sent, told, shares)
+        reading.cancel()
+    return evaluate(plan, sent, [*reports, _report(link)], shares)
+
+
+async def _read_reports(link: Link, reports: list[BatcherReport]) -> None:
+    """Read what the batcher reports, from the end of the learning on."""
+    await asyncio.sleep(LEARNING_S)
+    while True:
+        reports.append(_report(link))
+        await asyncio.sleep(REPORTS_INTERVAL_S)
 
 
 def _report(link: Link) -> BatcherReport:

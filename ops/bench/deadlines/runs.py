@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple, Self
@@ -33,9 +34,10 @@ class Run(NamedTuple):
     """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
 
     `missed`: the others, by cause. `ways_us`: what half and nine of ten batches took on their ways;
-    `delays_us`: how long the batcher took to read a request, and how late it was woken up; `predicted`: what
-    is good in virtual time with such ways and delays, and the l(n) that was learned. `busy` and `stolen`
-    are shares of the machine's CPU time; `late_ms` is the median of how late requests were sent.
+    `delays_us`: how long the batcher took to read a request, and how late it was woken up: both are medians
+    of the batcher's reports. `predicted`: what is good in virtual time with such ways and delays, and the
+    l(n) that was learned. `busy` and `stolen` are shares of the machine's CPU time; `late_ms` is the median
+    of how late requests were sent.
     """
 
     plan: Plan
@@ -71,12 +73,13 @@ class Run(NamedTuple):
         return cls(Plan(Point(*point), policy, beside), **fields)
 
 
-def evaluate(plan: Plan, sent: Sequence[Sent], told: BatcherReport, shares: CpuShares) -> Run:
+def evaluate(plan: Plan, sent: Sequence[Sent], reports: Sequence[BatcherReport], shares: CpuShares) -> Run:
     """The figures of the requests that count, all for the moments at which they were really sent.
 
     The bound assumes no way to the worker and back; virtual time the default round trip, and no flood; the
-    prediction the ways and the l(n) that the batcher told.
+    prediction the ways and the l(n) that the batcher reported meanwhile.
     """
+    told = typical(reports)
     point, learning_us, deadline_us = plan.point, 1e6 * LEARNING_S, 1000 * plan.point.deadline_ms
     counted = [request for request in sent if request.at_us >= learning_us]
     times_us = np.array([request.at_us for request in counted], float)
@@ -104,6 +107,24 @@ def evaluate(plan: Plan, sent: Sequence[Sent], told: BatcherReport, shares: CpuS
         median(request.late_us for request in counted) / 1000,
         *shares,
     )
+
+
+def typical(reports: Sequence[BatcherReport]) -> BatcherReport:
+    """The last report with the medians of all for ways, delays and l(n): one report tells of the last 64
+    batches, which may be those of a tenth of a second."""
+    curves = [Curve(*zip(*report.learned, strict=True)) for report in reports if report.learned]
+    sizes = sorted({size for report in reports for size, _ in report.learned})
+    return replace(
+        reports[-1],
+        ways_us=_medians([report.ways_us for report in reports]),
+        delays_us=_medians([report.delays_us for report in reports]),
+        learned=tuple((size, round(median(curve.at(size) for curve in curves))) for size in sizes),
+    )
+
+
+def _medians(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    first, second = zip(*pairs, strict=True)
+    return round(median(first)), round(median(second))
 
 
 def as_told(world: World, told: BatcherReport) -> World:
