@@ -387,6 +387,20 @@ def test_noise_is_not_mistaken_for_drift(sizes: Sequence[int]) -> None:
     assert latency.of(64) == pytest.approx(line(64), rel=0.1)
 
 
+@pytest.mark.parametrize("slow", [1.2, 0.8])
+def test_times_that_are_observed_more_often_while_they_rise_are_not_mistaken_for_drift(slow: float) -> None:
+    """A machine that is busy now and then makes batches small and slow: then one size is seen all the time
+    while it becomes slower, and another one while the first becomes quicker again."""
+    latency, busy = learned(seen(line, (1, 2, 8, 64), 60)), False
+    for number in range(4000):
+        busy = number % 100 < 50
+        size = 1 if busy == (number % 10 > 0) else 2
+        latency.observe(size, int((slow if busy else 1.0) * line(size)))
+        latency.of(size)
+    assert latency.of(64) == pytest.approx(line(64), rel=0.25)
+    assert latency.of(8) == pytest.approx(line(8), rel=0.25)
+
+
 def test_nonlinear_latency_is_not_mistaken_for_drift() -> None:
     latency = learned([(size, int(1000 * size**1.3)) for size in (1, 2, 4, 8, 16) * 8])
     for _ in range(1000):

@@ -59,7 +59,6 @@ class LatencyModel:
         self._curve: Curve | None = None
         self._times_us: dict[int, int] = {}  # l(n) and `at_most` as far as they were asked for
         self._at_most_us: dict[int, int] = {}
-        self._speed_log = 0.0  # logarithm of the model's speed: how much slower it became by drift
         # Observations of trusted classes: the class, and the ratio to the time that was usual.
         self._latest: deque[tuple[SizeClass, float]] = deque(maxlen=CHANGE_OBSERVATIONS_MIN)
         self._deviation_run = 0  # of these in a row, how many are far above, or, negative, far below
@@ -141,11 +140,14 @@ class LatencyModel:
 
     def _fit(self) -> None:
         changed, count = self._changed, self._count
-        moved = [(one, one.fit(0.0)) for one in changed if one.is_full]
+        for one in changed:
+            if one.is_full:
+                one.fit(0.0)
         margins = sorted([one.margin for one in self._classes.values() if one.is_full])
         usual_margin = margins[len(margins) // 2] if margins else 0.0
-        moved += [(one, one.fit(usual_margin)) for one in changed if not one.is_full]
-        self._speed_log += sum([one.share(count) * math.log(ratio) for one, ratio in moved if ratio != 1.0])
+        for one in changed:
+            if not one.is_full:
+                one.fit(usual_margin)
         self._follow_drift()
         self._forget_doubtful()
         numbers = sorted(self._classes)
@@ -159,18 +161,22 @@ class LatencyModel:
         self._is_outdated = False
 
     def _follow_drift(self) -> None:
-        """Scale classes that are not active by as much as the others moved since.
+        """Scale classes that are not active by as much as the others moved since they were last observed.
 
-        Each class is compared with its own past, and counts by its share of the observations. So noise does
-        not add up, and of a drift that all follow nothing is counted twice.
+        Each class is compared with its own past, then and now, and counts by its share of the observations.
+        So noise does not add up, whatever sizes are observed while the machine is slow.
         """
-        speed_log = self._speed_log
+        count = self._count
+        full = [(number, one) for number, one in self._classes.items() if one.is_full]
+        levels = {number: one.moved_log for number, one in full}
+        shares = [(number, one.share(count)) for number, one in full if one.is_active(count)]
+        total = sum([share for _, share in shares])
         for one in self._classes.values():
             if one in self._changed:
-                one.speed_log = speed_log
-            elif one.speed_log != speed_log and not one.is_active(self._count):
-                one.scale_by(math.exp(speed_log - one.speed_log))
-                one.speed_log = speed_log
+                one.seen_log, one.levels = one.moved_log, levels
+            elif shares and not one.is_active(count):
+                moved = [share * (levels[other] - one.levels.get(other, 0.0)) for other, share in shares]
+                one.scale_by(math.exp(sum(moved) / total - (one.moved_log - one.seen_log)))
 
     def _curve_of(self, classes: Sequence[tuple[int, SizeClass]]) -> Curve:
         """The curve through classes, ascending."""

@@ -8,9 +8,10 @@ So what is known of rare sizes is kept apart from what is seen all the time, in 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 EXACT_SIZE_BITS: Final = 5
@@ -18,7 +19,6 @@ EXACT_SIZES_MAX: Final = 1 << EXACT_SIZE_BITS  # sizes up to this have a class e
 CLASS_OBSERVATIONS_MAX: Final = 8  # kept for each class
 TRUSTED_OBSERVATIONS_MIN: Final = 3  # of a class, before it says what is normal
 ACTIVE_PAUSE_OBSERVATIONS: Final = 16  # of other classes, which are no sign that a class is not active
-MOVED_RATIO_MAX: Final = 1.3  # of a knot between two fits; what moves more is no drift
 OUTLIER_MEDIAN_RATIO: Final = 4.0  # an outlier's distance from its class's median, in median distances
 OUTLIER_RATIO_MIN: Final = 0.02  # smaller distances, relative to the time, are no outliers
 MARGIN_QUANTILE: Final = 0.9
@@ -42,14 +42,18 @@ class SizeClass:
     to follow a change of speed however many there are."""
 
     __slots__ = (
-        "_observed", "knot_size", "knot_us", "margin", "numbers", "scale", "slope_us", "speed_log"
+        "_observed", "knot_size", "knot_us", "levels", "margin", "moved_log", "numbers", "scale", "seen_log",
+        "slope_us",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._observed: deque[tuple[int, float]] = deque(maxlen=CLASS_OBSERVATIONS_MAX)  # size and time
         self.numbers: deque[int] = deque(maxlen=CLASS_OBSERVATIONS_MAX)  # of these, counted over all classes
         self.scale = 1.0
-        self.speed_log = 0.0  # the model's, as of the latest observation: see `LatencyModel`
+        self.moved_log = 0.0  # logarithm of how much slower it became: observed since it is full, or scaled
+        # When it was last observed: this, and that of all full classes, by their numbers
+        self.seen_log = 0.0
+        self.levels: Mapping[int, float] = {}
         # As of the last fit:
         self.knot_size = 0
         self.knot_us = 0.0
@@ -90,6 +94,7 @@ class SizeClass:
 
     def scale_by(self, ratio: float, but_last: int = 0) -> None:
         """Scale the times of all observations, but for the last ones."""
+        self.moved_log += math.log(ratio)
         self.scale *= ratio
         self.knot_us *= ratio
         self.slope_us *= ratio
@@ -97,8 +102,8 @@ class SizeClass:
             size, time_us = self._observed[at]
             self._observed[at] = (size, time_us / ratio)
 
-    def fit(self, usual_margin: float) -> float:
-        """Find the knot and the margin anew. Returns by which ratio the knot moved, 1 if it is not certain.
+    def fit(self, usual_margin: float) -> None:
+        """Find the knot and the margin anew.
 
         `usual_margin`: of other classes, for the doubt about one that was seen too rarely to show its own.
         """
@@ -109,10 +114,8 @@ class SizeClass:
         time_us = level_us + slope_us * size
         self.knot_size, self.knot_us = size, time_us * self.scale
         self.margin = _margin([(other_us - level_us) / time_us for other_us, _ in ordered], usual_margin)
-        if count < CLASS_OBSERVATIONS_MAX or not before_size:
-            return 1.0
-        expected_us = before_us + self.slope_us * (size - before_size)
-        return min(max(self.knot_us / expected_us, 1 / MOVED_RATIO_MAX), MOVED_RATIO_MAX)
+        if count == CLASS_OBSERVATIONS_MAX and before_size:
+            self.moved_log += math.log(self.knot_us / (before_us + self.slope_us * (size - before_size)))
 
 
 def _margin(excess: Sequence[float], usual_margin: float) -> float:
