@@ -8,6 +8,10 @@ are large, and nine of ten of the latest ones may be the small ones from before.
 the magnitude of the size. Those of one with too few are taken to be those of the next smaller one that has
 enough, and large batches are never taken to be faster than small ones. A magnitude that did not occur for
 long is forgotten: if it was slow while the machine was, it might be avoided for ever.
+
+If the ways were long for a moment, no request may seem to be in time any more. Then only trials are executed
+(`core.lane_latency`), ten in a second, and it would take seconds until they outnumber what was learned. So a
+batch after a pause that takes less than half of the usual is the first of what is learned anew.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ TIMES_MAX: Final = 64  # kept of each kind
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
 FORGOTTEN_AFTER_BATCHES: Final = 1000  # of other magnitudes
+PAUSE_US: Final = 50_000  # without any batch that settles, after which what was learned may be outdated
+OUTDATED_RATIO_MIN: Final = 2  # of the usual round trip to that of the batch after a pause
 MAGNITUDES: Final = 12  # of sizes; the last one has those from 2^20
 
 
@@ -78,6 +84,10 @@ class Ways:
     """What was learned of ways. See the module."""
 
     def __init__(self) -> None:
+        self._settled_us = 0  # when the last batch did
+        self._forget()
+
+    def _forget(self) -> None:
         self.round_trips = RecentTimes()  # of batches of all sizes
         self.deliveries = RecentTimes()
         self._of_magnitudes = [RecentTimes() for _ in range(MAGNITUDES)]
@@ -85,8 +95,12 @@ class Ways:
         self._batches = 0
         self._by_size: WaysBySize | None = None  # None: to be computed again
 
-    def observe_round_trip(self, size: int, round_trip_us: int) -> None:
+    def observe_round_trip(self, size: int, round_trip_us: int, settled_us: int) -> None:
         """A batch of `size` took this long from dispatch to settled, without the execution."""
+        is_after_pause = settled_us - self._settled_us > PAUSE_US
+        if is_after_pause and OUTDATED_RATIO_MIN * round_trip_us < self.round_trips.median_us:
+            self._forget()
+        self._settled_us = settled_us
         self.round_trips.observe(round_trip_us)
         own = magnitude(size)
         self._of_magnitudes[own].observe(round_trip_us)
