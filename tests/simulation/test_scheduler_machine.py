@@ -820,13 +820,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(self._over([*batch, r]) for r in first.values())
 
     def _is_in_time(self, batch: list[Item], taken: int) -> bool:
-        """Whether all of a batch are in time: if its ways take long, or if then none would be, as usual."""
+        """Whether all of a batch are in time if its ways are as usual."""
         capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
         planned = [r for r in batch if not r.is_doubtful]
-        is_possible = any(self._is_possible(r, starts_us) for r in planned)
-        ways = capacity.ways.by_size
-        ways_us = ways.at_most_us if is_possible else ways.usual_us
-        arrives_us = starts_us + self._takes_us(lane, len(planned), ways_us)
+        arrives_us = starts_us + self._takes_us(lane, len(planned), capacity.ways.by_size.usual_us)
         return all(arrives_us <= self._strict_deadline_us(r) for r in planned)
 
     def _is_trial(self, lane: str, size: int, taken: int) -> bool:

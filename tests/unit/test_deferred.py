@@ -223,6 +223,35 @@ def test_first_request_that_is_late_if_the_ways_take_long_is_refused_if_others_r
     assert plan(forecast, [tight] * 9, 0) == ([], 2)
 
 
+def padded(up_to_eight: int) -> Forecast:
+    """A model that takes 10 for up to 4 requests, and this for up to 8; ways of 2, and 4 in one of ten."""
+    latency = LatencyModel()
+    for size in (1, 4, 5, 8) * 3:
+        latency.observe(size, 10 if size <= 4 else up_to_eight)
+    return with_ways(forecast_of(max_size=8)._replace(times=latency), 4, usual=2)
+
+
+def test_batch_is_planned_for_usual_ways_if_more_are_expected_to_be_in_time() -> None:
+    # Given more requests than can be served, with time for 8 if the ways are as usual, or else for 4
+    assert plan(padded(11), [11 + 2] * 32, 0) == ([], 8)
+    # But not when two batches of 4 serve as many in that time, and more surely
+    assert plan(padded(20), [20 + 2] * 32, 0) == ([], 4)
+
+
+@thorough
+@given(forecasts, deadlines, st.integers(0, 3), st.integers(0, 10))
+def test_planned_batch_is_in_time_if_its_ways_are_as_usual(
+    forecast: Forecast, waiting: list[int], usual: int, longer: int
+) -> None:
+    forecast = with_ways(forecast, usual + longer, usual=usual, longest=usual + 2 * longer)
+    refused, size = plan(forecast, waiting, 0)
+    batch = [deadline for at, deadline in enumerate(waiting) if at not in refused][:size]
+    assert len(batch) == size <= forecast.max_size
+    as_usual = forecast._replace(ways_us=forecast.ways.usual_us)
+    assert all(as_usual.arrives_us(0, size) <= deadline for deadline in batch)
+    assert size or len(refused) == len(waiting)
+
+
 def test_requests_without_a_deadline_are_not_refused() -> None:
     forecast = forecast_of(100, 1, max_size=8, round_trip=0)
     assert plan(forecast, [NEVER_US, 101, NEVER_US, *[200] * 8], 0) == ([1], 8)
