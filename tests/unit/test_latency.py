@@ -20,7 +20,7 @@ from carpool_batcher.core.latency import (
     UNASKED_REFIT_INTERVAL,
     LatencyModel,
 )
-from carpool_batcher.core.size_class import CLASS_OBSERVATIONS_MAX, size_class
+from carpool_batcher.core.size_class import CLASS_OBSERVATIONS_MAX, SCALE_MAX, size_class
 
 SIZES = (1, 4, 8, 16, 32)
 Shape = Callable[[int], float]
@@ -399,6 +399,35 @@ def test_times_that_are_observed_more_often_while_they_rise_are_not_mistaken_for
         latency.of(size)
     assert latency.of(64) == pytest.approx(line(64), rel=0.25)
     assert latency.of(8) == pytest.approx(line(8), rel=0.25)
+
+
+def test_noise_of_neighbouring_sizes_is_not_mistaken_for_drift() -> None:
+    """Sizes from 65 to 80 share four classes."""
+    latency = learned(seen(lambda size: 50 * size, (1, 8, *range(65, 81)), 200))
+    for number, (size, took_us) in enumerate(seen(lambda size: 50 * size, range(65, 81), 6000)):
+        latency.observe(size, int(took_us * (1.2 if number % 60 < 30 else 1)))
+        latency.of(size)
+    assert latency.of(1) == pytest.approx(50, rel=0.3)
+
+
+def test_size_that_is_new_continues_the_speed_that_others_follow() -> None:
+    latency = learned(seen(line, (1, 64), 60))
+    for speed, size, number in ((3, 1, 60), (3, 2, 300), (1, 2, 60), (1, 3, 300)):
+        for _ in range(number):
+            latency.observe(size, int(speed * line(size)))
+            latency.of(size)
+        assert latency.of(64) == pytest.approx(speed * line(64), rel=0.02), (speed, size)
+
+
+@pytest.mark.parametrize("slow_ratio", [0.3, 0.5])
+def test_speed_that_changes_for_ever_can_be_followed(slow_ratio: float) -> None:
+    """The ratios of all changes are multiplied, and do not cancel out where times are fast or slow at random."""
+    chance, latency = random.Random(0), LatencyModel()
+    for _ in range(20_000):
+        latency.observe(8, 20_000 if chance.random() < slow_ratio else 1000)
+        latency.of(8)
+        assert 1 / SCALE_MAX / 100 < latency._classes[size_class(8)].scale < 100 * SCALE_MAX
+    assert latency.of(8) in (1000, 20_000)
 
 
 def test_nonlinear_latency_is_not_mistaken_for_drift() -> None:

@@ -167,7 +167,8 @@ class Capacity:
         if is_normal:
             if batch.planned:
                 self._latencies.observe_share(batch.lane, batch.planned, min(size, batch.planned))
-            self.ways.observe_round_trip(batch.size, turnaround_us - execution_us - waited_us, settled_us)
+            round_trip_us = turnaround_us - execution_us - waited_us
+            self.ways.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
         self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:

@@ -19,7 +19,6 @@ last one it grows as in the octave before that. Of the batches of a size, a tent
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -29,6 +28,7 @@ from carpool_batcher.core.curve import Curve, Knot, beyond_us, non_decreasing, w
 from carpool_batcher.core.size_class import (
     EXACT_SIZES_MAX,
     TRUSTED_OBSERVATIONS_MIN,
+    SeenTime,
     SizeClass,
     ends_of_class,
     size_class,
@@ -168,15 +168,13 @@ class LatencyModel:
         """
         count = self._count
         full = [(number, one) for number, one in self._classes.items() if one.is_full]
-        levels = {number: one.moved_log for number, one in full}
-        shares = [(number, one.share(count)) for number, one in full if one.is_active(count)]
-        total = sum([share for _, share in shares])
-        for one in self._classes.values():
-            if one in self._changed:
-                one.seen_log, one.levels = one.moved_log, levels
-            elif shares and not one.is_active(count):
-                moved = [share * (levels[other] - one.levels.get(other, 0.0)) for other, share in shares]
-                one.scale_by(math.exp(sum(moved) / total - (one.moved_log - one.seen_log)))
+        active = [(number, one, one.share(count)) for number, one in full if one.is_active(count)]
+        for one in self._classes.values() if active else ():
+            if one not in self._changed and not one.is_active(count):
+                one.follow(active)
+        times = {number: SeenTime(one.knot_size, one.knot_us) for number, one in full}
+        for one in self._changed:
+            one.seen_us, one.seen_others = one.knot_us, times
 
     def _curve_of(self, classes: Sequence[tuple[int, SizeClass]]) -> Curve:
         """The curve through classes, ascending."""

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 EXACT_SIZE_BITS: Final = 5
 EXACT_SIZES_MAX: Final = 1 << EXACT_SIZE_BITS  # sizes up to this have a class each
@@ -22,6 +22,7 @@ ACTIVE_PAUSE_OBSERVATIONS: Final = 16  # of other classes, which are no sign tha
 OUTLIER_MEDIAN_RATIO: Final = 4.0  # an outlier's distance from its class's median, in median distances
 OUTLIER_RATIO_MIN: Final = 0.02  # smaller distances, relative to the time, are no outliers
 MARGIN_QUANTILE: Final = 0.9
+SCALE_MAX: Final = 1e6  # changes of speed multiply for ever: beyond this the times are stored anew
 
 
 def size_class(size: int) -> int:
@@ -37,12 +38,19 @@ def ends_of_class(number: int) -> tuple[int, int]:
     return last - (1 << shift) + 1, last
 
 
+class SeenTime(NamedTuple):
+    """How long a batch of a size took."""
+
+    size: int
+    time_us: float
+
+
 class SizeClass:
     """The observations of one class of sizes. Times are stored divided by `scale`, so that it costs the same
     to follow a change of speed however many there are."""
 
     __slots__ = (
-        "_observed", "knot_size", "knot_us", "levels", "margin", "moved_log", "numbers", "scale", "seen_log",
+        "_observed", "knot_size", "knot_us", "margin", "numbers", "scale", "seen_others", "seen_us",
         "slope_us",
     )  # fmt: skip
 
@@ -50,10 +58,9 @@ class SizeClass:
         self._observed: deque[tuple[int, float]] = deque(maxlen=CLASS_OBSERVATIONS_MAX)  # size and time
         self.numbers: deque[int] = deque(maxlen=CLASS_OBSERVATIONS_MAX)  # of these, counted over all classes
         self.scale = 1.0
-        self.moved_log = 0.0  # logarithm of how much slower it became: observed since it is full, or scaled
-        # When it was last observed: this, and that of all full classes, by their numbers
-        self.seen_log = 0.0
-        self.levels: Mapping[int, float] = {}
+        # When it was last observed: its `knot_us`, and the times of all full classes, by their numbers
+        self.seen_us = 0.0
+        self.seen_others: Mapping[int, SeenTime] = {}
         # As of the last fit:
         self.knot_size = 0
         self.knot_us = 0.0
@@ -78,6 +85,26 @@ class SizeClass:
         """Whether it says what is normal for its sizes."""
         return self.knot_size > 0 and len(self.numbers) >= TRUSTED_OBSERVATIONS_MIN
 
+    def moved_log(self, since: SeenTime) -> float:
+        """The logarithm of how much slower its batches became since that time of one size."""
+        return math.log((self.knot_us + self.slope_us * (since.size - self.knot_size)) / since.time_us)
+
+    def follow(self, others: Sequence[tuple[int, SizeClass, float]]) -> None:
+        """Scale by as much as others moved since this class was observed: their numbers, and their shares.
+
+        One that was not full then is taken to have moved as far as this class followed until now.
+        """
+        followed = self.knot_us / self.seen_us
+        fresh = {
+            number: SeenTime(one.knot_size, one.knot_us / followed)
+            for number, one, _ in others
+            if number not in self.seen_others
+        }
+        if fresh:
+            self.seen_others = {**self.seen_others, **fresh}
+        moved = sum([share * one.moved_log(self.seen_others[number]) for number, one, share in others])
+        self.scale_by(math.exp(moved / sum([share for _, _, share in others])) / followed)
+
     def append(self, size: int, took_us: int, number: int) -> None:
         """Add an observation, the `number`th of all classes."""
         self._observed.append((size, took_us / self.scale))
@@ -94,7 +121,6 @@ class SizeClass:
 
     def scale_by(self, ratio: float, but_last: int = 0) -> None:
         """Scale the times of all observations, but for the last ones."""
-        self.moved_log += math.log(ratio)
         self.scale *= ratio
         self.knot_us *= ratio
         self.slope_us *= ratio
@@ -102,20 +128,24 @@ class SizeClass:
             size, time_us = self._observed[at]
             self._observed[at] = (size, time_us / ratio)
 
+    def _apply_scale(self) -> None:
+        observed = [(size, time_us * self.scale) for size, time_us in self._observed]
+        self._observed.extend(observed)  # which pushes out those before
+        self.scale = 1.0
+
     def fit(self, usual_margin: float) -> None:
         """Find the knot and the margin anew.
 
         `usual_margin`: of other classes, for the doubt about one that was seen too rarely to show its own.
         """
-        before_us, before_size = self.knot_us, self.knot_size
+        if not 1 / SCALE_MAX < self.scale < SCALE_MAX:
+            self._apply_scale()
         count, slope_us = len(self._observed), self.slope_us / self.scale
         ordered = sorted([(time_us - slope_us * size, size) for size, time_us in self._observed])
         level_us, size = ordered[(count - 1) // 2]
         time_us = level_us + slope_us * size
         self.knot_size, self.knot_us = size, time_us * self.scale
         self.margin = _margin([(other_us - level_us) / time_us for other_us, _ in ordered], usual_margin)
-        if count == CLASS_OBSERVATIONS_MAX and before_size:
-            self.moved_log += math.log(self.knot_us / (before_us + self.slope_us * (size - before_size)))
 
 
 def _margin(excess: Sequence[float], usual_margin: float) -> float:

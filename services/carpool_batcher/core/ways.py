@@ -10,8 +10,9 @@ enough, and large batches are never taken to be faster than small ones. A magnit
 long is forgotten: if it was slow while the machine was, it might be avoided for ever.
 
 If the ways were long for a moment, no request may seem to be in time any more. Then only trials are executed
-(`core.lane_latency`), ten in a second, and it would take seconds until they outnumber what was learned. So a
-batch after a pause that takes less than half of the usual is the first of what is learned anew.
+(`core.lane_latency`), ten in a second, and it would take seconds until they outnumber what was learned. So if
+two batches in turn, each dispatched after a pause, take less than half of what is usual for their magnitude,
+all is learned anew.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ TIMES_MAX: Final = 64  # kept of each kind
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
 LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
 FORGOTTEN_AFTER_BATCHES: Final = 1000  # of other magnitudes
-PAUSE_US: Final = 50_000  # without any batch that settles, after which what was learned may be outdated
-OUTDATED_RATIO_MIN: Final = 2  # of the usual round trip to that of the batch after a pause
+PAUSE_US: Final = 50_000  # without a batch that settles, after which what was learned may be outdated
+OUTDATED_RATIO_MIN: Final = 2  # of the usual round trip to that of a batch after a pause
+OUTDATED_BATCHES_MIN: Final = 2  # after pauses, in turn
 MAGNITUDES: Final = 12  # of sizes; the last one has those from 2^20
 
 
@@ -93,16 +95,18 @@ class Ways:
         self._of_magnitudes = [RecentTimes() for _ in range(MAGNITUDES)]
         self._latest = [0] * MAGNITUDES  # the number of the latest batch of each, counted over all
         self._batches = 0
+        self._quick_after_pauses = 0  # batches in turn
         self._by_size: WaysBySize | None = None  # None: to be computed again
 
-    def observe_round_trip(self, size: int, round_trip_us: int, settled_us: int) -> None:
+    def observe_round_trip(
+        self, size: int, round_trip_us: int, dispatched_us: int = 0, settled_us: int = 0
+    ) -> None:
         """A batch of `size` took this long from dispatch to settled, without the execution."""
-        is_after_pause = settled_us - self._settled_us > PAUSE_US
-        if is_after_pause and OUTDATED_RATIO_MIN * round_trip_us < self.round_trips.median_us:
-            self._forget()
-        self._settled_us = settled_us
-        self.round_trips.observe(round_trip_us)
         own = magnitude(size)
+        if dispatched_us - self._settled_us > PAUSE_US:
+            self._doubt(self._of_magnitudes[own], round_trip_us)
+        self._settled_us = max(self._settled_us, settled_us)
+        self.round_trips.observe(round_trip_us)
         self._of_magnitudes[own].observe(round_trip_us)
         self._batches += 1
         self._latest[own] = self._batches
@@ -110,6 +114,13 @@ class Ways:
             if latest == self._batches - FORGOTTEN_AFTER_BATCHES:
                 self._of_magnitudes[other] = RecentTimes()
         self._by_size = None
+
+    def _doubt(self, usual: RecentTimes, round_trip_us: int) -> None:
+        """Forget all if batches after a pause show that it does not hold any more."""
+        is_quick = usual.are_enough and 0 < OUTDATED_RATIO_MIN * round_trip_us < usual.median_us
+        self._quick_after_pauses = self._quick_after_pauses + 1 if is_quick else 0
+        if self._quick_after_pauses == OUTDATED_BATCHES_MIN:
+            self._forget()
 
     def observe_delivery(self, delivery_us: int) -> None:
         """The batcher learned of a batch this long after it settled."""
