@@ -421,7 +421,7 @@ def test_size_that_is_new_continues_the_speed_that_others_follow() -> None:
 
 @pytest.mark.parametrize("slow_ratio", [0.3, 0.5])
 def test_speed_that_changes_for_ever_can_be_followed(slow_ratio: float) -> None:
-    """The ratios of all changes are multiplied, and do not cancel out where times are fast or slow at random."""
+    """The ratios of all changes are multiplied. They do not cancel out where batches are slow at random."""
     chance, latency = random.Random(0), LatencyModel()
     for _ in range(20_000):
         latency.observe(8, 20_000 if chance.random() < slow_ratio else 1000)
