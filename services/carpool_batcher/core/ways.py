@@ -101,7 +101,8 @@ class Ways:
     def observe_round_trip(
         self, size: int, round_trip_us: int, dispatched_us: int = 0, settled_us: int = 0
     ) -> None:
-        """A batch of `size` took this long from dispatch to settled, without the execution."""
+        """A batch of `size` took this long from dispatch to settled, without the execution. Both times show
+        whether it was dispatched after a pause."""
         own = magnitude(size)
         if dispatched_us - self._settled_us > PAUSE_US:
             self._doubt(self._of_magnitudes[own], round_trip_us)
