@@ -702,10 +702,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         possible = [r for r in refused if self._is_possible(r, starts_us)]
         for lane in {r.lane for r in possible}:
             others = [r for r in self._planned(lane) if self._is_possible(r, starts_us)]
-            size = len(others)
-            earliest_us = min(map(self._strict_deadline_us, others))
-            assert size > settings.max_batch_size or starts_us + self._takes_us(lane, size) > earliest_us
-            assert len([r for r in possible if r.lane == lane]) < size, "no other request gains by it"
+            assert not self._is_one_batch(others, starts_us)
+            assert len([r for r in possible if r.lane == lane]) < len(others), "no other request gains by it"
         self._remove_refused(refusals, expected=self.waiting.keys() & set(refused))
 
     def _check_failed(self, refusals: list[Refusal]) -> None:
@@ -714,6 +712,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         failed = self._items_of_refusals(refusals)
         assert all(raises(r.name) for r in failed)
         self._remove_refused(refusals, expected=self.waiting.keys() & set(failed))
+
+    def _is_one_batch(self, requests: list[Item], starts_us: int) -> bool:
+        """Whether a lane's requests are in time as one batch dispatched now, though its ways take long."""
+        arrives_us = starts_us + self._takes_us(requests[0].lane, len(requests))
+        is_in_time = arrives_us <= min(map(self._strict_deadline_us, requests))
+        return is_in_time and len(requests) <= self.scheduler.settings.max_batch_size
 
     def _is_possible(self, request: Item, starts_us: int) -> bool:
         """Whether a request is in time as a batch of one, though its ways take long."""
@@ -820,10 +824,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(self._over([*batch, r]) for r in first.values())
 
     def _is_in_time(self, batch: list[Item], taken: int) -> bool:
-        """Whether all of a batch are in time if its ways are as usual."""
+        """Whether all of a batch are in time: if its ways take long; or as usual, if not all that wait can be
+        in time as one batch whose ways take long."""
         capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
         planned = [r for r in batch if not r.is_doubtful]
-        arrives_us = starts_us + self._takes_us(lane, len(planned), capacity.ways.by_size.usual_us)
+        possible = [r for r in self._planned(lane) if self._is_possible(r, starts_us)]
+        ways = capacity.ways.by_size
+        ways_us = ways.at_most_us if possible and self._is_one_batch(possible, starts_us) else ways.usual_us
+        arrives_us = starts_us + self._takes_us(lane, len(planned), ways_us)
         return all(arrives_us <= self._strict_deadline_us(r) for r in planned)
 
     def _is_trial(self, lane: str, size: int, taken: int) -> bool:

@@ -20,9 +20,9 @@ def ways_of(small_us: int, large_us: int, delivery_us: int = 0) -> Ways:
     """After many small batches, and a few large ones before."""
     ways = Ways()
     for _ in range(20):
-        ways.observe_round_trip(LARGE, large_us)
+        ways.observe_round_trip(LARGE, large_us, 0, 0)
     for _ in range(TIMES_MAX):
-        ways.observe_round_trip(SMALL, small_us)
+        ways.observe_round_trip(SMALL, small_us, 0, 0)
         ways.observe_delivery(delivery_us)
     return ways
 
@@ -45,7 +45,7 @@ def test_large_batches_are_remembered_while_there_are_only_small_ones() -> None:
 
 def test_size_that_is_not_known_takes_as_long_as_a_smaller_one_that_is() -> None:
     ways = ways_of(1000, 4000)
-    ways.observe_round_trip(MIDDLE, 9000)  # too few
+    ways.observe_round_trip(MIDDLE, 9000, 0, 0)  # too few
     assert at_most_us(ways, MIDDLE) == 1000
     assert at_most_us(ways, 1_000_000) == 4000
 
@@ -59,7 +59,7 @@ def test_until_a_size_is_known_all_batches_count() -> None:
     assert ways.by_size == WaysBySize(*[[0] * MAGNITUDES] * 3)
     for size in (SMALL, MIDDLE, LARGE):
         for _ in range(3):
-            ways.observe_round_trip(size, 1000)
+            ways.observe_round_trip(size, 1000, 0, 0)
     ways.observe_delivery(200)
     assert set(ways.by_size.at_most_us) == {1200}
 
@@ -67,15 +67,15 @@ def test_until_a_size_is_known_all_batches_count() -> None:
 def test_sizes_below_the_smallest_that_is_known_take_as_long_as_that() -> None:
     ways = Ways()
     for _ in range(10):
-        ways.observe_round_trip(LARGE, 4000)
+        ways.observe_round_trip(LARGE, 4000, 0, 0)
     assert at_most_us(ways, SMALL) == 4000
 
 
 def test_longest_ways_are_limited_for_each_size() -> None:
     ways = ways_of(1000, 4000)
     for _ in range(3):
-        ways.observe_round_trip(LARGE, 90_000)
-        ways.observe_round_trip(SMALL, 1500)
+        ways.observe_round_trip(LARGE, 90_000, 0, 0)
+        ways.observe_round_trip(SMALL, 1500, 0, 0)
     longest_us = ways.by_size.longest_us
     assert longest_us[magnitude(SMALL)] == 1500
     assert longest_us[magnitude(LARGE)] == LONGEST_WAYS_RATIO_MAX * at_most_us(ways, LARGE)
@@ -85,23 +85,23 @@ def test_magnitude_that_does_not_occur_for_long_is_forgotten() -> None:
     """Given large batches that were slow once, expect them to be tried again."""
     ways = Ways()
     for _ in range(TIMES_MAX):
-        ways.observe_round_trip(LARGE, 9000)
+        ways.observe_round_trip(LARGE, 9000, 0, 0)
     for _ in range(FORGOTTEN_AFTER_BATCHES - 1):
-        ways.observe_round_trip(SMALL, 1000)
+        ways.observe_round_trip(SMALL, 1000, 0, 0)
     assert at_most_us(ways, LARGE) == 9000
-    ways.observe_round_trip(SMALL, 1000)
+    ways.observe_round_trip(SMALL, 1000, 0, 0)
     assert at_most_us(ways, LARGE) == 1000
     for _ in range(TIMES_MAX):
-        ways.observe_round_trip(LARGE, 2000)
+        ways.observe_round_trip(LARGE, 2000, 0, 0)
     assert at_most_us(ways, LARGE) == 2000
 
 
 def test_small_batches_that_were_slow_once_do_not_delay_large_ones_for_ever() -> None:
     ways = Ways()
     for _ in range(TIMES_MAX):
-        ways.observe_round_trip(SMALL, 9000)
+        ways.observe_round_trip(SMALL, 9000, 0, 0)
     for _ in range(FORGOTTEN_AFTER_BATCHES):
-        ways.observe_round_trip(LARGE, 1000)
+        ways.observe_round_trip(LARGE, 1000, 0, 0)
     assert at_most_us(ways, LARGE) == 1000
 
 
@@ -130,7 +130,7 @@ def test_two_quick_batches_after_pauses_show_that_what_was_learned_is_outdated()
 def test_a_small_batch_after_a_pause_says_nothing_about_large_ones() -> None:
     ways = ways_of(1000, 4000)
     for _ in range(TIMES_MAX):
-        ways.observe_round_trip(LARGE, 4000)
+        ways.observe_round_trip(LARGE, 4000, 0, 0)
     for _ in range(10):
         after_a_pause(ways, SMALL, 1000)
     assert at_most_us(ways, LARGE) == 4000

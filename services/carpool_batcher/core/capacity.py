@@ -18,7 +18,7 @@ the first, and not for the batcher to learn that a batch settled. What such a ba
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
 A deadline is met when the producer has the result: both ways are in `core.ways`. For deadlines they count as
-nine of ten are, or as the longest ones (`core.deferred` says when); otherwise as their medians.
+nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as their medians.
 
 Processes that start batches together also finish them together. A request that arrives just after that
 would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for

@@ -41,10 +41,10 @@ from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.ways import WaysBySize, magnitude
 
-# How likely a request is to be in time, if its deadline leaves less time than the usual ways take, as much as
-# those, as much as nine of ten do not exceed, or as much as the longest take.
+# How likely a request is taken to be in time if its deadline leaves less time than the usual ways take, as
+# much as those (so 0.5 to 0.9), as much as nine of ten do not exceed (0.9 to 1), or as much as the longest take.
 CHANCES: Final = (0.0, 0.7, 0.95, 1.0)
-GAIN_MIN: Final = 0.5  # requests: to plan for the usual ways for less than this is no gain in virtual time
+GAIN_MIN: Final = 0.5  # requests: a smaller gain by a plan for the usual ways is none in virtual time
 
 
 class Plan(NamedTuple):
@@ -112,25 +112,26 @@ def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind:
     """Plan what to dispatch, in a batch that settles as if dispatched at `start_us`, and what to refuse.
 
     If no request is in time even if the ways take long, those are served that are in time if they do not: a
-    process that is free has nothing better to do. `deadlines_us` has those of the waiting requests in the
+    process that is free has nothing better to do. So they are if more are expected to be in time then (see
+    the module). `deadlines_us` has those of the waiting requests in the
     order of dispatch, NEVER_US for no deadline; `behind` more wait after them. O(n) if all can be in time,
     otherwise O(n log max_size); of those behind, only batches count.
     """
-    ways = forecast.ways
     planned, is_complete = _plan(forecast, deadlines_us, start_us, behind)
     if is_complete and planned.size:
         return planned
-    as_usual = forecast._replace(ways_us=ways.usual_us)
-    bold, _ = _plan(as_usual, deadlines_us, start_us, behind)
+    usual = forecast._replace(ways_us=forecast.ways.usual_us)
+    for_usual, _ = _plan(usual, deadlines_us, start_us, behind)
     if not planned.size:
-        return bold
-    cautious, _ = _plan(forecast._replace(ways_us=ways.longest_us), deadlines_us, start_us, behind)
-    safe = cautious if cautious.size >= planned.size else planned
-    throughput = _best_throughput(as_usual, max(deadlines_us), start_us)
-    gain = _expected_value(as_usual, deadlines_us, start_us, bold, throughput) - _expected_value(
-        as_usual, deadlines_us, start_us, safe, throughput
+        return for_usual
+    longest = forecast._replace(ways_us=forecast.ways.longest_us)
+    for_longest, _ = _plan(longest, deadlines_us, start_us, behind)
+    for_long = for_longest if for_longest.size >= planned.size else planned
+    throughput = _best_throughput(usual, max(deadlines_us), start_us)
+    value, usual_value = (
+        _expected_value(forecast, deadlines_us, start_us, one, throughput) for one in (for_long, for_usual)
     )
-    return bold if gain > GAIN_MIN else safe
+    return for_usual if usual_value > value + GAIN_MIN else for_long
 
 
 def _expected_value(

@@ -14,7 +14,8 @@ last one it grows as in the octave before that. Of the batches of a size, a tent
   for long, is forgotten. Otherwise an outlier (a pause of the machine, a cold cache) could keep a size from
   being tried ever again.
 - Several observations in a row far above, or far below, what their classes say are a change of the model's
-  speed. All earlier observations are then scaled by the same ratio. Slow drift is followed in the same way.
+  speed. All earlier observations are then scaled by the same ratio.
+- Sizes that are not observed any more follow the slow drift of those that are.
 """
 
 from __future__ import annotations

@@ -98,9 +98,7 @@ class Ways:
         self._quick_after_pauses = 0  # batches in turn
         self._by_size: WaysBySize | None = None  # None: to be computed again
 
-    def observe_round_trip(
-        self, size: int, round_trip_us: int, dispatched_us: int = 0, settled_us: int = 0
-    ) -> None:
+    def observe_round_trip(self, size: int, round_trip_us: int, dispatched_us: int, settled_us: int) -> None:
         """A batch of `size` took this long from dispatch to settled, without the execution. Both times show
         whether it was dispatched after a pause."""
         own = magnitude(size)
@@ -117,7 +115,7 @@ class Ways:
         self._by_size = None
 
     def _doubt(self, usual: RecentTimes, round_trip_us: int) -> None:
-        """Forget all if batches after a pause show that it does not hold any more."""
+        """After a pause: count batches that are quick, and forget all if there are enough in turn."""
         is_quick = usual.are_enough and 0 < OUTDATED_RATIO_MIN * round_trip_us < usual.median_us
         self._quick_after_pauses = self._quick_after_pauses + 1 if is_quick else 0
         if self._quick_after_pauses == OUTDATED_BATCHES_MIN:
