@@ -41,8 +41,8 @@ from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.ways import WaysBySize, magnitude
 
-# How likely a request is taken to be in time if its deadline leaves less time than the usual ways take, as
-# much as those (so 0.5 to 0.9), as much as nine of ten do not exceed (0.9 to 1), or as much as the longest take.
+# How likely a request is taken to be in time. Its deadline leaves less time than the usual ways take; as much
+# as those (so 0.5 to 0.9); as much as nine of ten do not exceed (0.9 to 1); or as much as the longest take.
 CHANCES: Final = (0.0, 0.7, 0.95, 1.0)
 GAIN_MIN: Final = 0.5  # requests: a smaller gain by a plan for the usual ways is none in virtual time
 
@@ -113,9 +113,11 @@ def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind:
 
     If no request is in time even if the ways take long, those are served that are in time if they do not: a
     process that is free has nothing better to do. So they are if more are expected to be in time then (see
-    the module). `deadlines_us` has those of the waiting requests in the
-    order of dispatch, NEVER_US for no deadline; `behind` more wait after them. O(n) if all can be in time,
-    otherwise O(n log max_size); of those behind, only batches count.
+    the module).
+
+    `deadlines_us` has those of the waiting requests in the order of dispatch, NEVER_US for no deadline;
+    `behind` more wait after them. O(n) if all can be in time, otherwise O(n log max_size); of those behind,
+    only batches count.
     """
     planned, is_complete = _plan(forecast, deadlines_us, start_us, behind)
     if is_complete and planned.size:
