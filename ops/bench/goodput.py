@@ -1,7 +1,7 @@
 """Goodput: requests per second that are answered OK within their deadline.
 
     .venv/bin/python ops/bench/goodput.py [--requests 6000] [--write]
-    .venv/bin/python ops/bench/goodput.py --real [--models line,square,steps] [--workers 1,4]
+    .venv/bin/python ops/bench/goodput.py --real [--models line,square,steps] [--workers 1,2,4]
         [--deadlines 15,50] [--arrivals Poisson,bursty] [--loads 0.6,0.9,1.2,1.5]
         [--policies deferred,eager] [--floods refused,bursts,raising] [--seconds 12] [--rounds 1]
         [--runs FILE] [--write]
@@ -12,10 +12,10 @@ Policies and bounds count the same requests (`deadlines.bounds`, `deadlines.virt
 
 With --real, Redis, a batcher, a worker and a client: the share of the bound that is really answered in time,
 beside virtual time; the causes of what was missed; and what a flood of bodies that fail does to other
-requests (`deadlines.measure`). All of it takes an hour or two a round. A run says nothing, and is marked, if
-the host withheld more than 5% of the CPU time, the machine was busy for more than 90% of it, or the producer
-did not keep up. With --runs, runs are added to a file, those that it has count too, and those that say
-nothing are repeated: call it again until all runs are valid.
+requests (`deadlines.measure`). All of it takes an hour and a half a round. A run says nothing, and is marked,
+if the host withheld more than 5% of the CPU time, the machine was busy for more than 90% of it, or the
+producer did not keep up. With --runs, runs are added to a file, those that it has count too, and those that
+say nothing are repeated: call it again until all runs are valid.
 
 --write puts the tables into GOODPUT.md and goodput.svg, or GOODPUT_REAL.md, beside this file.
 """

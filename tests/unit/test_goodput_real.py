@@ -9,7 +9,7 @@ import pytest
 from deadlines import real_document
 from deadlines.load import CAUSES, Sent, cause_named_by
 from deadlines.plans import FLOODED_POINTS, LEARNING_S, NO_FLOOD, Choice, Plan
-from deadlines.points import LINE, SMALL_SQUARE, Point
+from deadlines.points import LINE, SMALL_SQUARE, STEPS, Point
 from deadlines.runs import Run, evaluate, read_runs, typical
 from host import CpuShares, CpuTime
 
@@ -41,7 +41,7 @@ def test_what_is_done_is_not_repeated() -> None:
 def test_by_default_all_points_and_floods_are_measured() -> None:
     plans = Choice().plans([])
     points = {plan.point for plan in plans if not plan.flood}
-    assert len(points) == 3 * 2 * 2 * 2 * 4
+    assert len(points) == 3 * 3 * 2 * 2 * 4
     assert len(plans) == 2 * len(points) + 4 * len(FLOODED_POINTS)
     floods = [plan.flood for plan in plans if plan.point == FLOODED_POINTS[0] and plan.flood]
     assert floods == [NO_FLOOD, "refused", "bursts", "raising"]
@@ -116,14 +116,32 @@ def test_runs_on_a_machine_without_cpu_time_are_marked_and_count_only_if_there_a
 
 
 def test_the_worst_figures_of_deferred_are_named() -> None:
-    short = Plan(POINT._replace(deadline_ms=15), "deferred")
-    lines = "\n".join(real_document.body([run_of(DEFERRED), run_of(short, 60), run_of(EAGER, 92)]))
-    assert "- 15 ms: 35.0 points below virtual time" in lines
-    assert "- 15 ms: 60.0% of the bound" in lines
-    assert "- 15 ms: 28.0 points from the prediction" in lines
-    assert "- 50 ms: 5.0 points below virtual time" in lines
-    assert "- against `eager`: -2.0 points" in lines
+    short, bursty = (
+        Plan(POINT._replace(deadline_ms=15), "deferred"),
+        Plan(POINT._replace(arrivals="bursty"), "deferred"),
+    )
+    runs = [run_of(DEFERRED), run_of(short, 60), run_of(EAGER, 92), run_of(bursty, 94)]
+    lines = "\n".join(real_document.body(runs))
+    of_15 = f"({LINE.name} ms, Poisson, 0.9)"
+    assert f"| 15 ms | 1 | 60.0% {of_15} | 35.0 | 35.0 {of_15} | 28.0 {of_15} |" in lines
+    of_50, worst_predicted = f"({LINE.name} ms, Poisson, 0.9)", f"({LINE.name} ms, bursty, 0.9)"
+    assert f"| 50 ms | 1 | 90.0% {of_50} | 3.0 | 5.0 {of_50} | 6.0 {worst_predicted} |" in lines
+    assert f"Against `eager`: at least -2.0 points ({POINT.description})." in lines
     assert f"| {LINE.name} | 1 | 15 ms | Poisson | 0.9 | deferred | 40.0% |" in lines
+
+
+def test_rows_are_in_the_order_of_models_workers_and_loads() -> None:
+    points = [
+        POINT._replace(model=STEPS.name),
+        POINT._replace(workers=4),
+        POINT._replace(arrivals="bursty"),
+        POINT._replace(load=1.2),
+        POINT,
+    ]
+    runs = [run_of(Plan(point, policy)) for point in points for policy in ("eager", "deferred")]
+    rows = list(real_document.cells(runs))
+    assert [plan.point for plan in rows[::2]] == [POINT, POINT._replace(load=1.2), *points[2::-1]]
+    assert [plan.policy for plan in rows[:2]] == ["deferred", "eager"]
 
 
 def test_floods_are_compared_with_runs_without_one() -> None:

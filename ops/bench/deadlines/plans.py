@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     """Which runs to do: keys of REAL_MODELS and of ARRIVALS, floods, and `rounds` of each."""
 
     models: Sequence[str] = tuple(REAL_MODELS)
-    workers: Sequence[int] = (1, 4)
+    workers: Sequence[int] = (1, 2, 4)
     deadlines: Sequence[int] = DEADLINES_MS
     arrivals: Sequence[str] = tuple(ARRIVALS)
     loads: Sequence[float] = (0.6, 0.9, 1.2, 1.5)

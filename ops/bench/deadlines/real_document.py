@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Final, NamedTuple
 
 from host import STOLEN_MAX
@@ -11,7 +12,7 @@ from deadlines import load
 from deadlines.flood import FLOODS
 from deadlines.load import CAUSES
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
-from deadlines.points import Point
+from deadlines.points import ARRIVALS, MODELS, Point
 from deadlines.runs import BUSY_MAX, LATE_MS_MAX, Run
 
 MARK: Final = "†"
@@ -69,18 +70,29 @@ class Cell(NamedTuple):
     is_valid: bool
 
     @property
+    def below(self) -> float:
+        """How far it is below virtual time, in shares of the bound."""
+        return self.virtual - self.real
+
+    @property
     def mark(self) -> str:
         """A mark for figures that say nothing."""
         return "" if self.is_valid else f" {MARK}"
 
 
 def cells(runs: Sequence[Run]) -> dict[Plan, Cell]:
-    """The runs of each plan together; of the valid ones, if there are any."""
+    """The runs of each plan together; of the valid ones, if there are any. Ordered by points and policies."""
     by_plan: dict[Plan, list[Run]] = {}
     for run in runs:
         by_plan.setdefault(run.plan, []).append(run)
     valid = {plan: [run for run in of_plan if run.is_valid] for plan, of_plan in by_plan.items()}
-    return {plan: _cell(plan, valid[plan] or of_plan) for plan, of_plan in by_plan.items()}
+    return {plan: _cell(plan, valid[plan] or by_plan[plan]) for plan in sorted(by_plan, key=_place)}
+
+
+def _place(plan: Plan) -> tuple[int, int, int, int, float, str]:
+    """By which the cells of a document are ordered; floods stay as they were run."""
+    model, workers, deadline_ms, arrivals, load = plan.point
+    return [*MODELS].index(model), workers, deadline_ms, [*ARRIVALS].index(arrivals), load, plan.policy
 
 
 def _cell(plan: Plan, runs: Sequence[Run]) -> Cell:
@@ -119,30 +131,48 @@ def body(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def summary(of_points: Sequence[Cell]) -> Iterator[str]:
-    """The worst of the cells that say something: against virtual time, the bound, and `eager`."""
+    """The worst of the cells that say something: against the bound, virtual time, the prediction, `eager`."""
     said = {cell.plan: cell for cell in of_points if cell.is_valid}
-    deferred = [cell for cell in said.values() if cell.plan.policy == "deferred"]
-    yield f"Of {len(of_points)} cells {len(said)} say something. Among these, the worst of `deferred`:"
+    yield f"Of {len(of_points)} cells {len(said)} say something. Among these, of `deferred`:"
     yield ""
-    for deadline_ms in sorted({cell.plan.point.deadline_ms for cell in deferred}):
-        own = [cell for cell in deferred if cell.plan.point.deadline_ms == deadline_ms]
-        below = max(own, key=lambda cell: cell.virtual - cell.real)
-        lowest = min(own, key=lambda cell: cell.real)
-        yield f"- {deadline_ms} ms: {100 * (below.virtual - below.real):.1f} points below virtual time"
-        yield f"  ({below.plan.point.description})"
-        yield f"- {deadline_ms} ms: {lowest.real:.1%} of the bound ({lowest.plan.point.description})"
-        wrong = max(own, key=lambda cell: abs(cell.predicted - cell.real))
-        yield f"- {deadline_ms} ms: {100 * abs(wrong.predicted - wrong.real):.1f} points from the prediction"
-        yield f"  ({wrong.plan.point.description})"
+    yield (
+        "| deadline | workers | least share of the bound | points below virtual time, median | most "
+        "| most points from the prediction |"
+    )
+    yield "|---:|---:|---|---:|---|---|"
+    groups: dict[tuple[int, int], list[Cell]] = {}
+    for plan, cell in said.items():
+        if plan.policy == "deferred":
+            groups.setdefault((plan.point.deadline_ms, plan.point.workers), []).append(cell)
+    for (deadline_ms, workers), group in sorted(groups.items()):
+        yield f"| {deadline_ms} ms | {workers} | {' | '.join(_worst(group))} |"
     gains = [
-        (cell.real - said[eager].real, cell.plan.point.description)
-        for cell in deferred
-        if (eager := cell.plan._replace(policy="eager")) in said
+        (cell.real - said[eager].real, plan.point.description)
+        for plan, cell in said.items()
+        if plan.policy == "deferred" and (eager := plan._replace(policy="eager")) in said
     ]
     if gains:
         gain, description = min(gains)
-        yield f"- against `eager`: {100 * gain:+.1f} points ({description})"
+        yield ""
+        yield f"Against `eager`: at least {100 * gain:+.1f} points ({description})."
     yield ""
+
+
+def _worst(group: Sequence[Cell]) -> Iterator[str]:
+    """The columns of a summary of cells, each with the cell that is meant."""
+    lowest = min(group, key=lambda cell: cell.real)
+    below = max(group, key=lambda cell: cell.below)
+    wrong = max(group, key=lambda cell: abs(cell.predicted - cell.real))
+    yield f"{lowest.real:.1%} ({_in_group(lowest)})"
+    yield f"{100 * median(cell.below for cell in group):.1f}"
+    yield f"{100 * below.below:.1f} ({_in_group(below)})"
+    yield f"{100 * abs(wrong.predicted - wrong.real):.1f} ({_in_group(wrong)})"
+
+
+def _in_group(cell: Cell) -> str:
+    """A cell among those of a deadline and a number of workers."""
+    point = cell.plan.point
+    return f"{point.model} ms, {point.arrivals}, {point.load:g}"
 
 
 def shares(of_points: Sequence[Cell]) -> Iterator[str]:
