@@ -11,12 +11,12 @@ from host import STOLEN_MAX
 from deadlines import load
 from deadlines.flood import FLOODS
 from deadlines.load import CAUSES
-from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
+from deadlines.plans import COUNTED_REQUESTS_MAX, FLOODED_POINTS, LEARNING_S, NO_FLOOD, Plan
 from deadlines.points import ARRIVALS, MODELS, Point
 from deadlines.runs import BUSY_MAX, LATE_MS_MAX, Run
 
 MARK: Final = "†"
-HEAD: Final = """\
+HEAD: Final = f"""\
 # Goodput on the real system
 
 Written by `.venv/bin/python ops/bench/goodput.py --real --write`.
@@ -31,7 +31,8 @@ workers together could execute in time; neither has any way to the worker and ba
 policy, simulated with the default round trip; "predicted" is simulated with the l(b), the ways and the
 delays that the batcher reported. The ways have a lognormal distribution through what half and nine of ten
 batches took ("ways"). The delays are the medians of how long the batcher took to read a request, and of how
-late it was woken up.
+late it was woken up. The batcher learns for {LEARNING_S:g} s, and then at most {COUNTED_REQUESTS_MAX:,} requests
+count.
 """
 CAUSES_HEAD: Final = f"""\
 
@@ -90,9 +91,10 @@ def cells(runs: Sequence[Run]) -> dict[Plan, Cell]:
 
 
 def _place(plan: Plan) -> tuple[int, int, int, int, float, str]:
-    """By which the cells of a document are ordered; floods stay as they were run."""
-    model, workers, deadline_ms, arrivals, load = plan.point
-    return [*MODELS].index(model), workers, deadline_ms, [*ARRIVALS].index(arrivals), load, plan.policy
+    """The order of the cells in the document. Floods of a point stay in the order in which they were run."""
+    point = plan.point
+    model, arrivals = [*MODELS].index(point.model), [*ARRIVALS].index(point.arrivals)
+    return model, point.workers, point.deadline_ms, arrivals, point.load, plan.policy
 
 
 def _cell(plan: Plan, runs: Sequence[Run]) -> Cell:
@@ -118,6 +120,7 @@ def body(runs: Sequence[Run]) -> Iterator[str]:
     by_plan = cells(runs)
     of_points = [cell for plan, cell in by_plan.items() if not plan.flood]
     if of_points:
+        yield f"In each run, the requests that count were sent within {max(run.seconds for run in runs):.0f} s."
         yield from summary(of_points)
         yield from shares(of_points)
         yield from (CAUSES_HEAD, *causes(of_points))
@@ -133,7 +136,7 @@ def body(runs: Sequence[Run]) -> Iterator[str]:
 def summary(of_points: Sequence[Cell]) -> Iterator[str]:
     """The worst of the cells that say something: against the bound, virtual time, the prediction, `eager`."""
     said = {cell.plan: cell for cell in of_points if cell.is_valid}
-    yield f"Of {len(of_points)} cells {len(said)} say something. Among these, of `deferred`:"
+    yield f"Of {len(of_points)} cells {len(said)} say something. The worst of `deferred` among these:"
     yield ""
     yield (
         "| deadline | workers | least share of the bound | points below virtual time, median | most "
@@ -154,7 +157,7 @@ def summary(of_points: Sequence[Cell]) -> Iterator[str]:
     if gains:
         gain, description = min(gains)
         yield ""
-        yield f"Against `eager`: at least {100 * gain:+.1f} points ({description})."
+        yield f"Against `eager`: {100 * gain:+.1f} points at worst ({description})."
     yield ""
 
 
