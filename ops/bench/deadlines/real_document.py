@@ -31,8 +31,8 @@ workers together could execute in time; neither has any way to the worker and ba
 policy, simulated with the default round trip; "predicted" is simulated with the l(b), the ways and the
 delays that the batcher reported. The ways have a lognormal distribution through what half and nine of ten
 batches took ("ways"). The delays are the medians of how long the batcher took to read a request, and of how
-late it was woken up. The batcher learns for {LEARNING_S:g} s, and then at most {COUNTED_REQUESTS_MAX:,} requests
-count.
+late it was woken up. The batcher learns for {LEARNING_S:g} s; of what follows at most
+{COUNTED_REQUESTS_MAX:,} requests count.
 """
 CAUSES_HEAD: Final = f"""\
 
@@ -120,7 +120,8 @@ def body(runs: Sequence[Run]) -> Iterator[str]:
     by_plan = cells(runs)
     of_points = [cell for plan, cell in by_plan.items() if not plan.flood]
     if of_points:
-        yield f"In each run, the requests that count were sent within {max(run.seconds for run in runs):.0f} s."
+        seconds = max(run.seconds for run in runs)
+        yield f"In each run, the requests that count were sent within {seconds:.0f} s."
         yield from summary(of_points)
         yield from shares(of_points)
         yield from (CAUSES_HEAD, *causes(of_points))
