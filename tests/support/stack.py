@@ -20,7 +20,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
@@ -37,6 +37,7 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.forking import ForkedProcess, ForkServer
 from support.waiting import wait_until
 from support.wire import envelopes
 
@@ -58,14 +59,28 @@ LOG_EVENTS: Final = frozenset(
 
 
 class Service:
-    """A batcher or worker process and its log."""
+    """A batcher or worker process and its log. It is forked, or with `fresh` a new interpreter."""
 
-    def __init__(self, name: str, argv: list[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        fresh: bool,
+    ) -> None:
         self.name = name
         self.log = log
+        self.process: ForkedProcess | subprocess.Popen[bytes]
         with log.open("wb") as output:
+            if not fresh:
+                server = ForkServer.of_this_process()
+                self.process = server.start(module, arguments, output, environment, MODELS)
+                return
             self.process = subprocess.Popen(
-                command_that_dies_with_parent([sys.executable, *argv]),
+                command_that_dies_with_parent([sys.executable, "-m", module, *arguments]),
                 cwd=MODELS,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
@@ -150,7 +165,8 @@ class Stack:
 
     Logs are written to `home`. `binary` is the Redis server to start, the preferred one if None. `server` is
     a running one instead, which is stopped with the stack; tests connect to `server.url`. `environment` has
-    variables for batchers and workers, by role; they override that URL.
+    variables for batchers and workers, by role; they override that URL. With `fresh`, services are not forked
+    from a process that has imported them (see `support.forking`), but run in new interpreters.
     """
 
     running: ClassVar[list[Stack]] = []
@@ -163,11 +179,13 @@ class Stack:
         append_only: bool = True,
         server: EmbeddedRedis | None = None,
         environment: Mapping[str, Mapping[str, str]] | None = None,
+        fresh: bool = False,
     ) -> None:
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
         self.server = server or EmbeddedRedis(binary=binary, append_only=append_only)
         self.environment = {} if environment is None else environment
+        self.fresh = fresh
         # Any: redis-py's types are too vague for results and for most arguments.
         self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
         self.services: list[Service] = []
@@ -191,7 +209,7 @@ class Stack:
 
     def batcher(self, *flags: str, faulty_package: Path | None = None, ready: bool = True) -> Service:
         """Start a batcher; wait until it looks for models unless `ready` is False."""
-        service = self._start("batcher", ["-m", "carpool_batcher", *flags], faulty_package)
+        service = self._start("batcher", flags, faulty_package)
         if ready:
             service.wait_for("batcher started")
         return service
@@ -204,7 +222,7 @@ class Stack:
         `spec` is the worker's argument, relative to `tests/support/models`. `faulty_package` is a directory
         with a package `carpool` that replaces the real one.
         """
-        service = self._start("worker", ["-m", "carpool_worker", spec, *flags], faulty_package)
+        service = self._start("worker", [spec, *flags], faulty_package)
         if ready:
             service.wait_for("worker ready")
         return service
@@ -227,7 +245,7 @@ class Stack:
         """The worker that `serve` started for the model."""
         return self._served[model]
 
-    def _start(self, role: str, argv: list[str], faulty_package: Path | None) -> Service:
+    def _start(self, role: str, arguments: Sequence[str], faulty_package: Path | None) -> Service:
         name = f"{role}-{len(self.services)}"
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")},
@@ -237,7 +255,9 @@ class Stack:
         }
         if faulty_package is not None:
             environment["PYTHONPATH"] = str(faulty_package)
-        service = Service(name, argv, self.home / f"{name}.log", environment)
+        fresh = self.fresh or faulty_package is not None
+        log = self.home / f"{name}.log"
+        service = Service(name, f"carpool_{role}", arguments, log, environment, fresh=fresh)
         self.services.append(service)
         return service
 

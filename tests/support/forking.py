@@ -1,0 +1,255 @@
+"""Starts batchers and workers of tests by forking a process that has imported them.
+
+A new interpreter needs about 0.6 s of CPU for imports before it runs a service, and the tests start hundreds.
+`ForkServer.start` does what `python -m MODULE ARGUMENTS` does, in about 20 ms:
+
+    service = ForkServer.of_this_process().start("carpool_worker", ["echo.py:Echo"], log, environment, folder)
+    service.send_signal(signal.SIGTERM)
+    assert service.wait(10) == 0
+
+A forked service has its own pid, signals, environment, working directory and standard streams, ends as an
+interpreter does, and is killed when the process of the tests ends. The one difference: its modules were
+imported in the environment of the tests. Where that matters (another package `carpool`, a variable that a
+library reads when it is imported, tests of starting), services are started in new interpreters.
+
+The fork server has one thread, and is this file, too: `python forking.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, ClassVar, Final, NoReturn
+
+from carpool.lifecycle import command_that_dies_with_parent, die_with_parent
+
+PRELOADED: Final = ("carpool_batcher.__main__", "carpool_worker.__main__")
+_ORDER_BYTES_MAX: Final = 256 * 1024
+
+
+class ForkedProcess:
+    """A process that the fork server started, with those methods of `subprocess.Popen` that tests use.
+
+    `status` is a socket on which the fork server sends the pid, then the exit status. The process remains a
+    zombie until the latter was read, so its pid is not given to another one before.
+    """
+
+    def __init__(self, status: socket.socket) -> None:
+        self._status = status
+        self.returncode: int | None = None
+        self.pid = self._receive()
+
+    def poll(self) -> int | None:
+        """The exit status, -N if signal N ended the process, or None if it runs."""
+        with contextlib.suppress(TimeoutError):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the process to end. Returns its exit status, or raises TimeoutError."""
+        if self.returncode is None:
+            with selectors.PollSelector() as selector:
+                selector.register(self._status, selectors.EVENT_READ)
+                if not selector.select(timeout_s):
+                    raise TimeoutError(f"process {self.pid} has not ended within {timeout_s:g} s")
+            self.returncode = self._receive()
+            self._status.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process is known to have ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _receive(self) -> int:
+        data = self._status.recv(32)
+        if not data:
+            raise RuntimeError("the fork server of the tests ended; its standard error says why")
+        return int(data)
+
+
+class ForkServer:
+    """The fork server of this process, which ends with it."""
+
+    _running: ClassVar[ForkServer | None] = None
+
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.owner_pid = os.getpid()
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command_that_dies_with_parent(command),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    @classmethod
+    def of_this_process(cls) -> ForkServer:
+        """The running fork server, started at the first call."""
+        if cls._running is None or cls._running.owner_pid != os.getpid() or not cls._running.is_alive:
+            cls._running = cls()
+        return cls._running
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        output: IO[bytes],
+        environment: Mapping[str, str],
+        folder: Path,
+    ) -> ForkedProcess:
+        """Run `module.__main__.main(arguments)` in a process of its own.
+
+        `output` gets its standard output and error; `environment` is its whole environment, and `folder` its
+        working directory, which is first on its `sys.path`, as with `python -m`.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        order = [f"{module}.__main__", list(arguments), dict(environment), str(folder)]
+        socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs.fileno(), output.fileno()])
+        theirs.close()
+        return ForkedProcess(ours)
+
+
+# --- the fork server ----------------------------------------------------------------------------------------
+
+
+class _Server:
+    """Receives orders, forks, and reports how processes ended. One thread, one loop."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ)
+        self._owner_pid = os.getppid()
+
+    def run(self) -> Callable[[], int]:
+        """Serve until the tests end. Returns in each forked process, with what that is to run."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._orders:
+                    service = self._take_order()
+                    if service is not None:
+                        return service
+                elif isinstance(key.data, _Child):
+                    self._follow(key.data)
+
+    def _take_order(self) -> Callable[[], int] | None:
+        """Fork. Returns None in this process, and in the new one what that is to run."""
+        data, descriptors, _, _ = socket.recv_fds(self._orders, _ORDER_BYTES_MAX, 2)
+        if not data:  # the tests ended
+            os._exit(0)
+        module, arguments, environment, folder = json.loads(data)
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(server_pid)
+            self._close()
+            _take_standard_streams(descriptors[1])
+            return _service(module, arguments, environment, folder)
+        os.close(descriptors[1])
+        child = _Child(pid, socket.socket(fileno=descriptors[0]))
+        child.status.send(str(pid).encode())
+        self._selector.register(child.descriptor, selectors.EVENT_READ, child)
+        return None
+
+    def _follow(self, child: _Child) -> None:
+        """Report how the process ended; later, once that was read, give up its pid."""
+        if not child.has_ended:
+            self._selector.unregister(child.descriptor)
+            self._selector.register(child.status, selectors.EVENT_READ, child)
+            child.report()
+            return
+        self._selector.unregister(child.status)
+        child.close()
+
+    def _close(self) -> None:
+        """Close all that belongs to the fork server, in a forked process."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Child):
+                key.data.close_descriptors()
+        self._selector.close()
+        self._orders.close()
+
+
+class _Child:
+    """A process and the socket on which its test learns of it."""
+
+    def __init__(self, pid: int, status: socket.socket) -> None:
+        self.pid = pid
+        self.status = status
+        self.descriptor = os.pidfd_open(pid)  # readable once the process has ended
+        self.has_ended = False
+
+    def report(self) -> None:
+        """Send the exit status, and leave the process a zombie."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        by_signal = ended.si_code != os.CLD_EXITED
+        self.has_ended = True
+        with contextlib.suppress(BrokenPipeError):  # the test does not want to know
+            self.status.send(str(-ended.si_status if by_signal else ended.si_status).encode())
+
+    def close(self) -> None:
+        os.waitpid(self.pid, 0)
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        os.close(self.descriptor)
+        self.status.close()
+
+
+def _take_standard_streams(output: int) -> None:
+    """Write standard output and error to this descriptor, and close all others."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+
+
+def _service(
+    module: str, arguments: list[str], environment: dict[str, str], folder: str
+) -> Callable[[], int]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = folder
+    main = importlib.import_module(module)
+    sys.argv = [str(main.__file__), *arguments]
+    return lambda: main.main(arguments)
+
+
+def _main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then end this process
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that collecting does not copy the pages which all have in common
+    service = _Server(orders).run()
+    sys.exit(service())
+
+
+if __name__ == "__main__":
+    _main()

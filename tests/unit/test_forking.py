@@ -1,0 +1,155 @@
+"""A forked service is what a new interpreter would be: its environment, its streams, its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from support.forking import ForkedProcess, ForkServer
+from support.waiting import wait_until
+
+# A service that tells what it was given, then does what its first argument says.
+PROGRAM: Final = textwrap.dedent(
+    """
+    import atexit, json, os, signal, sys, threading
+    def main(argv):
+        print(json.dumps({
+            "argv": argv,
+            "sys_argv": sys.argv[1:],
+            "path": sys.path[0],
+            "folder": os.getcwd(),
+            "pid": os.getpid(),
+            "environment": dict(os.environ),
+            "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+            "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "stdin": sys.stdin.read(),
+        }), flush=True)
+        if argv[0] == "wait":
+            threading.Event().wait()
+        if argv[0] == "raise":
+            raise ValueError("an error of the service")
+        if argv[0] == "end later":
+            threading.Thread(target=lambda: print("a thread that is waited for")).start()
+            atexit.register(print, "at exit")
+        return int(argv[1])
+    """
+)
+Start = Callable[..., ForkedProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the program with these arguments; its output is in `output`."""
+    package = tmp_path / "probe"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(PROGRAM)
+    server = ForkServer.of_this_process()
+    started: list[ForkedProcess] = []
+
+    def run(*argv: str, **environment: str) -> ForkedProcess:
+        with (tmp_path / "output").open("wb") as output:
+            started.append(server.start("probe", argv, output, environment, tmp_path))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+def told(tmp_path: Path) -> dict[str, Any]:
+    """What the service has told about itself."""
+    output = tmp_path / "output"
+    wait_until(lambda: "\n" in output.read_text(), description="the service tells what it was given")
+    found: dict[str, Any] = json.loads(output.read_text().splitlines()[0])
+    return found
+
+
+def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Path) -> None:
+    process = start("end", "0", SOME="value")
+    assert process.wait(10) == 0
+    assert told(tmp_path) == {
+        "argv": ["end", "0"],
+        "sys_argv": ["end", "0"],
+        "path": str(tmp_path),
+        "folder": str(tmp_path),
+        "pid": process.pid,
+        "environment": {"SOME": "value"},
+        "descriptors": 3,
+        "sigint": True,
+        "stdin": "",
+    }
+
+
+@pytest.mark.parametrize(("argv", "status"), [(("end", "0"), 0), (("end", "7"), 7), (("raise", "0"), 1)])
+def test_the_exit_status_is_that_of_the_service(
+    start: Start, tmp_path: Path, argv: tuple[str, ...], status: int
+) -> None:
+    process = start(*argv)
+    assert process.wait(10) == status == process.poll() == process.returncode
+    assert ("ValueError: an error of the service" in (tmp_path / "output").read_text()) == (status == 1)
+
+
+def test_threads_and_exit_functions_are_waited_for(start: Start, tmp_path: Path) -> None:
+    assert start("end later", "0").wait(10) == 0
+    assert (tmp_path / "output").read_text().splitlines()[1:] == ["a thread that is waited for", "at exit"]
+
+
+def test_signals_reach_it_and_are_its_status(start: Start, tmp_path: Path) -> None:
+    process = start("wait", "0")
+    told(tmp_path)
+    assert process.poll() is None
+    with pytest.raises(TimeoutError):
+        process.wait(0.01)
+    process.terminate()
+    assert process.wait(10) == -signal.SIGTERM
+
+
+def test_a_pid_is_not_given_to_another_before_the_status_was_read(start: Start) -> None:
+    process = start("end", "3")
+    wait_until(lambda: _state(process.pid) == "Z", description="the process has ended")
+    assert process.poll() == 3
+    wait_until(lambda: _state(process.pid) is None, description="its pid is given up")
+    process.kill()  # is no longer sent
+
+
+def test_services_end_with_the_tests(tmp_path: Path) -> None:
+    """Whoever starts services may be killed at any moment."""
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "__main__.py").write_text(PROGRAM)
+    starter = textwrap.dedent(
+        f"""
+        import sys, time
+        from pathlib import Path
+        from support.forking import ForkServer
+        folder = Path({str(tmp_path)!r})
+        with open(folder / "output", "wb") as output:
+            process = ForkServer.of_this_process().start("probe", ["wait"], output, {{}}, folder)
+        print(process.pid, flush=True)
+        time.sleep(60)
+        """
+    )
+    command = [sys.executable, "-c", starter]
+    folder = Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        told(tmp_path)
+        process.kill()
+    wait_until(lambda: _state(pid) in (None, "Z"), description="the service ends with its starter")
+
+
+def _state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
