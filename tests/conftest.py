@@ -1,4 +1,7 @@
-"""Fixtures for tests with real services: Redis servers and stacks. Failed tests show the services' logs."""
+"""Fixtures for tests with real services: Redis servers and stacks. Failed tests show the services' logs.
+
+Here are plugins registered, too: which tests run together and when, and what ends a test that hangs.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,16 @@ from typing import Any, Final
 import pytest
 
 from carpool_cli.local.embedded import find_servers
+from support.hangs import HangWatch
+from support.scheduling import Scheduling
 from support.stack import Stack
 
 SERVERS: Final = find_servers()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(HangWatch(config))
+    config.pluginmanager.register(Scheduling())
 
 
 def name_of(server: Path) -> str:
