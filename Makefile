@@ -22,7 +22,7 @@ demo: install ## Start Redis, a batcher and workers on this machine, and send re
 	@$(BIN)/carpool demo
 
 test: install ## Run all tests, JOBS test files at a time (default 3)
-	@$(BIN)/pytest -q -n $(JOBS) --dist loadgroup tests
+	@$(BIN)/pytest -q -n $(JOBS) tests
 
 check: install ## Check style, format, types, and imports between layers
 	$(BIN)/ruff check .

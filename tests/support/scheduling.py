@@ -14,11 +14,14 @@ begin last. Among equals the order is random, as pytest-randomly made it.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 # The folders of tests, by how long their tests take: those that wait, those that compute.
@@ -26,33 +29,61 @@ WAITING: Final = ("chaos", "integration", "compose", "clients")
 COMPUTING: Final = ("simulation", "contract", "unit")
 GROUPED_BY_FILE: Final = ("contract", "unit")
 _FIRST_PROCESS: Final = "gw0"
+_FILE: Final = "file_of_groups"
 
 
 class Scheduling:
-    """The pytest plugin."""
+    """The pytest plugin.
 
-    @pytest.hookimpl(tryfirst=True)  # after pytest-randomly, which is a wrapper, and before pytest-xdist
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Mark groups, for pytest-xdist, and sort them."""
+    Only the processes that run tests collect them, and see their fixtures. The first one writes the group of
+    each test to a file, whose path it was given, for the process that schedules them.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="carpool-tests-")
+        self._file = Path(self._folder.name) / "groups.json"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        node.workerinput[_FILE] = str(self._file)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         groups: dict[str, list[pytest.Item]] = {}
         for item in items:
             groups.setdefault(group_of(item), []).append(item)
-        for name, members in groups.items():
-            if len(members) > 1:
-                for item in members:
-                    item.add_marker(pytest.mark.xdist_group(name))
         items[:] = [item for group in sorted(groups.values(), key=_place) for item in group]
+        ours = getattr(config, "workerinput", {})
+        if ours.get("workerid") == _FIRST_PROCESS:
+            names = {item.nodeid: name for name, members in groups.items() for item in members}
+            Path(ours[_FILE]).write_text(json.dumps(names))
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Scheduler:
-        return Scheduler(config, log)
+        return Scheduler(config, log, self._file)
+
+    def pytest_unconfigure(self) -> None:
+        self._folder.cleanup()
 
 
-class Scheduler(LoadGroupScheduling):
-    """Gives each process the first waiting group that it prefers, or else the first one."""
+class Scheduler(LoadScopeScheduling):
+    """Gives each process the first waiting group that it prefers, or else the first one.
 
-    def __init__(self, config: pytest.Config, log: Any) -> None:
+    The names of groups are read from `file` once the tests are collected.
+    """
+
+    def __init__(self, config: pytest.Config, log: Any, file: Path) -> None:
         super().__init__(config, log)
-        config.option.loadscopereorder = False  # groups are in order
+        config.option.loadscopereorder = False  # they are in order
+        self._file = file
+        self._groups: dict[str, str] = {}
+
+    def schedule(self) -> None:
+        self._groups = self._groups or json.loads(self._file.read_text())
+        super().schedule()
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._groups[nodeid]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         preferred = COMPUTING if node.gateway.id == _FIRST_PROCESS else WAITING
