@@ -1,0 +1,1 @@
+"""The `carpool` command: `commands` lists all commands, and each has a module, or a package."""

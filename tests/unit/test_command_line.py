@@ -11,6 +11,7 @@ from carpool.settings import WorkerSettings, read_settings
 from carpool.store.connection import CommandError, LinkError, SignInError
 from carpool_cli import infer, models
 from carpool_cli.__main__ import main
+from carpool_cli.commands import COMMANDS, listed
 from carpool_cli.local.up import UpSettings
 from carpool_cli.tuning.tune import TuneSettings
 
@@ -38,10 +39,7 @@ def run(*arguments: str) -> int:
         return exits.code
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["up", "infer", "models", "forget", "top", "config", "health", "demo", "acl", "worker", "batcher"],
-)
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS.values() if command.module])
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["help", command], [command, "--help"]):
         assert run(*arguments) == 0
@@ -54,7 +52,7 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (["modles"], "did you mean models?"),
-        (["zzz"], "up, infer, models"),
+        (["zzz"], "commands: up, infer, check, models, "),
         (["up"], "MODEL"),
         (["up", "square", "--replcas", "2"], "did you mean --replicas?"),
         (["up", "square", "--replicas", "0"], "(or CARPOOL_REPLICAS) is '0': must be greater"),
@@ -104,6 +102,14 @@ def test_duration_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixt
 def test_port_of_redis_may_be_any_free_one() -> None:
     assert read_settings(UpSettings, ["square", "--redis-port", "0"], "up").plan().redis_port is None
     assert read_settings(UpSettings, ["square", "--redis-port", "7000"], "up").plan().redis_port == 7000
+
+
+@pytest.mark.parametrize("arguments", [[], ["help"], ["--help"], ["help", "help"]])
+def test_help_lists_all_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 0
+    printed = capsys.readouterr()
+    assert listed(indent=2) in printed.out
+    assert printed.err == ""
 
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:

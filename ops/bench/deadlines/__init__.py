@@ -7,8 +7,9 @@ virtual           goodput of all policies in virtual time
 virtual_document  GOODPUT.md and its plot
 load              a producer on the real system: what became of each request, and why
 stack             Redis, a batcher and a worker, for one model and number of workers
-runs              a run on the real system, beside its bound and virtual time; the choice of runs
+plans             which runs to do on the real system, and in which order
+measure           does them
+runs              what a run showed, beside its bound and virtual time
 flood             bodies that are refused, or that make the model raise, beside other requests
-machine           how much CPU time was used, and how much the host withheld
 real_document     GOODPUT_REAL.md
 """

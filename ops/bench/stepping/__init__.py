@@ -5,6 +5,7 @@ workloads   which requests arrive when: a burst, Poisson, or more than can be se
 heard       what the producer saw of each request, and the figures of that. Pure
 in_process  both kinds of models in one process: the production `Stepper`, and static batches
 systems     the same on the real system: Redis, batcher, worker, and an AsyncClient
+producer    sends requests there when they are due, and reads streams
 runs        runs of all systems in turn, repeated while the host withholds CPU time
 document    docs/streaming.md and its plots
 """

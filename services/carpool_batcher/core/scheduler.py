@@ -249,7 +249,8 @@ class Scheduler:
 
     def separate(self, dispatches: Sequence[Dispatch]) -> Separated:
         """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
-        the copies that were taken out to `repeated`, after the `launch` of the others. Almost always O(1)."""
+        the copies that were taken out to `take_duplicates`, after the `launch` of the others. Almost always
+        O(1)."""
         if not self._queue.ids.is_repeated_popped:
             return Separated(dispatches, ())
         self._queue.ids.is_repeated_popped = False

@@ -4,8 +4,10 @@
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures
+    states           states of sequences: as a model declares and gets them, and as bytes
     outcomes         from what the model returned to what is sent
-    failures         from what the model raised to a status and a detail
+    failures         from what the model raised to a status and a detail, or to the end of the process
+    broken_devices   which errors say that the accelerator does not work any more in this process
     raised           what the model raised, for the log and for operators
     model            a user's model, adapted to one interface
     description      what a loaded model declares, as its worker gets it

@@ -2,16 +2,21 @@
 
 sync          Client: AsyncClient on a thread of its own
 aio           AsyncClient
+environment   where to connect to, if no URL is given
 options       the options of requests
 encoding      values -> bodies
-awaited       requests without a result
-transport     the two connections to Redis, and how they are restored
 entries       requests on their way to Redis, in entries
-timeouts      timers of entries
-reading       results -> values
+awaited       requests without a result
 sinks         where values go: to futures, to a window in order, or to one array
 streams       where chunks go: to an iterator for each request
 sequences     requests to a model that keeps a state between them
+reading       results -> values
+retries       requests are sent again that ended with a status which may pass
+durability    what Redis is asked for before a request counts as accepted
+lookup        whether a model is registered, is being loaded, and can be used
+timeouts      timers of entries
+transport     the two connections to Redis, and how they are restored
+cluster       a transport for each hash slot that has models
 """
 
 from carpool.client.aio import AsyncClient

@@ -5,12 +5,25 @@ effect completely or not at all. (Registering a model and reading its state are 
 LinkError the caller does not know whether its command took effect. It repeats it, which does no harm, or
 reads the state. A batch whose fetch was lost that way is reclaimed when its lease ends.
 
-    connection  blocking connections to Redis, and how scripts are run
-    async_link  those of asyncio producers
-    arguments   how lists are passed to scripts
-    directory   which models there are, and their state; writes only an operator's overrides of settings
-    batcher     lease, dispatch, refuse, and what a batcher reads
-    worker      register, fetch, renew, reclaim, commit
-    results     how a result gets to its producer: what batchers and workers both write
-    lua/        the scripts, each with its KEYS, ARGV, reply and complexity
+    connection       blocking connections to Redis, and how scripts are run
+    async_link       those of asyncio producers
+    redis_socket     a socket that is connected to Redis: commands in, replies out
+    bounded_replies  replies of which only a limited number of bytes is kept
+    link_errors      what goes wrong with a connection or a command, and what to do about it
+    permissions      why a service cannot do its work, if its user in Redis may not
+    arguments        how lists are passed to scripts
+    batcher          dispatch, refuse, answer ahead, and what a batcher looks up
+    reader           what is new in the streams of all models
+    upkeep           what a batcher does regularly for all models: leases, snapshots, reports
+    worker           register, fetch, renew, reclaim, commit
+    steps            what a worker of a stepping model does beside that
+    bound            what a worker of a bound model does beside that
+    results          how a result gets to its producer: what batchers and workers both write
+    sequences        what scripts that write results change in sequences
+    directory        which models there are, and their state; writes only an operator's overrides of settings
+    unregistered     what Redis has of models that nobody registered
+    dead_letters     requests that were given up: read, sent again, dropped
+    removal          a model that is no longer served is removed
+    eviction         whether Redis may discard what it has accepted
+    lua/             the scripts, each with its KEYS, ARGV, reply and complexity
 """

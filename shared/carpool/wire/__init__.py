@@ -7,10 +7,15 @@ columns           columns -> runs
 put_back          runs <-> the entry of requests that are put back
 runs              fields -> runs: what an ordinary request and columns have in common
 request_fields    the fields of a request, read and checked one by one
+sequence_fields   those that make a request a part of a sequence
+field_hints       fields and content types that look misspelt
+content_types     which content types mean what
 batches           a batch entry, a settled entry, a dead letter
+inbox             the messages to a process of a bound model
 results           the envelopes that carry results
 bodies            the body of a request or a result <-> Python values
 tensors           tensors in bodies
 registration      what a worker registers about its model
+kinds             how a registered model executes requests
 report            what an active batcher publishes about itself
 """

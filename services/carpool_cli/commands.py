@@ -1,0 +1,92 @@
+"""All commands, in one table, from which `carpool help` is written. Documents have lines of it, too.
+
+`tests/unit/test_lists.py` compares these, and prints the lines that they should have.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+_WIDTH: Final = 27  # of a command with its arguments; what it does follows
+
+
+class Command(NamedTuple):
+    """A command: its name, the arguments that a list of commands shows, its module, and what it does.
+
+    The module has its `main(argv)`. Without one the command is a part of `carpool` itself.
+    """
+
+    name: str
+    arguments: str
+    module: str
+    does: str
+
+    @property
+    def line(self) -> str:
+        """The command in a list of commands."""
+        return f"carpool {f'{self.name} {self.arguments}'.strip()}".ljust(_WIDTH) + f"  {self.does}"
+
+
+# In two groups: what uses a stack on this machine or another, and what a stack consists of.
+GROUPS: Final = (
+    (
+        Command("up", "MODEL...", "carpool_cli.local.up",
+                "start Redis (if no --redis-url is given), a batcher and workers on this machine"),
+        Command("infer", "MODEL BODY", "carpool_cli.infer", "send one request and print its result"),
+        Command("check", "MODEL BODY", "carpool_cli.check",
+                "try a model out here, alone and in batches, without Redis"),
+        Command("models", "", "carpool_cli.models",
+                "list the registered models: how much waits, since when, and what is in flight"),
+        Command("top", "", "carpool_cli.top.command",
+                "show load, latency, dispatch reasons, streams, errors of each model; live, or --once"),
+        Command("config", "MODEL", "carpool_cli.config",
+                "show a model's settings; KEY=VALUE overrides one while the model is served"),
+        Command("dead", "list", "carpool_cli.dead",
+                "list requests that were given up; also dead show, dead replay and dead drop"),
+        Command("forget", "MODEL", "carpool_cli.forget", "remove a model that is no longer served"),
+        Command("simulate", "", "carpool_cli.tuning.simulate",
+                "try settings in virtual time, with the real scheduler; --model simulates a live model"),
+        Command("tune", "MODEL BODY", "carpool_cli.tuning.tune",
+                "measure a live model and find the best settings within a latency (--latency-ms)"),
+        Command("demo", "", "carpool_cli.demo.command",
+                "serve, measure and check a documentation search here; --keep leaves the stack running"),
+    ),
+    (
+        Command("worker", "MODEL", "carpool_worker.__main__",
+                "start a worker: --replicas N runs N model processes, --device names their GPUs"),
+        Command("batcher", "", "carpool_batcher.__main__",
+                "start a batcher: it serves every registered model, and needs only Redis's address"),
+        Command("health", "", "carpool_cli.health",
+                "check whether the batcher or worker on this --http-port is ready"),
+        Command("acl", "", "carpool_cli.acl", "write Redis's ACL file and a password for each role"),
+        Command("version", "", "", "print the version"),
+        Command("help", "[COMMAND]", "",
+                "list all commands, or one's flags; CARPOOL_* variables or lines in .env set them too"),
+    ),
+)  # fmt: skip
+COMMANDS: Final = {command.name: command for group in GROUPS for command in group}
+
+_HELP: Final = """\
+Carpool: dynamic batching for models over Redis streams.
+
+{commands}
+
+Any number of workers and batchers may run, on any machine that reaches Redis.
+
+For up, worker and check, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or
+voice-activity; for the other commands it is a name that `carpool models` lists. To get started:
+
+  carpool up square
+  carpool infer square 7
+"""
+
+
+def listed(indent: int) -> str:
+    """All commands, each in a line, with an empty line between groups."""
+    groups = ["\n".join(" " * indent + command.line for command in group) for group in GROUPS]
+    return "\n\n".join(groups)
+
+
+def help_text() -> str:
+    """What `carpool help` prints."""
+    return _HELP.format(commands=listed(2))
