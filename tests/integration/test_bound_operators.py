@@ -28,7 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def top(stack: Stack) -> dict[str, Any]:
-    done = carpool(stack, "top", "--once", "--json")
+    done = carpool(stack.url, "top", "--once", "--json")
     (found,) = json.loads(done.stdout)["models"]
     assert isinstance(found, dict)
     return found
@@ -44,9 +44,9 @@ def test_models_and_top_show_slots(served: Stack) -> None:
             sequence.infer(1)
         wait_until(lambda: top(served)["sequences"]["kept"] == 2, description="two are kept", timeout_s=20)
         assert top(served)["sequences"]["slots"] == PROCESSES * SLOTS
-        assert "  2 kept  8 slots  " in carpool(served, "top", "--once").stdout
-        assert carpool(served, "models").stdout.rstrip().endswith("  2 of 8 slots")
-    assert "number of slots" in carpool(served, "config", MODEL).stdout
+        assert "  2 kept  8 slots  " in carpool(served.url, "top", "--once").stdout
+        assert carpool(served.url, "models").stdout.rstrip().endswith("  2 of 8 slots")
+    assert "number of slots" in carpool(served.url, "config", MODEL).stdout
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_models_and_top_show_slots(served: Stack) -> None:
     ],
 )
 def test_what_is_for_any_process_is_refused(served: Stack, arguments: tuple[str, ...]) -> None:
-    done = carpool(served, *arguments)
+    done = carpool(served.url, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(
         f"carpool {arguments[0]}: {MODEL} binds each sequence to one of its processes"

@@ -82,7 +82,7 @@ def test_top_models_and_metrics_show_slots_and_chunks(served: Served, gate: Path
     shown = top(served)
     assert (shown["stepping"]["slots"], shown["stepping"]["slots_in_use"]) == (SLOTS, SLOTS)
     assert (shown["stepping"]["prefetched"], shown["fill"]) == (1, None)
-    assert f"{SLOTS} of {SLOTS}" in carpool(served, "models").stdout
+    assert f"{SLOTS} of {SLOTS}" in carpool(served.url, "models").stdout
 
     gate.touch()
     for name in names:
@@ -99,7 +99,7 @@ def test_top_models_and_metrics_show_slots_and_chunks(served: Served, gate: Path
         timeout_s=TIMEOUT_S,
     )
 
-    found, (one,) = of_steps(served), json.loads(carpool(served, "models", "--json").stdout)
+    found, (one,) = of_steps(served), json.loads(carpool(served.url, "models", "--json").stdout)
     assert one["stepping"] == {
         **found._asdict(),
         "first_us": as_list(found.first_us),
@@ -126,7 +126,7 @@ def chunks_of_worker(served: Served) -> int:
 
 
 def top(stack: Stack) -> dict[str, Any]:
-    (shown,) = json.loads(carpool(stack, "top", "--once", "--json").stdout)["models"]
+    (shown,) = json.loads(carpool(stack.url, "top", "--once", "--json").stdout)["models"]
     assert isinstance(shown, dict)
     return shown
 
@@ -178,13 +178,13 @@ def assert_logged(stack: Stack, ended: int, chunks: int) -> None:
     ],
 )
 def test_what_is_for_batches_is_refused(served: Served, arguments: tuple[str, ...], message: str) -> None:
-    done = carpool(served, *arguments)
+    done = carpool(served.url, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(message)
 
 
 def test_slots_follow_an_override(served: Served) -> None:
-    assert carpool(served, "config", MODEL, "max_batch_size=3", "reader_idle_ms=9000").returncode == 0
+    assert carpool(served.url, "config", MODEL, "max_batch_size=3", "reader_idle_ms=9000").returncode == 0
     wait_until(lambda: of_steps(served).slots == 3, description="there are 3 slots", timeout_s=TIMEOUT_S)
-    assert carpool(served, "config", MODEL, "max_batch_size=", "reader_idle_ms=").returncode == 0
+    assert carpool(served.url, "config", MODEL, "max_batch_size=", "reader_idle_ms=").returncode == 0
     wait_until(lambda: of_steps(served).slots == SLOTS, description="all slots are back", timeout_s=TIMEOUT_S)

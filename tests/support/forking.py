@@ -1,18 +1,19 @@
-"""Starts batchers and workers of tests by forking a process that has imported them.
+"""Starts services and commands of tests by forking a process that has imported them.
 
-A new interpreter needs about 0.6 s of CPU for imports before it runs a service, and the tests start hundreds.
-`ForkServer.start` does what `python -m MODULE ARGUMENTS` does, in about 20 ms:
+A new interpreter needs 0.3 to 0.6 s of CPU for imports before it does anything, and the tests start more than
+a thousand. `ForkServer.start` does what `python -m MODULE ARGUMENTS` does, in about 20 ms:
 
-    service = ForkServer.of_this_process().start("carpool_worker", ["echo.py:Echo"], log, environment, folder)
-    service.send_signal(signal.SIGTERM)
-    assert service.wait(10) == 0
+    server = ForkServer.of_this_process()
+    worker = server.start("carpool_worker", ["echo.py:Echo"], folder, environment, output, output)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(10) == 0
 
-A forked service has its own pid, signals, environment, working directory and standard streams, ends as an
+A forked process has its own pid, signals, environment, working directory and standard streams, ends as an
 interpreter does, and is killed when the process of the tests ends. The one difference: its modules were
 imported in the environment of the tests. Where that matters (another package `carpool`, a variable that a
-library reads when it is imported, tests of starting), services are started in new interpreters.
+library reads when it is imported, tests of starting), tests start new interpreters.
 
-The fork server has one thread, and is this file, too: `python forking.py`.
+The fork server has one thread, and is this module, too: `python -m support.forking`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,24 @@ from pathlib import Path
 from typing import IO, ClassVar, Final, NoReturn
 
 from carpool.lifecycle import command_that_dies_with_parent, die_with_parent
+from support.model_forking import fork_model_processes
 
-PRELOADED: Final = ("carpool_batcher.__main__", "carpool_worker.__main__")
+TESTS: Final = Path(__file__).parents[1]
+PRELOADED: Final = (
+    "carpool_batcher.__main__",
+    "carpool_worker.__main__",
+    "carpool_worker.model_process.main",
+    "carpool_cli.__main__",
+    "carpool_cli.config",
+    "carpool_cli.dead",
+    "carpool_cli.forget",
+    "carpool_cli.infer",
+    "carpool_cli.models",
+    "carpool_cli.top.command",
+)
 _ORDER_BYTES_MAX: Final = 256 * 1024
+
+Program = Callable[[], int]  # what a forked process runs; returns its exit status
 
 
 class ForkedProcess:
@@ -51,17 +67,17 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit status, -N if signal N ended the process, or None if it runs."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
 
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the process to end. Returns its exit status, or raises TimeoutError."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the process to end. Returns its status, or raises TimeoutExpired after `timeout` s."""
         if self.returncode is None:
             with selectors.PollSelector() as selector:
                 selector.register(self._status, selectors.EVENT_READ)
-                if not selector.select(timeout_s):
-                    raise TimeoutError(f"process {self.pid} has not ended within {timeout_s:g} s")
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             self.returncode = self._receive()
             self._status.close()
         return self.returncode
@@ -92,9 +108,10 @@ class ForkServer:
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.owner_pid = os.getpid()
-        command = [sys.executable, __file__, str(theirs.fileno())]
+        command = [sys.executable, "-m", "support.forking", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command_that_dies_with_parent(command),
+            cwd=TESTS,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -116,18 +133,20 @@ class ForkServer:
         self,
         module: str,
         arguments: Sequence[str],
-        output: IO[bytes],
-        environment: Mapping[str, str],
         folder: Path,
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        errors: IO[bytes],
     ) -> ForkedProcess:
         """Run `module.__main__.main(arguments)` in a process of its own.
 
-        `output` gets its standard output and error; `environment` is its whole environment, and `folder` its
-        working directory, which is first on its `sys.path`, as with `python -m`.
+        `folder` is its working directory, which is first on its `sys.path`, as with `python -m`, and
+        `environment` all of its environment. `output` and `errors` get what it writes; it reads nothing.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = [f"{module}.__main__", list(arguments), dict(environment), str(folder)]
-        socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs.fileno(), output.fileno()])
+        order = [f"{module}.__main__", list(arguments), str(folder), dict(environment)]
+        descriptors = [theirs.fileno(), output.fileno(), errors.fileno()]
+        socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
         theirs.close()
         return ForkedProcess(ours)
 
@@ -142,34 +161,34 @@ class _Server:
         self._orders = orders
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
-        self._owner_pid = os.getppid()
 
-    def run(self) -> Callable[[], int]:
+    def run(self) -> Program:
         """Serve until the tests end. Returns in each forked process, with what that is to run."""
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj is self._orders:
-                    service = self._take_order()
-                    if service is not None:
-                        return service
-                elif isinstance(key.data, _Child):
+                if isinstance(key.data, _Child):
                     self._follow(key.data)
+                    continue
+                program = self._take_order()
+                if program is not None:
+                    return program
 
-    def _take_order(self) -> Callable[[], int] | None:
+    def _take_order(self) -> Program | None:
         """Fork. Returns None in this process, and in the new one what that is to run."""
-        data, descriptors, _, _ = socket.recv_fds(self._orders, _ORDER_BYTES_MAX, 2)
+        data, descriptors, _, _ = socket.recv_fds(self._orders, _ORDER_BYTES_MAX, 3)
         if not data:  # the tests ended
             os._exit(0)
-        module, arguments, environment, folder = json.loads(data)
+        status, *streams = descriptors
         server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             die_with_parent(server_pid)
             self._close()
-            _take_standard_streams(descriptors[1])
-            return _service(module, arguments, environment, folder)
-        os.close(descriptors[1])
-        child = _Child(pid, socket.socket(fileno=descriptors[0]))
+            _take_streams(*streams)
+            return _program(*json.loads(data))
+        for descriptor in streams:
+            os.close(descriptor)
+        child = _Child(pid, socket.socket(fileno=status))
         child.status.send(str(pid).encode())
         self._selector.register(child.descriptor, selectors.EVENT_READ, child)
         return None
@@ -220,16 +239,14 @@ class _Child:
         self.status.close()
 
 
-def _take_standard_streams(output: int) -> None:
-    """Write standard output and error to this descriptor, and close all others."""
+def _take_streams(output: int, errors: int) -> None:
+    """Write standard output and error to these descriptors, and close all others."""
     os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(errors, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
-def _service(
-    module: str, arguments: list[str], environment: dict[str, str], folder: str
-) -> Callable[[], int]:
+def _program(module: str, arguments: list[str], folder: str, environment: dict[str, str]) -> Program:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
@@ -237,6 +254,10 @@ def _service(
     sys.path[0] = folder
     main = importlib.import_module(module)
     sys.argv = [str(main.__file__), *arguments]
+    if module == "carpool_worker.__main__":
+        model_process = fork_model_processes()
+        if model_process is not None:
+            return model_process
     return lambda: main.main(arguments)
 
 
@@ -247,8 +268,8 @@ def _main() -> NoReturn:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that collecting does not copy the pages which all have in common
-    service = _Server(orders).run()
-    sys.exit(service())
+    program = _Server(orders).run()
+    sys.exit(program())
 
 
 if __name__ == "__main__":

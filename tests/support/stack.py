@@ -38,6 +38,7 @@ from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.forking import ForkedProcess, ForkServer
+from support.model_forking import STARTER
 from support.waiting import wait_until
 from support.wire import envelopes
 
@@ -77,7 +78,7 @@ class Service:
         with log.open("wb") as output:
             if not fresh:
                 server = ForkServer.of_this_process()
-                self.process = server.start(module, arguments, output, environment, MODELS)
+                self.process = server.start(module, arguments, MODELS, environment, output, output)
                 return
             self.process = subprocess.Popen(
                 command_that_dies_with_parent([sys.executable, "-m", module, *arguments]),
@@ -127,7 +128,8 @@ class Service:
         """The pids of this process's children: a worker's model processes."""
         tasks = Path(f"/proc/{self.pid}/task")
         with contextlib.suppress(OSError):
-            return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+            found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+            return [pid for pid in found if _process_name(pid) != STARTER]
         return []
 
     def events(self, name: str | None = None) -> list[Event]:
@@ -454,6 +456,13 @@ def _event(line: str) -> Event | None:
     except ValueError:  # a traceback, or a line that is still being written
         return None
     return event if isinstance(event, dict) else None
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _state(pid: int) -> str:

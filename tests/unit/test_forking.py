@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*argv: str, **environment: str) -> ForkedProcess:
         with (tmp_path / "output").open("wb") as output:
-            started.append(server.start("probe", argv, output, environment, tmp_path))
+            started.append(server.start("probe", argv, tmp_path, environment, output, output))
         return started[-1]
 
     yield run
@@ -108,7 +108,7 @@ def test_signals_reach_it_and_are_its_status(start: Start, tmp_path: Path) -> No
     process = start("wait", "0")
     told(tmp_path)
     assert process.poll() is None
-    with pytest.raises(TimeoutError):
+    with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.terminate()
     assert process.wait(10) == -signal.SIGTERM
@@ -133,7 +133,8 @@ def test_services_end_with_the_tests(tmp_path: Path) -> None:
         from support.forking import ForkServer
         folder = Path({str(tmp_path)!r})
         with open(folder / "output", "wb") as output:
-            process = ForkServer.of_this_process().start("probe", ["wait"], output, {{}}, folder)
+            server = ForkServer.of_this_process()
+            process = server.start("probe", ["wait"], folder, {{}}, output, output)
         print(process.pid, flush=True)
         time.sleep(60)
         """
