@@ -1,4 +1,4 @@
-"""The `carpool` command, in a process that is forked from one that has imported it (see `support.forking`)."""
+"""The `carpool` command, in a process forked from one that has imported it (see `support.forking`)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def carpool(
 ) -> Done:
     """Run a command until it ends, with whatever status, or with 0 if `check`.
 
-    `url` is that of Redis, unless `arguments` or `environment` name it. `environment` has variables that it gets beside `clean_environment()`. `folder` is
-    its working directory.
+    `url` is that of Redis, unless `arguments` or `environment` name it. `environment` has variables that the
+    command gets beside `clean_environment()`. `folder` is its working directory.
     """
     variables = {**clean_environment(), **(environment or {})}
     if url is not None:

@@ -86,8 +86,9 @@ def _serve(orders: socket.socket) -> Callable[[], int]:
             orders.close()
             while os.getppid() == between:
                 time.sleep(0.0005)
+            reply, sock = descriptors
             arguments, environment, number = json.loads(data)
-            return _model_process(*descriptors, number, arguments, environment)
+            return _model_process(reply, sock, number, arguments, environment)
         os.waitpid(pid, 0)
         for descriptor in descriptors:
             os.close(descriptor)
