@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOCK   := requirements.lock
-JOBS   ?= 3
+JOBS   ?= 4
 PIP    := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
@@ -21,8 +21,9 @@ install: $(STAMP) ## Create .venv and install Carpool in it, as .venv/bin/carpoo
 demo: install ## Start Redis, a batcher and workers on this machine, and send requests to them
 	@$(BIN)/carpool demo
 
-test: install ## Run all tests, JOBS test files at a time (default 3)
-	@$(BIN)/pytest -q -n $(JOBS) tests
+# Without bytecode, each process would compile all tests again, for ten seconds.
+test: install ## Run all tests in JOBS processes (default 4); print the slowest
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -q -n $(JOBS) --durations=10 --durations-min=1 tests
 
 check: install ## Check style, format, types, and imports between layers
 	$(BIN)/ruff check .
