@@ -14,19 +14,16 @@ import pytest
 import carpool
 from carpool.keys import Keys
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import Stopwatch, wait_until
 
 pytestmark = pytest.mark.chaos
 
 MODEL: Final = "Lengths"
 SPEC: Final = "plain.py:Lengths"
 LEASE: Final = ("--lease-ms", "300")
-LONGER_LEASE: Final = (
-    "--lease-ms",
-    "600",
-)  # than a busy machine stands still, but shorter than decoding takes
+LONGER_LEASE_MS: Final = 1500  # than a busy machine withholds the CPU, but shorter than decoding takes
 SLOW_MAPS: Final = 400_000  # empty ones, in JSON: about 50 ms for each such body
-BODIES: Final = 24
+BODIES: Final = 48  # in one batch: 58 of the 64 MB that it may have
 
 
 @pytest.fixture
@@ -39,14 +36,16 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 def test_a_batch_that_takes_longer_to_decode_than_the_lease_is_delivered_once(stack: Stack) -> None:
     """Its lease is renewed meanwhile, so that another worker does not take it."""
     for _ in range(2):
-        stack.worker(SPEC, *LONGER_LEASE)
+        stack.worker(SPEC, "--lease-ms", str(LONGER_LEASE_MS))
     stack.wait_for_model(MODEL, workers=2)
     body = json.dumps([{}] * SLOW_MAPS)
     requests = [{"correlation_id": f"slow-{number}", "body": body} for number in range(BODIES)]
+    stopwatch = Stopwatch()
     stack.send_packed(MODEL, requests)
     for number in range(BODIES):
         result = stack.result(MODEL, f"slow-{number}")
         assert (result["status"], result["body"]) == ("OK", SLOW_MAPS)
+    assert stopwatch.passed_s > LONGER_LEASE_MS / 1000, "this machine needs larger bodies"
     assert stack.events("batch reclaimed") == []
 
 

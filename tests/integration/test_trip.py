@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,11 @@ import pytest
 from carpool.keys import Keys
 from conftest import SERVERS
 from support.stack import Stack, fixed_keys
-from support.waiting import Stopwatch, wait_until
+from support.waiting import wait_until
 from support.wire import count_requests
 
-EXPIRATIONS_MS: Final = range(300, 560, 32)
+EXPIRATIONS_MS: Final = range(300, 2300, 50)
+WAKE_UP_MS: Final = 250  # a batcher does so in any case
 
 
 ON_EVERY_SERVER: Final = ("square", "plain.py:Echo", "plain.py:Single", "plain.py:Few", "plain.py:Noop")
@@ -283,7 +283,6 @@ def test_requests_are_withdrawn_by_correlation_id_also_from_a_packed_entry(
 
 def test_waiting_requests_expire_each_at_its_deadline(shared_on: Stack, prefix: str) -> None:
     with no_worker(shared_on, "plain.py:Echo") as model:
-        stopwatch = Stopwatch()
         sent = [
             (shared_on.send(model, body="0", reply_to=prefix, expiration=expiration_ms), expiration_ms)
             for expiration_ms in EXPIRATIONS_MS
@@ -291,7 +290,7 @@ def test_waiting_requests_expire_each_at_its_deadline(shared_on: Stack, prefix: 
         wait_until(lambda: len(shared_on.replies(model, prefix)) == len(sent), description="all are answered")
         for reply in shared_on.replies(model, prefix):
             assert (reply["status"], "waiting" in reply["detail"]) == ("DEADLINE_EXCEEDED", True)
-        assert_in_time(shared_on, model, prefix, sent, stopwatch)
+        assert_in_time(shared_on, model, prefix, sent)
         shared_on.wait_until_idle(model)
 
 
@@ -306,7 +305,6 @@ def test_requests_expire_in_flight_and_get_no_second_result(
     ]
     packed.append({"correlation_id": f"{prefix}-gate", "body": json.dumps({"gate": str(gate)})})
 
-    stopwatch = Stopwatch()
     entry_id = shared_on.send_packed(model, packed, reply_to=prefix)
     wait_until(
         lambda: len(shared_on.replies(model, prefix)) == len(EXPIRATIONS_MS), description="all are answered"
@@ -315,7 +313,7 @@ def test_requests_expire_in_flight_and_get_no_second_result(
     assert {reply["status"] for reply in shared_on.replies(model, prefix)} == {"DEADLINE_EXCEEDED"}
     assert shared_on.redis.xlen(Keys(model).batches) == 1, "the batch must still be in flight"
     sent = [(entry_id, expiration_ms) for expiration_ms in EXPIRATIONS_MS]
-    assert_in_time(shared_on, model, prefix, sent, stopwatch)
+    assert_in_time(shared_on, model, prefix, sent)
     gate.touch()
     shared_on.wait_until_idle(model)
     results = shared_on.replies(model, prefix)[len(EXPIRATIONS_MS) :]
@@ -325,20 +323,21 @@ def test_requests_expire_in_flight_and_get_no_second_result(
     assert shared_on.keys_without_ttl() <= set().union(*map(fixed_keys, shared_on.models()))
 
 
-def assert_in_time(
-    stack: Stack, model: str, reply_to: str, sent: list[tuple[str, int]], stopwatch: Stopwatch
-) -> None:
-    """By Redis's clock, no request was answered before its deadline, and most were answered right after it.
+def assert_in_time(stack: Stack, model: str, reply_to: str, sent: list[tuple[str, int]]) -> None:
+    """By Redis's clock, no request was answered before its deadline, and not only at regular wake-ups.
 
-    The deadlines are spread over 250 ms, after which a batcher wakes up in any case.
+    How soon after it depends on how busy this machine is. That there is a timer shows in how often the
+    batcher answered.
     """
     deadlines_ms = sorted(int(entry_id.partition("-")[0]) + expiration_ms for entry_id, expiration_ms in sent)
     answered_ms: list[int] = []
-    for entry_id, fields in stack.redis.xrange(Keys(model).replies(reply_to)):
+    entries = stack.redis.xrange(Keys(model).replies(reply_to))
+    for entry_id, fields in entries:
         answered_ms += [int(entry_id.partition(b"-")[0])] * len(msgpack.unpackb(fields[b"results"]))
     late_ms = [at - deadline for at, deadline in zip(answered_ms, deadlines_ms, strict=True)]
     assert min(late_ms) >= 0
-    assert statistics.median(late_ms) * stopwatch.share < 50, late_ms
+    wake_ups = (answered_ms[-1] - answered_ms[0]) // WAKE_UP_MS + 2
+    assert len(entries) > wake_ups, late_ms
 
 
 def test_requests_behind_a_long_batch_expire_at_their_deadline(
