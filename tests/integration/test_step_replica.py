@@ -13,13 +13,15 @@ import re
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import hypothesis.strategies as st
 import msgpack
 import pytest
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from redis import Redis
@@ -51,6 +53,7 @@ from carpool_worker.step_replica import StepReplica
 from support.executions import codec_of, execution_of, run_of_sequence
 from support.flaky_link import FlakyLink
 from support.models.stepping import Chain
+from support.planting import Fault, Faults, Patch, of_machine
 from support.stream_load import StreamChecker
 from support.wire import flat_of
 
@@ -361,21 +364,21 @@ MACHINE: Final = hypothesis_settings(
 )
 
 
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time passes in waits."""
-    monkeypatch.setattr(step_writer, "CHECK_INTERVAL_S", 0.0)
-    monkeypatch.setattr(step_replica, "WAIT_S", 0.002)
+@contextmanager
+def on_a_server() -> Iterator[None]:
+    """The machine has a Redis, and no time passes in waits."""
+    with (
+        EmbeddedRedis(append_only=False) as server,
+        mock.patch.object(Replicas, "url", server.url),
+        mock.patch.object(step_writer, "CHECK_INTERVAL_S", 0.0),
+        mock.patch.object(step_replica, "WAIT_S", 0.002),
+    ):
+        yield
 
 
-@pytest.fixture(scope="module")
-def machine() -> Iterator[type[Replicas]]:
-    with EmbeddedRedis(append_only=False) as server:
-        yield type("OnServer", (Replicas,), {"url": server.url})
-
-
-def test_no_failing_call_loses_or_doubles_anything(machine: type[Replicas]) -> None:
-    run_state_machine_as_test(machine, settings=MACHINE)
+def test_no_failing_call_loses_or_doubles_anything() -> None:
+    with on_a_server():
+        run_state_machine_as_test(Replicas, settings=MACHINE)
 
 
 def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
@@ -403,8 +406,10 @@ def test_request_of_a_sequence_is_rejected() -> None:
 
 # --- planted faults, which the machine must find ------------------------------------------------------------
 
+FAULTS: Final = Faults(of_machine(Replicas, steps=40), on_a_server)
 
-def replace_in_script(patch: pytest.MonkeyPatch, name: str, pattern: str, replacement: str) -> None:
+
+def replace_in_script(patch: Patch, name: str, pattern: str, replacement: str) -> None:
     """Run another `step.lua` or `hand_over.lua`."""
     script = getattr(steps, name)
     source, count = re.subn(pattern, replacement, script.source)
@@ -415,27 +420,33 @@ def replace_in_script(patch: pytest.MonkeyPatch, name: str, pattern: str, replac
     patch.setattr(steps, name, faulty)
 
 
-def write_without_the_count_of_chunks(patch: pytest.MonkeyPatch) -> None:
+@FAULTS.found(examples=69)
+def write_without_the_count_of_chunks(patch: Patch) -> None:
     replace_in_script(patch, "_STEP", r"if chunks == written then", "if true then")
 
 
-def write_without_being_the_owner(patch: pytest.MonkeyPatch) -> None:
+@FAULTS.found(examples=24)
+def write_without_being_the_owner(patch: Patch) -> None:
     replace_in_script(patch, "_STEP", r"if epochs\[id\] ~= epoch then return 'FENCED' end", "")
 
 
-def write_although_it_was_answered(patch: pytest.MonkeyPatch) -> None:
+@FAULTS.found(examples=19)
+def write_although_it_was_answered(patch: Patch) -> None:
     replace_in_script(patch, "_STEP", r"if progress\[1\] then return 'ANSWERED' end", "")
 
 
-def write_a_result_without_its_last_chunks(patch: pytest.MonkeyPatch) -> None:
+@FAULTS.found(examples=8)
+def write_a_result_without_its_last_chunks(patch: Patch) -> None:
     replace_in_script(patch, "_STEP", r"for _, envelope in ipairs\(request\[ENVELOPES\]\) do .* end", "")
 
 
-def keep_slots_of_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
+@FAULTS.found(examples=243)
+def keep_slots_of_what_is_dropped(patch: Patch) -> None:
     patch.setattr(StepReplica, "_free_slots", lambda replica, requests: None)
 
 
-def leave_fetched_batches_behind(patch: pytest.MonkeyPatch) -> None:
+@FAULTS.found(examples=75)
+def leave_fetched_batches_behind(patch: Patch) -> None:
     def hand_over(store: StepStore, consumer: str, batches: Any) -> int:
         return original(store, consumer, list(batches)[1:])
 
@@ -443,24 +454,11 @@ def leave_fetched_batches_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepStore, "hand_over", hand_over)
 
 
-FAULTS: Final = (
-    write_without_the_count_of_chunks,
-    write_without_being_the_owner,
-    write_although_it_was_answered,
-    write_a_result_without_its_last_chunks,
-    keep_slots_of_what_is_dropped,
-    leave_fetched_batches_behind,
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.must_be_found(monkeypatch)
 
 
-@pytest.mark.parametrize("plant", FAULTS)
-def test_planted_fault_is_found(
-    machine: type[Replicas], plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    planted = hypothesis_settings(
-        MACHINE, max_examples=200, phases=[Phase.generate], database=None, derandomize=True
-    )
-    with pytest.raises(Exception) as found:  # which one depends on the fault
-        run_state_machine_as_test(machine, settings=planted)
-    assert not isinstance(found.value, TypeError | AttributeError), "the fault itself is broken"
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_renamed_code_is_not_taken_for_a_fault(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.must_notice_renames(monkeypatch)

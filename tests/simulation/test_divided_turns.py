@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final
+from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, Phase, given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from carpool.messages import Refusal, Run, SequenceChange
 from carpool_batcher import refusal_parts
 from carpool_batcher.core.sequences import Sequences
 from carpool_batcher.refusal_parts import Part, divide
+from support.planting import Fault, Faults, Patch, of_property
 from support.sequence_harness import MS, SequenceHarness
 
 EXPIRATION_MS: Final = 20
@@ -64,6 +66,7 @@ class DividedTurns(SequenceHarness):
         self._is_writing = False
 
 
+@mock.patch.object(refusal_parts, "PART_KEYS", 1)
 def play(requests: list[Request], serves: int, parts_max: int) -> None:
     """Serve some of the requests, then die in a turn that refuses others, and let another batcher go on."""
     harness = DividedTurns(max_candidate_sequences=2, max_batch_size=1)
@@ -110,11 +113,6 @@ requests_of_two = st.lists(
 dying = given(requests=requests_of_two, serves=st.integers(0, 3), parts_max=st.integers(0, 6))
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_parts, "PART_KEYS", 1)
-
-
 @hypothesis_settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @dying
 def test_no_sequence_is_served_with_a_gap(requests: list[Request], serves: int, parts_max: int) -> None:
@@ -123,17 +121,27 @@ def test_no_sequence_is_served_with_a_gap(requests: list[Request], serves: int, 
 
 # --- planted faults ----------------------------------------------------------------------------------------
 
-Patch = pytest.MonkeyPatch
+FAULTS: Final = Faults(of_property(dying, play))
 
 
+@FAULTS.found(examples=87)
 def write_changes_last(patch: Patch) -> None:
     patch.setattr(refusal_parts, "_part_of", lambda together, by_sequence: Part(_refusals(together)))
 
 
-def write_in_any_order(patch: Patch) -> None:
-    patch.setattr(refusal_parts._OfEntry, "place", lambda self: str(-id(self)))
+@FAULTS.found(examples=299)
+def write_in_another_order(patch: Patch) -> None:
+    """What stands last comes first."""
+
+    def packed(by_entry: Iterable[Any]) -> Any:
+        *others, last = by_entry
+        return original([last, *others])
+
+    original = refusal_parts._packed
+    patch.setattr(refusal_parts, "_packed", packed)
 
 
+@FAULTS.found(examples=172)
 def know_only_the_last_break(patch: Patch) -> None:
     original = Sequences.decide
 
@@ -148,23 +156,11 @@ def _refusals(together: Any) -> list[Refusal]:
     return [refusal for of_entry in together for refusal in of_entry.refusals]
 
 
-FAULTS: Final[list[Callable[[Patch], None]]] = [
-    write_changes_last,
-    write_in_any_order,
-    know_only_the_last_break,
-]
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.must_be_found(monkeypatch)
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_planted_fault_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    examples = hypothesis_settings(
-        max_examples=3000,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, ExceptionGroup)):
-        examples(dying(play))()
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_renamed_code_is_not_taken_for_a_fault(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.must_notice_renames(monkeypatch)

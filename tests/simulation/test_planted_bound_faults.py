@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import pytest
-from hypothesis import HealthCheck, Phase
-from hypothesis import settings as hypothesis_settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from carpool.messages import Run, SlotFreed
 from carpool_batcher.core.queue import Queue
@@ -16,20 +13,13 @@ from carpool_batcher.core.sequence import Sequence
 from carpool_batcher.core.sequences import Sequences
 from carpool_batcher.core.space import Processes
 from simulation.test_bound_machine import BoundMachine
+from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_bound_sequences as examples
 
-MACHINE_SETTINGS: Final = hypothesis_settings(
-    max_examples=1000,
-    stateful_step_count=40,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-Patch = pytest.MonkeyPatch
+FAULTS: Final = Faults(of_machine(BoundMachine, steps=40))
 
 
+@FAULTS.shown_by(examples.test_a_batcher_that_takes_over_knows_which_process_has_which_sequence)
 def free_a_slot_twice(patch: Patch) -> None:
     def leave(self: Processes, sequence: Sequence) -> SlotFreed | None:
         process = sequence.process
@@ -42,10 +32,12 @@ def free_a_slot_twice(patch: Patch) -> None:
     patch.setattr(Processes, "leave", leave)
 
 
+@FAULTS.found(examples=8)
 def never_free_a_slot(patch: Patch) -> None:
     patch.setattr(Processes, "leave", lambda self, sequence: None)
 
 
+@FAULTS.found(examples=8)
 def tell_no_process_that_a_slot_is_free(patch: Patch) -> None:
     def leave(self: Processes, sequence: Sequence) -> None:
         original(self, sequence)
@@ -54,6 +46,7 @@ def tell_no_process_that_a_slot_is_free(patch: Patch) -> None:
     patch.setattr(Processes, "leave", leave)
 
 
+@FAULTS.found(examples=11)
 def choose_a_process_for_each_request(patch: Patch) -> None:
     def process_of(self: Sequences, run: Run) -> str:
         return self.space._roomiest() or original(self, run)  # type: ignore[attr-defined]
@@ -62,6 +55,7 @@ def choose_a_process_for_each_request(patch: Patch) -> None:
     patch.setattr(Sequences, "process_of", process_of)
 
 
+@FAULTS.found(examples=22)
 def begin_in_a_process_that_drains(patch: Patch) -> None:
     def follow(self: Processes, live: Iterable[str], draining: Iterable[str]) -> None:
         original(self, live, ())
@@ -70,59 +64,36 @@ def begin_in_a_process_that_drains(patch: Patch) -> None:
     patch.setattr(Processes, "follow", follow)
 
 
+@FAULTS.found(examples=308)
 def believe_in_processes_that_are_gone(patch: Patch) -> None:
     patch.setattr(Processes, "must_leave", lambda self, sequence: False)
 
 
+@FAULTS.found(examples=53)
 def forget_which_process_has_a_sequence_at_takeover(patch: Patch) -> None:
     patch.setattr(Processes, "hold", lambda self, sequence, process: None)
 
 
+@FAULTS.found(examples=60)
 def send_batches_to_a_busy_process(patch: Patch) -> None:
     patch.setattr(Processes, "is_busy", lambda self, process: False)
 
 
+@FAULTS.found(examples=166)
 def never_look_again_at_the_lanes_of_a_busy_process(patch: Patch) -> None:
     patch.setattr(Queue, "look_again", lambda self, process: None)
 
 
+@FAULTS.shown_by(examples.test_sequences_of_a_process_that_is_gone_are_broken_and_others_unharmed)
 def leave_the_head_of_a_gone_process_in_its_lane(patch: Patch) -> None:
     patch.setattr(Sequences, "heads_to_move", lambda self: [])
 
 
-FAULTS: Final[list[Callable[[Patch], None]]] = [
-    never_free_a_slot,
-    tell_no_process_that_a_slot_is_free,
-    choose_a_process_for_each_request,
-    begin_in_a_process_that_drains,
-    believe_in_processes_that_are_gone,
-    forget_which_process_has_a_sequence_at_takeover,
-    send_batches_to_a_busy_process,
-    never_look_again_at_the_lanes_of_a_busy_process,
-]
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.must_be_found(monkeypatch)
 
 
-# The machine finds these seldom, so an example shows them.
-FAULTS_OF_EXAMPLES: Final[list[tuple[Callable[[Patch], None], Callable[[], None]]]] = [
-    (free_a_slot_twice, examples.test_a_batcher_that_takes_over_knows_which_process_has_which_sequence),
-    (
-        leave_the_head_of_a_gone_process_in_its_lane,
-        examples.test_sequences_of_a_process_that_is_gone_are_broken_and_others_unharmed,
-    ),
-]
-
-
-@pytest.mark.parametrize(("plant", "example"), FAULTS_OF_EXAMPLES)
-def test_planted_fault_is_found_by_an_example(
-    plant: Callable[[Patch], None], example: Callable[[], None], monkeypatch: Patch
-) -> None:
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        example()
-
-
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_planted_fault_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, ExceptionGroup)):
-        run_state_machine_as_test(BoundMachine, settings=MACHINE_SETTINGS)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_renamed_code_is_not_taken_for_a_fault(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.must_notice_renames(monkeypatch)

@@ -27,6 +27,7 @@ from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
 from carpool_batcher.core.due_index import NEVER_US
+from carpool_batcher.core.lane_index import Claim, Gate
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.core.ways import magnitude
 from carpool_batcher.core.withdrawals import PAUSE_US
@@ -160,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.polled = False  # no event since the last poll, and no time passed
         self.closed_until_us = 0  # by the last poll; 0 if more happened since than arrivals
         self.in_poll = False  # a poll is being checked, or its check failed
+        self.looks = 0  # of the dispatcher at the lanes, in this poll
         self.number = 0
         self.turnaround_us_max = 0
         self.processes_max = 0
@@ -182,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def take_over(self, settings: ModelSettings, processes: int, found: list[Traits], custom: bool) -> None:
         self.scheduler = Scheduler(settings, processes)
+        self._count_looks()
         self.custom = custom
         if custom:
             self.scheduler.custom_policy = CustomPolicy(CustomLimit())
@@ -189,6 +192,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             runs = [self._run(Entry("0-0", START_US), fields) for fields in found]
             self.in_flight["found"] = self._items_of(runs)
             self.scheduler.adopt("found", Dispatch(runs, "idle", runs[0].lane), self.now_us - 1000)
+
+    def _count_looks(self) -> None:
+        """A poll ends."""
+
+        def first(gates: Iterable[Gate], now_us: int) -> Claim | None:
+            self.looks += 1
+            assert self.looks <= 100 + 4 * self.number, "the dispatcher looks at the lanes for ever"
+            return original(gates, now_us)
+
+        index = self.scheduler._dispatcher._index
+        original = index.first
+        index.first = first  # type: ignore[method-assign]
 
     @rule(of_entry=st.lists(traits, min_size=1, max_size=4))
     def offer(self, of_entry: list[Traits]) -> None:
@@ -326,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position, r in enumerate(batch)
             if r in self._past_deadline(batch) and r not in self.answered
         }
-        self.in_poll = True
+        self.in_poll, self.looks = True, 0
         decisions = self.scheduler.poll(self.now_us)
         if self.now_us < self.closed_until_us:
             assert {decision.reason for decision in decisions if isinstance(decision, Dispatch)} <= self.ahead
@@ -537,6 +552,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _remove(self, removed: Iterable[Item]) -> None:
         for item in removed:
+            assert item in self.waiting
             del self.waiting[item]
             self.delayed.discard(item)
             self.answered.add(item)
@@ -586,6 +602,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The batcher learns that an entry is not in Redis any more."""
         self.table.pop(entry.id, None)
         self.scheduler.forget(entry.runs)
+        waiting = {run for lane in self.scheduler._queue.lanes.values() for run in lane}
+        assert waiting.isdisjoint(entry.runs)
         self._remove([r for r in self._items_of(entry.runs) if r in self.waiting])
         entry.runs = []
 

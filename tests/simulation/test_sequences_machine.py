@@ -246,10 +246,13 @@ class SequencesMachine(RuleBasedStateMachine):
     # --- checks --------------------------------------------------------------------------------------------
 
     def turn(self, polls: bool) -> None:
+        self.check_that_nothing_is_forgotten()
         if polls:
             for _ in range(2):
                 self.harness.poll(self.at)
             assert self.harness.scheduler.waiting == len(self.harness.waiting)
+            self.check_that_nothing_is_forgotten()
+            self.check_that_failures_break()
             self.check_space()
         self.check_one_at_a_time()
         for name in list(self.harness.ok.keys() - self.checked):
@@ -258,6 +261,31 @@ class SequencesMachine(RuleBasedStateMachine):
         for name in list(self.harness.answers.keys() - self.checked):
             self.checked.add(name)
             self.check_refusal(name, self.harness.answers[name])
+
+    def check_that_nothing_is_forgotten(self) -> None:
+        """Each waiting request is of a sequence that is known, each head waits, and each follower is where it
+        has its turn."""
+        sequences, waiting = self.harness.scheduler.sequences, set(self.harness.waiting.values())
+        assert {part_of(run).sequence_id for run in waiting} <= sequences._by_id.keys()
+        assert {one.head for one in sequences._by_id.values() if one.head is not None} <= waiting
+        for run, segment in sequences.followers.items():
+            assert segment is not None
+            assert run in segment
+
+    def check_that_failures_break(self) -> None:
+        """Redis knows at once that a sequence is broken, when a request that stands after its state was
+        refused."""
+        for sequence_id in IN_ORDER:
+            stored = self.harness.store.kept.get(sequence_id)
+            if stored is None or stored.next_index is None or stored.broken:
+                continue
+            begun_at = part_of(self.harness.runs[stored.first_id]).place
+            refused = [
+                name
+                for name in self.harness.answers
+                if name[0] == sequence_id and part_of(self.harness.runs[name]).place > begun_at
+            ]
+            assert not refused, f"{refused} were refused, and {sequence_id} is not broken"
 
     def check_space(self) -> None:
         assert len(self.begun()) <= self.space

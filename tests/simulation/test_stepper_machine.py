@@ -250,7 +250,7 @@ class StepperMachine(RuleBasedStateMachine):
         self.model.raised = False
         step = self.stepper.advance()
         if begun:
-            assert self.model.begin_calls[0] == begun
+            assert self.model.begin_calls[:1] == [begun]
         else:
             assert self.model.raised or not self.model.begin_calls
         others = [key for key in stepping if key not in admitted]

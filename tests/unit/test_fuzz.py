@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from carpool.model_settings import ModelSettings
+from carpool.wire.requests import decode_entry
 from carpool_worker.codec import Codec
 from support import fuzzing
 from support.executions import codec_of
@@ -30,22 +31,32 @@ def test_any_oversized_entry_is_answered(flat: list[bytes]) -> None:
 
 
 def _crash(*_: object) -> None:
-    raise KeyError("x")
+    raise KeyError("crashed")
 
 
-def _fill_memory(*_: object) -> None:
-    bytearray(fuzzing.MEMORY_MIN + 1)
+def _fill_memory(*arguments: Any) -> object:
+    bytearray(2 * fuzzing.MEMORY_MIN)
+    return decode_entry(*arguments)
 
 
 def _answer_nobody(*_: object) -> tuple[object, list[object]]:
     return None, []
 
 
-@pytest.mark.parametrize("fault", [_crash, _fill_memory, _answer_nobody])
-def test_target_notices(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., object]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "kind", "error"),
+    [
+        (_crash, KeyError, "crashed"),
+        (_fill_memory, AssertionError, "bytes of memory"),
+        (_answer_nobody, AssertionError, "nobody is answered"),
+    ],
+)
+def test_target_notices(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[..., object], kind: type[Exception], error: str
+) -> None:
     """A crash, memory out of proportion, and an entry that nobody answers."""
     monkeypatch.setattr(fuzzing, "decode_entry", fault)
-    with pytest.raises((KeyError, AssertionError, TypeError)):
+    with pytest.raises(kind, match=error):
         check_entry([b"body", b"1"], ModelSettings(), codec_of())
 
 
