@@ -105,6 +105,18 @@ def test_every_decision_is_in_the_index() -> None:
         assert f"[{title}]({path.name})" in index
 
 
+def test_decisions_are_amended_by_later_ones() -> None:
+    """A decision that another one changed says so, and by which."""
+    amended = 0
+    for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
+        for line in re.findall(r"^\*\*Amended.*", path.read_text(encoding="utf-8"), re.MULTILINE):
+            found = re.match(r"\*\*Amended\*\* by \[(\d{4})\]\((\d{4})-", line)
+            assert found is not None, f"{path.name}: {line}"
+            assert found[1] == found[2] > path.name[:4], f"{path.name}: {line}"
+            amended += 1
+    assert amended
+
+
 def test_checks_find_what_they_are_for(tmp_path: Path) -> None:
     target = tmp_path / "target.md"
     target.write_text("# One `heading`, and more\n")
