@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +27,7 @@ from carpool.keys import Keys
 from carpool_cli import acl
 from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
+from support.command import Done, carpool
 from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
 from support.models.stateful import folded
 from support.stack import RESULT_S, Stack, envelope
@@ -315,16 +313,14 @@ def test_admin_replays_a_dead_letter(no_denials: Secured, admin: Any) -> None:
     with Client(no_denials.url("producer"), timeout=30) as client, pytest.raises(AbortedError):
         client.infer("Faulty", "kill")
     ((letter_id, _),) = admin.xrange(keys.dead)
-    command = [sys.executable, "-m", "carpool_cli", "dead"]
-    url = ["--redis-url", no_denials.url("admin")]
-    shown = subprocess.run([*command, "list", *url], capture_output=True, text=True, timeout=60, check=True)
-    assert letter_id.decode() in shown.stdout
-    subprocess.run([*command, "replay", "Faulty", letter_id.decode(), *url], timeout=60, check=True)
+    url = no_denials.url("admin")
+    assert letter_id.decode() in carpool(url, "dead", "list", check=True).stdout
+    carpool(url, "dead", "replay", "Faulty", letter_id.decode(), check=True)
     wait_until(
         lambda: [key for key, _ in admin.xrange(keys.dead)] not in ([], [letter_id]),
         description="it is given up again",
     )
-    subprocess.run([*command, "drop", "Faulty", "--all", *url], timeout=60, check=True)
+    carpool(url, "dead", "drop", "Faulty", "--all", check=True)
     assert admin.xlen(keys.dead) == 0
 
 
@@ -340,13 +336,13 @@ def test_batcher_hands_over_to_another(no_denials: Secured) -> None:
 
 def test_command_line_signs_in_with_password_files_and_shows_no_password(no_denials: Secured) -> None:
     """Neither do logs and command lines of services."""
-    answer = carpool(no_denials, "producer", "infer", "square", "9")
+    answer = run(no_denials, "producer", "infer", "square", "9")
     assert (answer.stdout, answer.stderr, answer.returncode) == ("81\n", "", 0)
-    shown = carpool(no_denials, "admin", "models", "--json")
+    shown = run(no_denials, "admin", "models", "--json")
     assert {row["model"] for row in json.loads(shown.stdout)} >= {"square", "Echo"}
 
     for role in ("admin", "metrics"):
-        page = carpool(no_denials, role, "top", "--once")
+        page = run(no_denials, role, "top", "--once")
         assert "no batcher" not in page.stdout
         assert re.search(r"^square +0 +- +0 \(0\) +1 ", page.stdout, re.MULTILINE), page.stdout + page.stderr
 
@@ -360,7 +356,7 @@ def test_command_line_signs_in_with_password_files_and_shows_no_password(no_deni
 
 def test_admin_overrides_settings(no_denials: Secured) -> None:
     key = Keys("square").config
-    changed = carpool(no_denials, "admin", "config", "square", "max_queue_size=77", "--json")
+    changed = run(no_denials, "admin", "config", "square", "max_queue_size=77", "--json")
     assert changed.returncode == 0, changed.stderr
     assert json.loads(changed.stdout)["max_queue_size"]["value"] == "77"
     assert no_denials.stack.redis.hgetall(key) == {b"max_queue_size": b"77"}
@@ -370,7 +366,7 @@ def test_admin_overrides_settings(no_denials: Secured) -> None:
         return any(change.get("max_queue_size") == "77" for change in changes)
 
     wait_until(followed, description="the batcher, which may read it, follows")
-    assert carpool(no_denials, "admin", "config", "square", "max_queue_size=").returncode == 0
+    assert run(no_denials, "admin", "config", "square", "max_queue_size=").returncode == 0
     assert not no_denials.stack.redis.exists(key)
 
 
@@ -379,9 +375,9 @@ def test_admin_sends_requests(no_denials: Secured) -> None:
         assert client.infer("square", 7) == 49
         image = b"x" * 200_000
         assert client.infer("Echo", image) == image
-    answer = carpool(no_denials, "admin", "infer", "square", "9")
+    answer = run(no_denials, "admin", "infer", "square", "9")
     assert (answer.stdout, answer.stderr, answer.returncode) == ("81\n", "", 0)
-    tuned = carpool(
+    tuned = run(
         no_denials, "admin", "tune", "Single", "7", "--latency-ms=50", "--rounds=1", "--rate=50", "--plot="
     )
     assert tuned.returncode == 0, tuned.stderr
@@ -409,7 +405,7 @@ def test_clients_sign_in_with_the_settings_of_commands(
 def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
     if role in ("batcher", "worker") and secured.rules == "6":
         pytest.skip("with these rules it may use HSET, which it needs for sequences, on all of its keys")
-    refused = carpool(secured, role, "config", "square", "max_queue_size=1")
+    refused = run(secured, role, "config", "square", "max_queue_size=1")
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
     with secured.signed_in(role) as client, pytest.raises(NoPermissionError):
@@ -418,18 +414,18 @@ def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
 
 
 def test_command_line_reports_missing_permissions(secured: Secured) -> None:
-    refused = carpool(secured, "producer", "models")
+    refused = run(secured, "producer", "models")
     assert refused.returncode == 1
     assert "PERMISSION_DENIED: NOPERM" in refused.stderr
     assert "operator" in refused.stderr
-    kept = carpool(secured, "producer", "forget", "square")
+    kept = run(secured, "producer", "forget", "square")
     assert kept.returncode == 1
     assert "PERMISSION_DENIED: NOPERM" in kept.stderr and "operator" in kept.stderr
-    unsent = carpool(secured, "metrics", "infer", "square", "9")
+    unsent = run(secured, "metrics", "infer", "square", "9")
     assert unsent.returncode == 1
     assert "PERMISSION_DENIED: " in unsent.stderr
     for command in (("infer", "square", "9"), ("models",)):
-        unknown = carpool(secured, "producer", *command, CARPOOL_REDIS_USER="nobody")
+        unknown = run(secured, "producer", *command, CARPOOL_REDIS_USER="nobody")
         assert unknown.returncode == 1
         assert "the user name or the password is wrong" in unknown.stderr
         assert "carpool up" not in unknown.stderr
@@ -464,17 +460,10 @@ def test_service_with_the_role_of_a_producer_says_so(
     assert "Traceback" not in worker.log.read_text() + batcher.log.read_text()
 
 
-def carpool(secured: Secured, role: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    return subprocess.run(
-        [sys.executable, "-m", "carpool_cli", *arguments],
-        env={**environment, **secured.environment(role), **more},
-        cwd=secured.secrets,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(secured: Secured, role: str, *arguments: str, **more: str) -> Done:
+    """A finished command that signs in with the password file of this role."""
+    variables = {**secured.environment(role), **more}
+    return carpool(None, *arguments, environment=variables, folder=secured.secrets)
 
 
 def test_metrics_role_counts(no_denials: Secured) -> None:
@@ -497,10 +486,10 @@ def test_admin_forgets_a_model(no_denials: Secured) -> None:
     for key in (keys.registration, keys.sequence("s"), keys.body("b"), keys.progress("1-1")):
         redis.hset(key, "a", "b")
     redis.zadd(keys.sequences, {"s": 1})
-    done = carpool(no_denials, "admin", "forget", keys.model)
+    done = run(no_denials, "admin", "forget", keys.model)
     assert done.returncode == 0, done.stderr
     assert "5 keys: body, model, progress, sequence, sequences" in done.stdout
-    assert "is not removed" in carpool(no_denials, "admin", "forget", "square").stderr
+    assert "is not removed" in run(no_denials, "admin", "forget", "square").stderr
 
 
 def test_admin_operates_redis_and_rotates_passwords(no_denials: Secured, admin: Any) -> None:

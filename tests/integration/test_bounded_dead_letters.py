@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from carpool.keys import Keys
 from carpool.store.connection import Link
 from carpool.store.dead_letters import DeadLetters
+from support.command import carpool
 from support.stack import Service, Stack
 from support.waiting import wait_until
 
@@ -120,18 +119,13 @@ def metric(worker: Service, setting: str) -> float:
     return float(value)
 
 
-def run(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", stack.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-
 def test_worker_drops_the_oldest_and_shows_it(stack: Stack, tmp_path: Path) -> None:
     cause = tmp_path / "cause"
     cause.touch()
     stack.batcher()
     worker = stack.worker("faulty.py:Curable", "--http-port", "0")
     stack.wait_for_model(MODEL)
-    run(stack, "config", MODEL, f"{NUMBER}=1")
+    carpool(stack.url, "config", MODEL, f"{NUMBER}=1", check=True)
     for name in ("first", "second"):
         stack.send(MODEL, body=json.dumps({"cause": str(cause)}), correlation_id=name)
         assert stack.result(MODEL, name)["status"] == "ABORTED"
@@ -139,9 +133,9 @@ def test_worker_drops_the_oldest_and_shows_it(stack: Stack, tmp_path: Path) -> N
     ((_, fields),) = stack.redis.xrange(KEYS.dead)
     assert fields[b"correlation_id"] == b"second"
     assert metric(worker, NUMBER) == 1 and metric(worker, BYTES) == 0
-    assert "1, 1 dropped" in run(stack, "models").stdout
-    (state,) = json.loads(run(stack, "models", "--json").stdout)
+    assert "1, 1 dropped" in carpool(stack.url, "models", check=True).stdout
+    (state,) = json.loads(carpool(stack.url, "models", "--json", check=True).stdout)
     assert (state["dead"], state["dead_dropped"]) == (1, 1)
-    listed = run(stack, "dead", "list", "--json")
+    listed = carpool(stack.url, "dead", "list", "--json", check=True)
     assert len(json.loads(listed.stdout)) == 1
     assert f"older ones of {MODEL} were dropped: 1 over {NUMBER}" in listed.stderr

@@ -1,4 +1,7 @@
-"""The `carpool` command as real processes: output, exit status, signals, and processes that remain."""
+"""The `carpool` command as real processes: output, exit status, signals, and processes that remain.
+
+Commands run in new interpreters where their start is tested, and in forked ones else (see `support.command`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import pytest
 from redis import Redis
@@ -22,6 +25,7 @@ from carpool_cli.commands import listed
 from carpool_cli.demo import listening
 from carpool_cli.local import embedded
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.command import Done, carpool, clean_environment
 from support.waiting import wait_until
 
 ECHO: Final = f"{Path(__file__).parent.parent / 'support' / 'models' / 'plain.py'}:Echo"
@@ -52,30 +56,14 @@ START_S: Final = 120.0  # for several cold interpreters on a busy machine
 STOP_S: Final = 30.0
 
 
-def environment(**more: str) -> dict[str, str]:
-    """The environment, without Carpool's settings except for these."""
-    others = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    return {**others, **more}
-
-
-class Finished(NamedTuple):
-    """A finished command."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-def carpool(*arguments: str, url: str | None = None, stdin: bytes = b"", **more: str) -> Finished:
-    """Run a command until it ends. `url` becomes CARPOOL_REDIS_URL."""
-    if url is not None:
-        more["CARPOOL_REDIS_URL"] = url
+def start(*arguments: str, stdin: bytes = b"", **more: str) -> Done:
+    """Run a command in a new interpreter until it ends. `more` are variables."""
     command = [sys.executable, "-m", "carpool_cli", *arguments]
+    variables = {**clean_environment(), **more}
     done = subprocess.run(
-        command, input=stdin, capture_output=True, env=environment(**more), timeout=START_S, check=False
+        command, input=stdin, capture_output=True, env=variables, timeout=START_S, check=False
     )
-    stdout, stderr = (output.decode(errors="replace") for output in (done.stdout, done.stderr))
-    return Finished(done.returncode, stdout, stderr)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 class Up:
@@ -87,7 +75,7 @@ class Up:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "carpool_cli", "up", *arguments],
                 cwd=home,
-                env=environment(TMPDIR=str(home), **more),
+                env={**clean_environment(), "TMPDIR": str(home), **more},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -184,8 +172,8 @@ def test_help_lists_the_commands_and_imports_no_library() -> None:
 
 
 def test_unknown_command_is_answered_with_one_line() -> None:
-    done = carpool("modles")
-    assert (done.status, done.stdout) == (2, "")
+    done = start("modles")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "carpool: no command 'modles'; did you mean models?\n"
 
 
@@ -193,8 +181,8 @@ def test_unknown_command_is_answered_with_one_line() -> None:
 
 
 def test_infer_prints_the_result(square: Up) -> None:
-    done = carpool("infer", "square", "7", "--redis-url", square.url)
-    assert (done.status, done.stdout, done.stderr) == (0, "49\n", "")
+    done = start("infer", "square", "7", "--redis-url", square.url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "49\n", "")
 
 
 @pytest.mark.parametrize(
@@ -208,49 +196,48 @@ def test_infer_prints_the_result(square: Up) -> None:
     ],
 )
 def test_body_is_json_or_else_text(square: Up, body: str, result: str) -> None:
-    done = carpool("infer", "Echo", body, url=square.url)
-    assert (done.status, done.stdout) == (0, f"{result}\n")
+    done = carpool(square.url, "infer", "Echo", body)
+    assert (done.returncode, done.stdout) == (0, f"{result}\n")
 
 
 def test_body_comes_from_a_file_or_standard_input(square: Up, tmp_path: Path) -> None:
     file = tmp_path / "body.json"
     file.write_text("[1, 2]")
-    assert carpool("infer", "Echo", f"@{file}", url=square.url).stdout == "[1,2]\n"
-    assert carpool("infer", "Echo", "-", stdin=b"[3]", url=square.url).stdout == "[3]\n"
-    assert carpool("infer", "Echo", "-", "--raw", stdin="\r\nü".encode(), url=square.url).stdout == "\r\nü"
-    missing = carpool("infer", "Echo", f"@{tmp_path / 'nothing'}", url=square.url)
-    assert (missing.status, "nothing" in missing.stderr) == (1, True)
+    assert carpool(square.url, "infer", "Echo", f"@{file}").stdout == "[1,2]\n"
+    infer = ("infer", "Echo", "-", "--redis-url", square.url)  # new interpreters, for their standard input
+    assert start(*infer, stdin=b"[3]").stdout == "[3]\n"
+    assert start(*infer, "--raw", stdin="\r\nü".encode()).stdout == "\r\nü"
+    missing = carpool(square.url, "infer", "Echo", f"@{tmp_path / 'nothing'}")
+    assert (missing.returncode, "nothing" in missing.stderr) == (1, True)
 
 
 def test_error_is_printed_on_one_line(square: Up) -> None:
-    refused = carpool("infer", "square", "seven", url=square.url)
-    assert (refused.status, refused.stdout) == (1, "")
+    refused = carpool(square.url, "infer", "square", "seven")
+    assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == "carpool infer: INVALID_ARGUMENT: body: must be a number\n"
-    unknown = carpool("infer", "cube", "7", url=square.url)
-    assert unknown.status == 1
+    unknown = carpool(square.url, "infer", "cube", "7")
+    assert unknown.returncode == 1
     assert "'cube'; registered: Echo, square" in unknown.stderr
 
 
 @pytest.mark.parametrize("arguments", [["infer", "square", "7"], ["models"], ["up", "square"]])
 def test_without_redis_the_url_and_the_remedy_are_named(arguments: list[str]) -> None:
-    done = carpool(*arguments, "--redis-url", UNREACHABLE)
-    assert done.status == 1
+    done = carpool(UNREACHABLE, *arguments)
+    assert done.returncode == 1
     assert UNREACHABLE in done.stderr
     assert "to have one started" in done.stderr or "carpool up" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_models_are_listed_as_a_table_and_as_json(square: Up) -> None:
-    wait_until(
-        lambda: "eager" in carpool("models", url=square.url).stdout, description="policies are reported"
-    )
-    head, *rows = carpool("models", url=square.url).stdout.splitlines()
+    wait_until(lambda: "eager" in carpool(square.url, "models").stdout, description="policies are reported")
+    head, *rows = carpool(square.url, "models").stdout.splitlines()
     assert head.split()[:2] == ["model", "waiting"]
     assert [row.split() for row in rows[:2]] == [
         ["Echo", "0", "-", "0", "1", "yes", "eager", "0", "up", "to", "16"],
         ["square", "0", "-", "0", "1", "yes", "eager", "0", "up", "to", "200"],
     ]
-    listed = json.loads(carpool("models", "--json", url=square.url).stdout)
+    listed = json.loads(carpool(square.url, "models", "--json").stdout)
     assert [(one["model"], one["workers"], one["oldest_ms"]) for one in listed] == [
         ("Echo", 1, None),
         ("square", 1, None),
@@ -259,12 +246,12 @@ def test_models_are_listed_as_a_table_and_as_json(square: Up) -> None:
 
 def test_models_shows_waiting_requests(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
-        assert "no model is registered" in carpool("models", url=server.url).stdout
+        assert "no model is registered" in carpool(server.url, "models").stdout
         with up(tmp_path, "square", more={"CARPOOL_REDIS_URL": server.url}) as started:
             assert started.end() == 0
-        abandoned = carpool("infer", "square", "7", "--timeout", "0.2", url=server.url)
-        assert (abandoned.status, "carpool models" in abandoned.stderr) == (1, True)
-        (row,) = json.loads(carpool("models", "--json", url=server.url).stdout)
+        abandoned = carpool(server.url, "infer", "square", "7", "--timeout", "0.2")
+        assert (abandoned.returncode, "carpool models" in abandoned.stderr) == (1, True)
+        (row,) = json.loads(carpool(server.url, "models", "--json").stdout)
         assert (row["waiting_entries"], row["workers"], row["batcher"]) == (1, 0, False)
         assert row["oldest_ms"] >= 200
 
@@ -319,7 +306,7 @@ def test_printed_commands_fit_a_model_with_tensors(tmp_path: Path) -> None:
 
 def _shell(line: str) -> str:
     done = subprocess.run(
-        ["/bin/sh", "-c", line], env=environment(), capture_output=True, timeout=START_S, check=True
+        ["/bin/sh", "-c", line], env=clean_environment(), capture_output=True, timeout=START_S, check=True
     )
     return done.stdout.decode()
 
@@ -337,7 +324,7 @@ def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
         if name == "carpool_worker":
             started.wait_for("model served again")
 
-        assert carpool("infer", "square", "7", "--redis-url", started.url).stdout == "49\n"
+        assert carpool(started.url, "infer", "square", "7").stdout == "49\n"
         assert started.child(name) != killed
         assert started.end() == 0
 
@@ -357,7 +344,7 @@ def test_stop_lets_the_workers_finish_and_removes_everything(tmp_path: Path, num
         pids = started.descendants()
         infer = subprocess.Popen(
             [sys.executable, "-m", "carpool_cli", "infer", "Echo", json.dumps({"gate": str(gate)})],
-            env=environment(CARPOOL_REDIS_URL=started.url),
+            env={**clean_environment(), "CARPOOL_REDIS_URL": started.url},
             stdout=subprocess.PIPE,
         )
         wait_until(lambda: _in_flight(started.url) == 1, description="the request is in flight")
@@ -375,7 +362,7 @@ def test_stop_lets_the_workers_finish_and_removes_everything(tmp_path: Path, num
 
 
 def _in_flight(url: str) -> int:
-    (row,) = json.loads(carpool("models", "--json", url=url).stdout)
+    (row,) = json.loads(carpool(url, "models", "--json").stdout)
     batches: int = row["batches_in_flight"]
     return batches
 
@@ -488,7 +475,7 @@ def test_given_redis_is_used_and_not_stopped(tmp_path: Path, source: str) -> Non
             assert f"Using Redis at {server.url}, from {source}." in started.text()
             assert "In place of" not in started.text()
             assert not [pid for pid in children(started.process.pid) if "redis-server" in command_line(pid)]
-            assert carpool("infer", "square", "7", "--redis-url", server.url).stdout == "49\n"
+            assert carpool(server.url, "infer", "square", "7").stdout == "49\n"
             assert started.end() == 0
         assert server.alive
 
@@ -496,12 +483,12 @@ def test_given_redis_is_used_and_not_stopped(tmp_path: Path, source: str) -> Non
 def test_given_data_directory_is_kept(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with up(tmp_path, "square", "--data-dir", str(data)) as started:
-        second = carpool("up", "square", "--data-dir", str(data))
-        assert second.status == 1
+        second = start("up", "square", "--data-dir", str(data))
+        assert second.returncode == 1
         assert f"{data} is in use by the Redis of process {started.process.pid}" in second.stderr
         assert started.end() == 0
     with EmbeddedRedis(data_dir=data) as server:
-        (row,) = json.loads(carpool("models", "--json", url=server.url).stdout)
+        (row,) = json.loads(carpool(server.url, "models", "--json").stdout)
         assert (row["model"], row["workers"]) == ("square", 0)
 
 
@@ -512,8 +499,8 @@ FRAMES: Final = (listening.MICROPHONES + listening.ALONE) * listening.FRAMES
 
 
 def test_small_demo_succeeds(tmp_path: Path) -> None:
-    done = carpool("demo", "--queries", "300", TMPDIR=str(tmp_path))
-    assert done.status == 0, done.stdout + done.stderr
+    done = start("demo", "--queries", "300", TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     for expected in (
         "300 queries, each a request of its own",

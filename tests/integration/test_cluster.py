@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +18,7 @@ from carpool_cli.local.embedded import EmbeddedRedis, _free_port
 from carpool_cli.roles import rules
 from conftest import SERVERS, name_of
 from support.cluster import PRIMARIES, RedisCluster
+from support.command import carpool
 from support.configured import major
 from support.stack import Stack
 from support.waiting import wait_until
@@ -176,8 +175,7 @@ def test_connection_without_a_key_is_refused(cluster: RedisCluster) -> None:
     "command", [["models"], ["top", "--once"], ["config", "a"], ["dead", "list"], ["up", "square"]]
 )
 def test_commands_that_cannot_use_a_cluster_say_so(command: list[str]) -> None:
-    argv = [sys.executable, "-m", "carpool_cli", *command, "--redis-url", "redis+cluster://nobody.example"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    done = carpool("redis+cluster://nobody.example", *command)
     assert done.returncode == 1
     assert "this command cannot be used with Redis Cluster" in done.stderr
 

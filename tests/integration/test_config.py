@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +11,7 @@ import pytest
 
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
+from support.command import Done, carpool
 from support.stack import Stack
 from support.waiting import wait_until
 from support.wire import count_requests
@@ -42,9 +41,8 @@ def stack(served: Stack) -> Iterator[Stack]:
         wait_until(lambda: len(changes(served)) > before, description="the model's own settings are in force")
 
 
-def run(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "carpool_cli", "config", *arguments, "--redis-url", stack.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def run(stack: Stack, *arguments: str) -> Done:
+    return carpool(stack.url, "config", *arguments)
 
 
 def config(stack: Stack, *arguments: str) -> dict[str, Any]:
@@ -211,8 +209,7 @@ def test_invalid_change_is_rejected_and_changes_nothing(
 
 
 def test_unreachable_redis_exits_with_another_status() -> None:
-    command = [sys.executable, "-m", "carpool_cli", "config", "Echo", "--redis-url", "redis://127.0.0.1:1/0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = carpool("redis://127.0.0.1:1/0", "config", "Echo")
     assert done.returncode == 1
     assert done.stderr.startswith("carpool config: ")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from carpool.client.sync import Client
 from carpool.errors import InvalidArgumentError
 from carpool.messages import JSON, MSGPACK, RAW
+from support.command import carpool
 from support.stack import Stack
 
 PNG = b"\x89PNG..."
@@ -86,8 +85,7 @@ def test_command_line_sends_files_of_any_type(shared: Stack, tmp_path: Path) -> 
     (tmp_path / "name.msgpack").write_bytes(msgpack.packb("cat"))
 
     def infer(*arguments: str) -> bytes:
-        command = [sys.executable, "-m", "carpool_cli", "infer", *arguments, "--redis-url", shared.url]
-        return subprocess.run(command, capture_output=True, timeout=60, check=True, cwd=tmp_path).stdout
+        return carpool(shared.url, "infer", *arguments, folder=tmp_path, check=True).output
 
     assert infer("label", "@cat.png", "--content-type", "image/png") == b'{"bytes":7}\n'
     assert infer("image", "cat", "--accept", "image/png") == b"\x89PNG cat"

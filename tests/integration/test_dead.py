@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, Final
 import pytest
 
 from carpool.keys import Keys
+from support.command import Done, carpool
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -44,9 +43,8 @@ def cause(tmp_path: Path) -> Path:
     return path
 
 
-def run(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "carpool_cli", "dead", *arguments, "--redis-url", stack.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def run(stack: Stack, *arguments: str) -> Done:
+    return carpool(stack.url, "dead", *arguments)
 
 
 def succeed(stack: Stack, *arguments: str) -> str:

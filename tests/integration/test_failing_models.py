@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +11,20 @@ import pytest
 from carpool.client.sync import Client
 from carpool.errors import InternalError
 from carpool.messages import JSON, MSGPACK
+from support.command import carpool
 from support.stack import Stack
 from support.waiting import wait_until
 
 FAILED = 40
 
 
-def carpool(stack: Stack, *arguments: str) -> str:
-    command = [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", stack.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+def run(stack: Stack, *arguments: str) -> str:
+    """What a command prints, which must succeed."""
+    return carpool(stack.url, *arguments, check=True).stdout
 
 
 def of_model(stack: Stack, model: str) -> dict[str, Any]:
-    states: list[dict[str, Any]] = json.loads(carpool(stack, "models", "--json"))
+    states: list[dict[str, Any]] = json.loads(run(stack, "models", "--json"))
     return next(state for state in states if state["model"] == model)
 
 
@@ -44,10 +43,10 @@ def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
         assert client.infer("Faulty", "fine") is not None
     state = wait_for_state(stack, "Faulty", lambda state: state["failed"].get("INTERNAL") == FAILED)
     assert state["last_error"].startswith("RuntimeError at faulty.py:")
-    shown = carpool(stack, "models")
+    shown = run(stack, "models")
     assert f"Requests of Faulty that failed: {FAILED} INTERNAL" in shown
     assert "RuntimeError at faulty.py:" in shown
-    (model,) = json.loads(carpool(stack, "top", "--once", "--json"))["models"]
+    (model,) = json.loads(run(stack, "top", "--once", "--json"))["models"]
     assert model["failed"]["INTERNAL"]["total"] == FAILED
     assert model["last_error"] == state["last_error"]
     logged = [event for event in worker.events("model raised") if "spoilt" in event["exception"]]
@@ -62,7 +61,7 @@ def test_what_batchers_refuse_and_overrides_are_in_models(stack: Stack) -> None:
     state = wait_for_state(stack, "Echo", lambda state: state["refused"])
     assert state["refused"] == {"INVALID_ARGUMENT/input": 1}
     assert state["max_batch_size"] == 5
-    assert "Requests of Echo that the batcher refused: 1 INVALID_ARGUMENT/input" in carpool(stack, "models")
+    assert "Requests of Echo that the batcher refused: 1 INVALID_ARGUMENT/input" in run(stack, "models")
 
 
 def test_result_that_cannot_be_written_is_seen(stack: Stack) -> None:
@@ -85,7 +84,7 @@ def test_dead_letters_are_shown_by_top(stack: Stack) -> None:
     with Client(stack.url, timeout=60) as client, pytest.raises(Exception, match=r"dead letter|died"):
         client.infer("Faulty", "kill")
     wait_until(lambda: of_model(stack, "Faulty")["dead"] == 1, description="it is a dead letter")
-    assert "dead letters" in carpool(stack, "top", "--once")
+    assert "dead letters" in run(stack, "top", "--once")
 
 
 def test_generator_that_raises(stack: Stack) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,6 +16,7 @@ from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
+from support.command import Done, carpool
 
 MODEL: Final = "old-1.0"  # the dot is no wildcard
 KEYS: Final = Keys(MODEL)
@@ -51,9 +50,8 @@ def register(link: Link, model: str, kind: ModelKind = ModelKind.PLAIN) -> Worke
     return store
 
 
-def forget(embedded: EmbeddedRedis, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "carpool_cli", "forget", *arguments, "--redis-url", embedded.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def forget(embedded: EmbeddedRedis, *arguments: str) -> Done:
+    return carpool(embedded.url, "forget", *arguments)
 
 
 def names(redis: Any) -> set[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +14,7 @@ from carpool.client.aio import AsyncClient
 from carpool.client.sync import Client
 from carpool.errors import DeadlineExceededError, NotFoundError
 from carpool.keys import Keys
+from support.command import carpool
 from support.stack import Service, Stack
 from support.waiting import wait_until
 
@@ -51,8 +50,7 @@ def loading(stack: Stack, gate: Path, tmp_path: Path) -> Service:
 
 def models(stack: Stack) -> tuple[list[dict[str, Any]], str]:
     """What `carpool models --json` prints, and its warnings."""
-    command = [sys.executable, "-m", "carpool_cli", "models", "--json", "--redis-url", stack.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = carpool(stack.url, "models", "--json", check=True)
     return json.loads(done.stdout), done.stderr
 
 

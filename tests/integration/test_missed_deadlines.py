@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -20,6 +17,7 @@ from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_cli.top.command import take_sample
 from carpool_cli.top.figures import figures
+from support.command import carpool
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -88,17 +86,8 @@ def test_refused_early(stack: Stack) -> None:
         expect_expired(stack, SLEEPER, stack.send(SLEEPER, body=f"{SLEEP_S}", expiration=EXPIRATION_MS))
         stack.wait_until_idle(SLEEPER)
     expect_missed(stack, SLEEPER, before, computed_long=1, early=1)
-    page = subprocess.run(
-        [sys.executable, "-m", "carpool_cli", "top", "--once", "--model", SLEEPER],
-        env={**os.environ, "CARPOOL_REDIS_URL": stack.url},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert re.search(r"^  missed deadlines +1 computed long.* 1 early", page.stdout, re.MULTILINE), (
-        page.stdout
-    )
+    page = carpool(stack.url, "top", "--once", "--model", SLEEPER, check=True).stdout
+    assert re.search(r"^  missed deadlines +1 computed long.* 1 early", page, re.MULTILINE), page
 
 
 def test_expired_while_waiting(stack: Stack, gate: Path) -> None:

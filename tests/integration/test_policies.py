@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
 from carpool_batcher.effective_settings import RETRY_S
+from support.command import Done, carpool
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -48,13 +46,9 @@ def test_custom_policy_forms_batches_and_fails_only_the_request_it_raised_for(st
     assert event["reason"].startswith("include raised RuntimeError: ")
 
 
-def carpool(stack: Stack, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def run(stack: Stack, *arguments: str, status: int = 0) -> Done:
     """A finished command, which must have this exit status."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", stack.url],
-        env=environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = carpool(stack.url, *arguments)
     assert done.returncode == status, done.stderr
     return done
 
@@ -72,29 +66,29 @@ def expect_not_in_force(stack: Stack, model: str, reason: str) -> None:
 
 def expect_reason_shown(stack: Stack, model: str, reason: str) -> None:
     """Each command that shows a model says what the report says."""
-    assert f"serves it with others: {reason}" in carpool(stack, "models").stdout
-    (row,) = json.loads(carpool(stack, "models", "--json").stdout)
+    assert f"serves it with others: {reason}" in run(stack, "models").stdout
+    (row,) = json.loads(run(stack, "models", "--json").stdout)
     assert (row["policy"], row["unheeded"]) == ("eager", reason)
 
-    assert f"under the policy eager: {reason}" in carpool(stack, "config", model).stdout
-    as_json = carpool(stack, "config", model, "--json")
+    assert f"under the policy eager: {reason}" in run(stack, "config", model).stdout
+    as_json = run(stack, "config", model, "--json")
     assert reason in as_json.stderr and list(json.loads(as_json.stdout)) == ModelSettings.names()
 
-    page = [" ".join(line.split()) for line in carpool(stack, "top", "--once").stdout.splitlines()]
+    page = [" ".join(line.split()) for line in run(stack, "top", "--once").stdout.splitlines()]
     assert "policy eager, not that of the settings" in page
     assert any(line.startswith("settings rejected: policy: ") for line in page)
-    (shown,) = json.loads(carpool(stack, "top", "--once", "--json").stdout)["models"]
+    (shown,) = json.loads(run(stack, "top", "--once", "--json").stdout)["models"]
     assert (shown["policy"], shown["unheeded"]) == ("eager", reason)
 
 
 def test_policy_in_force_is_shown(stack: Stack) -> None:
-    changed = carpool(stack, "config", MODEL, f"policy={PAIRS}")
+    changed = run(stack, "config", MODEL, f"policy={PAIRS}")
     assert "rejects" not in changed.stdout
     assert report(stack)["policy"] == PAIRS, "the command waited for it"
-    (row,) = json.loads(carpool(stack, "models", "--json").stdout)
+    (row,) = json.loads(run(stack, "models", "--json").stdout)
     assert (row["policy"], row["unheeded"]) == (PAIRS, "")
-    assert f"policy {PAIRS}" in " ".join(carpool(stack, "top", "--once").stdout.split())
-    assert "rejects" not in carpool(stack, "config", MODEL).stdout
+    assert f"policy {PAIRS}" in " ".join(run(stack, "top", "--once").stdout.split())
+    assert "rejects" not in run(stack, "config", MODEL).stdout
 
 
 def test_policy_that_a_model_declares_but_the_batcher_does_not_have_is_not_in_force(tmp_path: Path) -> None:
@@ -118,10 +112,10 @@ def test_policy_whose_constructor_raises_is_not_in_force_until_it_succeeds(tmp_p
             f"policy: {FICKLE!r} cannot be created: its constructor, which gets no arguments, raised "
             "RuntimeError: the file exists"
         )
-        assert reason in carpool(stack, "config", MODEL, f"policy={FICKLE}", status=2).stdout
+        assert reason in run(stack, "config", MODEL, f"policy={FICKLE}", status=2).stdout
         expect_not_in_force(stack, MODEL, reason)
         # Another change is rejected for the same reason, and says so
-        assert reason in carpool(stack, "config", MODEL, "max_batch_size=4", status=2).stdout
+        assert reason in run(stack, "config", MODEL, "max_batch_size=4", status=2).stdout
         file.unlink()
         wait_until(
             lambda: report(stack).get("policy") == FICKLE,
@@ -135,8 +129,8 @@ def test_policy_without_a_batcher_is_accepted_with_a_warning(tmp_path: Path) -> 
     with Stack(tmp_path) as stack:
         stack.worker("plain.py:Echo")
         warning = f"No active batcher reports that the policy {PAIRS} is in force."
-        assert warning in carpool(stack, "config", MODEL, f"policy={PAIRS}").stdout
-        assert warning in carpool(stack, "config", MODEL).stdout
+        assert warning in run(stack, "config", MODEL, f"policy={PAIRS}").stdout
+        assert warning in run(stack, "config", MODEL).stdout
 
 
 def test_policy_that_was_not_loaded_is_rejected_and_reported(stack: Stack) -> None:

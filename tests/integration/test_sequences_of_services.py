@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from carpool.errors import (
     UnimplementedError,
 )
 from carpool.keys import Keys
+from support.command import carpool
 from support.models.stateful import folded
 from support.stack import Service, Stack
 from support.waiting import wait_until
@@ -67,16 +65,13 @@ def client(served: Served) -> Iterator[Client]:
         yield client
 
 
-def carpool(stack: Stack, *arguments: str) -> str:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    command = [sys.executable, "-m", "carpool_cli", *arguments]
-    environment = {**ours, "CARPOOL_REDIS_URL": stack.url}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
+def run(stack: Stack, *arguments: str) -> str:
+    """What a command prints, which must succeed."""
+    return carpool(stack.url, *arguments, check=True).stdout
 
 
 def top(stack: Stack) -> dict[str, Any]:
-    (found,) = json.loads(carpool(stack, "top", "--once", "--json", "--model", MODEL))["models"]
+    (found,) = json.loads(run(stack, "top", "--once", "--json", "--model", MODEL))["models"]
     assert isinstance(found, dict)
     return found
 
@@ -200,18 +195,17 @@ def test_fields_of_sequences_are_checked(client: Client) -> None:
 def test_command_line_sends_a_sequence(served: Served) -> None:
     numbers = [3, 4, 5]
     printed = [
-        carpool(served, "infer", MODEL, str(number), "--sequence-id", "by-hand", *flags)
+        run(served, "infer", MODEL, str(number), "--sequence-id", "by-hand", *flags)
         for number, flags in zip(numbers, (["--sequence-start"], [], ["--sequence-end"]), strict=True)
     ]
     assert [int(line) for line in printed] == folded(numbers)
 
 
 def test_command_says_what_an_index_waits_for(served: Served) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as raised:
-        carpool(
-            served, "infer", MODEL, "1", "--sequence-id", "gap", "--sequence-index", "7", "--timeout", "0.3"
-        )
-    assert "waits for those of its sequence with the indexes below 7" in raised.value.stderr
+    arguments = ("--sequence-id", "gap", "--sequence-index", "7", "--timeout", "0.3")
+    done = carpool(served.url, "infer", MODEL, "1", *arguments)
+    assert done.returncode == 1
+    assert "waits for those of its sequence with the indexes below 7" in done.stderr
 
 
 # --- what operators see ------------------------------------------------------------------------------------
@@ -229,7 +223,7 @@ def test_top_models_and_metrics_show_sequences(served: Served, client: Client) -
                 lambda: top(served)["sequences"]["waiting_to_start"] == 1,
                 description="it waits to start",
             )
-            assert "2, 1 wait to start" in carpool(served, "models")
+            assert "2, 1 wait to start" in run(served, "models")
             gauges = metrics(served.of_batcher)
             assert gauges["carpool_kept_sequences"] == 2
             assert gauges["carpool_sequences_waiting_to_start"] == 1
@@ -245,12 +239,10 @@ def test_top_models_and_metrics_show_sequences(served: Served, client: Client) -
     for name, change in changes.items():
         sample = f"carpool_sequences_total {name}"
         assert after[sample] - before.get(sample, 0) == change
-    assert "sequences" in carpool(served, "top", "--once")
+    assert "sequences" in run(served, "top", "--once")
 
 
 def test_tune_sends_no_body_outside_a_sequence(served: Served) -> None:
-    arguments = ("tune", MODEL, "7", "--latency-ms", "30")
-    with pytest.raises(subprocess.CalledProcessError) as failed:
-        carpool(served, *arguments)
-    assert failed.value.returncode == 2
-    assert failed.value.stderr.startswith(f"carpool tune: {MODEL} keeps a state for each sequence, and BODY")
+    done = carpool(served.url, "tune", MODEL, "7", "--latency-ms", "30")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"carpool tune: {MODEL} keeps a state for each sequence, and BODY")

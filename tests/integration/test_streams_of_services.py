@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +14,7 @@ from carpool import AsyncClient, Client
 from carpool.client import AsyncStream
 from carpool.errors import DeadlineExceededError, InternalError
 from conftest import SERVERS
+from support.command import carpool
 from support.models.stepping import SLOTS, chunk_after, text_of
 from support.stack import Stack
 from support.waiting import wait_until
@@ -91,11 +89,5 @@ def test_threads_read_streams(stack: Stack) -> None:
     [("countdown", "3", "3\n2\n1\n"), ("square", "7", "49\n"), ("Chain", json.dumps({"length": 0}), "")],
 )
 def test_infer_prints_a_stream(stack: Stack, model: str, body: str, printed: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "carpool_cli", "infer", model, body, "--stream"],
-        env={**os.environ, "CARPOOL_REDIS_URL": stack.url},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, printed, b"")
+    done = carpool(stack.url, "infer", model, body, "--stream")
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")

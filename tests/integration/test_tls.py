@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from carpool.store.connection import Link, LinkError
 from carpool_cli.local import paste
 from conftest import SERVERS, name_of
 from support.cluster import free_port_of_node
+from support.command import carpool, clean_environment
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
 from support.sentinel import Sentinel
 from support.stack import START_S, Stack
@@ -167,20 +167,9 @@ def test_services_authenticate_as_their_user_and_never_log_the_password(stack: S
 
 
 def test_command_line_over_tls(stack: Stack) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "carpool_cli", "infer", "square", "9"],
-        env={**clean_environment(), **stack.environment["producer"]},
-        cwd=stack.home,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    variables = stack.environment["producer"]
+    done = carpool(None, "infer", "square", "9", environment=variables, folder=stack.home)
     assert (done.stdout, done.stderr, done.returncode) == ("81\n", "", 0)
-
-
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 
 
 # --- Sentinel and Cluster

@@ -28,6 +28,7 @@ from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
 from carpool_cli.top.command import take_sample
 from carpool_cli.top.figures import figures
+from support.command import carpool, clean_environment
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -59,16 +60,12 @@ def command(*flags: str) -> list[str]:
 
 
 def environment(url: str, **more: str) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    return {**ours, "CARPOOL_REDIS_URL": url, **more}
+    return {**clean_environment(), "CARPOOL_REDIS_URL": url, **more}
 
 
 def top(stack: Stack, *flags: str) -> str:
     """Run `carpool top`; its output."""
-    done = subprocess.run(
-        command(*flags), env=environment(stack.url), capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout
+    return carpool(stack.url, "top", *flags, check=True).stdout
 
 
 def read_report(stack: Stack) -> BatcherReport | None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 
 import pytest
 
 from carpool.keys import Keys
 from carpool_cli.roles import ROLES, rules
 from carpool_cli.tuning.arrivals import read_trace
+from support.command import carpool, running
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -35,34 +32,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-def start(
-    stack: Stack, home: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "carpool_cli", *arguments],
-        cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**environment, "CARPOOL_REDIS_URL": stack.url, **variables},
-    )  # fmt: skip
-
-
 @pytest.fixture
-def as_role(stack: Stack) -> Iterator[Callable[[str], dict[str, str]]]:
-    """Make a Redis user with the permissions of a role, and return the variables to connect as that user."""
+def as_role(stack: Stack) -> Iterator[Callable[[str], str]]:
+    """Make a Redis user with the permissions of a role, and return the URL to connect as that user."""
 
-    def make(role: str) -> dict[str, str]:
+    def make(role: str) -> str:
         stack.redis.execute_command("ACL", "SETUSER", role, "reset", "on", f">{role}", *rules(role).split())
-        return {"CARPOOL_REDIS_URL": stack.url.replace("redis://", f"redis://{role}:{role}@")}
+        return stack.url.replace("redis://", f"redis://{role}:{role}@")
 
     yield make
     stack.redis.acl_deluser(*ROLES)
 
 
-def carpool(stack: Stack, home: Path, *arguments: str) -> str:
-    process = start(stack, home, *arguments)
-    stdout, stderr = process.communicate(timeout=RUN_S)
-    assert process.returncode == 0, stderr
-    return stdout
+def run(stack: Stack, home: Path, *arguments: str) -> str:
+    """What a command prints, which must succeed."""
+    return carpool(stack.url, *arguments, folder=home, check=True, timeout_s=RUN_S).stdout
 
 
 def settled_ms(stack: Stack) -> dict[int, float]:
@@ -75,10 +59,8 @@ def settled_ms(stack: Stack) -> dict[int, float]:
 
 
 def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, tmp_path: Path) -> None:
-    carpool(stack, tmp_path, "config", MODEL, "max_queue_delay_ms=40", "max_batch_size=64")
-    output = carpool(
-        stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "30", "--rate", "500", "--rounds", "3"
-    )
+    run(stack, tmp_path, "config", MODEL, "max_queue_delay_ms=40", "max_batch_size=64")
+    output = run(stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "30", "--rate", "500", "--rounds", "3")
 
     announced = re.search(r"sending ([\d,]+) requests to linear, at most 64 at a time", output)
     assert announced is not None, output
@@ -98,8 +80,8 @@ def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, t
 
     command = re.search(r"^  (carpool config linear .*)$", output, re.MULTILINE)
     assert command is not None, output
-    carpool(stack, tmp_path, *shlex.split(command[1])[1:])
-    lines = json.loads(carpool(stack, tmp_path, "config", MODEL, "--json"))
+    run(stack, tmp_path, *shlex.split(command[1])[1:])
+    lines = json.loads(run(stack, tmp_path, "config", MODEL, "--json"))
     assert float(lines["max_queue_delay_ms"]["value"]) < 40
     assert (tmp_path / "tune.png").exists() == ("The plot is in tune.png" in output)
 
@@ -108,82 +90,76 @@ def test_tune_without_body_sends_no_requests(stack: Stack, tmp_path: Path) -> No
     stack.result(MODEL, stack.send(MODEL, body="7"))
     stack.wait_until_idle(MODEL)
     before = stack.redis.xinfo_stream(Keys(MODEL).settled)["last-generated-id"]
-    output = carpool(stack, tmp_path, "tune", MODEL, "--latency-ms", "500", "--rate", "50", "--plot", "")
+    output = run(stack, tmp_path, "tune", MODEL, "--latency-ms", "500", "--rate", "50", "--plot", "")
     assert "sending" not in output
     assert "plot" not in output
     assert stack.redis.xinfo_stream(Keys(MODEL).settled)["last-generated-id"] == before
 
 
 def test_simulate_calls_a_guess_one(stack: Stack, tmp_path: Path) -> None:
-    carpool(stack, tmp_path, "config", MODEL, "max_batch_size=32", "max_queue_delay_ms=", "policy=")
+    run(stack, tmp_path, "config", MODEL, "max_batch_size=32", "max_queue_delay_ms=", "policy=")
     for _ in range(64):  # all that it looks at
         assert stack.result(MODEL, stack.send(MODEL, body="7"))["batch_size"] == 1
     arguments = ("simulate", "--model", MODEL, "--rate", "1000", "--requests", "2000")
-    output = carpool(stack, tmp_path, *arguments)
+    output = run(stack, tmp_path, *arguments)
     assert re.match(r".*, measured l\(1\) = \S+ ms, guessed l\(32\) = \S+ ms\n", output), output
     assert "Only 64 batches of 1 were observed; `carpool tune linear BODY" in output
     assert re.search(r"The round trip is as its batcher saw it: \d+\.\d ms for half", output), output
-    found = json.loads(carpool(stack, tmp_path, *arguments, "--json"))
+    found = json.loads(run(stack, tmp_path, *arguments, "--json"))
     assert found["observed"] == {"smallest": 1, "largest": 1, "batches": 64}
     assert found["guessed_batches"] > 0.5
-    given = carpool(
-        stack, tmp_path, *arguments, "--intercept-ms", "5", "--slope-ms", "0.05", "--trip-ms", "1"
-    )
+    given = run(stack, tmp_path, *arguments, "--intercept-ms", "5", "--slope-ms", "0.05", "--trip-ms", "1")
     assert "guess" not in given and "assumed" not in given
 
 
 def test_tune_reports_a_latency_that_cannot_be_kept(stack: Stack, tmp_path: Path) -> None:
     stack.result(MODEL, stack.send(MODEL, body="7"))
-    process = start(stack, tmp_path, "tune", MODEL, "--latency-ms", "2")
-    _, stderr = process.communicate(timeout=RUN_S)
-    assert process.returncode == 2
-    assert "no settings can keep 99% of the requests within 2 ms" in stderr
+    done = carpool(stack.url, "tune", MODEL, "--latency-ms", "2", folder=tmp_path, timeout_s=RUN_S)
+    assert done.returncode == 2
+    assert "no settings can keep 99% of the requests within 2 ms" in done.stderr
 
 
 def test_tune_without_permission_names_the_role_it_needs(
-    stack: Stack, tmp_path: Path, as_role: Callable[[str], dict[str, str]]
+    tmp_path: Path, as_role: Callable[[str], str]
 ) -> None:
-    variables = as_role("producer")
-    process = start(stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "50", variables=variables)
-    _, stderr = process.communicate(timeout=RUN_S)
-    assert process.returncode == 1
-    assert "no permissions" in stderr.lower()
-    assert "all other commands that read or change a stack need admin" in " ".join(stderr.split())
+    arguments = ("tune", MODEL, "7", "--latency-ms", "50")
+    done = carpool(as_role("producer"), *arguments, folder=tmp_path, timeout_s=RUN_S)
+    assert done.returncode == 1
+    assert "no permissions" in done.stderr.lower()
+    assert "all other commands that read or change a stack need admin" in " ".join(done.stderr.split())
 
 
-def test_admin_may_tune_without_body(
-    stack: Stack, tmp_path: Path, as_role: Callable[[str], dict[str, str]]
-) -> None:
+def test_admin_may_tune_without_body(stack: Stack, tmp_path: Path, as_role: Callable[[str], str]) -> None:
     stack.result(MODEL, stack.send(MODEL, body="7"))
     arguments = ("tune", MODEL, "--latency-ms", "500", "--rate", "50", "--plot", "")
-    process = start(stack, tmp_path, *arguments, variables=as_role("admin"))
-    _, stderr = process.communicate(timeout=RUN_S)
-    assert process.returncode == 0, stderr
+    carpool(as_role("admin"), *arguments, folder=tmp_path, check=True, timeout_s=RUN_S)
 
 
 def test_arrivals_are_recorded_and_replayed(stack: Stack, tmp_path: Path) -> None:
-    process = start(stack, tmp_path, "simulate", "--model", MODEL, "--record", "trace.txt", "--seconds", "5")
-
     def is_recording() -> bool:
         """Whether the recorder reads the stream; requests before that are not recorded."""
         names = [client["name"] for client in stack.redis.client_list() if client["cmd"] == "xread"]
         return any(name.startswith("carpool-simulate") for name in names)
 
-    wait_until(is_recording, description="the recorder reads", timeout_s=RUN_S)
-    # Each has its time of arrival in a field, as a request that was put back, and waits at a takeover.
-    stack.redis.set(Keys(MODEL).batcher, "another")
-    wait_until(lambda: stack.events("batcher no longer active, lease lost"), description="it lost the lease")
-    began_ms = stack.redis.time()[0] * 1000 - 5000
-    times_ms = [began_ms + 37 * number for number in range(20)]
-    for at_ms in times_ms:
-        stack.send(MODEL, body="7", arrival=at_ms)
-    stack.redis.delete(Keys(MODEL).batcher)
-    stdout, stderr = process.communicate(timeout=RUN_S)
-    assert process.returncode == 0, stderr
-    assert stdout == "wrote 20 arrivals to trace.txt\n"
-    assert stderr.startswith(f"recording the arrivals of {MODEL} for 5 s\n")
+    arguments = ("--record", "trace.txt", "--seconds", "5")
+    with running(stack.url, "simulate", "--model", MODEL, *arguments, folder=tmp_path) as recorder:
+        wait_until(is_recording, description="the recorder reads", timeout_s=RUN_S)
+        # Each has its time of arrival in a field, as a request that was put back, and waits at a takeover.
+        stack.redis.set(Keys(MODEL).batcher, "another")
+        wait_until(
+            lambda: stack.events("batcher no longer active, lease lost"), description="it lost the lease"
+        )
+        began_ms = stack.redis.time()[0] * 1000 - 5000
+        times_ms = [began_ms + 37 * number for number in range(20)]
+        for at_ms in times_ms:
+            stack.send(MODEL, body="7", arrival=at_ms)
+        stack.redis.delete(Keys(MODEL).batcher)
+        done = recorder.end(RUN_S)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "wrote 20 arrivals to trace.txt\n"
+        assert done.stderr.startswith(f"recording the arrivals of {MODEL} for 5 s\n")
     assert read_trace(tmp_path / "trace.txt") == [37_000 * number for number in range(20)]
-    output = carpool(
+    output = run(
         stack,
         tmp_path,
         "simulate",

@@ -47,6 +47,8 @@ PRELOADED: Final = (
     "carpool_cli.infer",
     "carpool_cli.models",
     "carpool_cli.top.command",
+    "carpool_cli.tuning.simulate",
+    "carpool_cli.tuning.tune",
 )
 _ORDER_BYTES_MAX: Final = 256 * 1024
 
