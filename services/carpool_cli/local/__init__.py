@@ -1,8 +1,8 @@
 """A whole stack on one machine, under one supervisor: Redis if none is given, a batcher, and workers.
 
-    up          `carpool up`
-    supervisor  starts and supervises the processes
-    embedded    a Redis server as a child process
-    example     an example body for a model
-    paste       commands to copy, each of which sends one request
+up          `carpool up`
+supervisor  starts and supervises the processes
+embedded    a Redis server as a child process
+example     an example body for a model
+paste       commands to copy, each of which sends one request
 """

@@ -1,7 +1,7 @@
 """Ready-made models.
 
-    square            the demo model, which takes as long as it says
-    onnx              the model for `onnx:FILE`
-    onnx_declaration  what is declared about an ONNX file beside its graph
-    onnx_signature    the inputs and outputs of a graph by their roles
+square            the demo model, which takes as long as it says
+onnx              the model for `onnx:FILE`
+onnx_declaration  what is declared about an ONNX file beside its graph
+onnx_signature    the inputs and outputs of a graph by their roles
 """
