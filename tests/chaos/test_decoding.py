@@ -23,7 +23,7 @@ SPEC: Final = "plain.py:Lengths"
 LEASE: Final = ("--lease-ms", "300")
 LONGER_LEASE_MS: Final = 1500  # than a busy machine withholds the CPU, but shorter than decoding takes
 SLOW_MAPS: Final = 400_000  # empty ones, in JSON: about 50 ms for each such body
-BODIES: Final = 48  # in one batch: 58 of the 64 MB that it may have
+BODIES: Final = 24
 
 
 @pytest.fixture

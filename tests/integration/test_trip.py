@@ -18,7 +18,7 @@ from support.stack import Stack, fixed_keys
 from support.waiting import wait_until
 from support.wire import count_requests
 
-EXPIRATIONS_MS: Final = range(300, 2300, 50)
+EXPIRATIONS_MS: Final = range(300, 2400, 140)  # as many as a batch has, less one
 WAKE_UP_MS: Final = 250  # a batcher does so in any case
 
 

@@ -189,7 +189,7 @@ class Stack:
         self.environment = {} if environment is None else environment
         self.fresh = fresh
         # Any: redis-py's types are too vague for results and for most arguments.
-        self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=30)
+        self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=2 * RESULT_S)
         self.services: list[Service] = []
         self.is_spoiled = False  # a test failed that used it
         self._served: dict[str, Service] = {}
@@ -438,7 +438,7 @@ def frozen_with_batch(stack: Stack, model: str, worker: Service) -> Iterator[Non
         worker.thaw()
 
 
-def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = 30.0) -> Any:
+def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = 60.0) -> Any:
     """Wait until `probe` returns a true value, and return it."""
     found: list[Any] = []
 

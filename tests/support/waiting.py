@@ -38,7 +38,7 @@ class Stopwatch:
         return self.passed_s / (time.monotonic() - self._started_s)
 
 
-def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 30.0) -> Value:
+def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 60.0) -> Value:
     """Return what `predicate` returns, as soon as it is true. `description` completes "timed out waiting
     until ...".
 

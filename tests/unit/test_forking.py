@@ -117,7 +117,7 @@ def test_signals_reach_it_and_are_its_status(start: Start, tmp_path: Path) -> No
 def test_a_pid_is_not_given_to_another_before_the_status_was_read(start: Start) -> None:
     process = start("end", "3")
     wait_until(lambda: _state(process.pid) == "Z", description="the process has ended")
-    assert process.poll() == 3
+    assert process.wait(10) == process.poll() == 3
     wait_until(lambda: _state(process.pid) is None, description="its pid is given up")
     process.kill()  # is no longer sent
 

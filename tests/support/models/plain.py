@@ -91,7 +91,7 @@ class Ragged:
 class Lengths:
     """The length of each body."""
 
-    max_batch_size = 48
+    max_batch_size = 24
 
     def predict(self, batch: list[Any]) -> list[int]:
         return [len(body) for body in batch]
