@@ -220,9 +220,27 @@ def test_error_is_printed_on_one_line(square: Up) -> None:
     assert "'cube'; registered: Echo, square" in unknown.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "printed"),
+    [
+        (["models"], 0, "square"),
+        (["config", "square"], 0, "max_batch_size"),
+        (["dead", "list"], 0, "dead letters"),
+        (["forget", "square"], 1, "is not removed"),
+        (["simulate", "--model", "cube", "--rate", "9"], 2, "'cube' is not registered"),
+        (["tune", "cube", "--latency-ms", "9"], 2, "'cube' is not registered"),
+    ],
+)
+def test_commands_start(square: Up, arguments: list[str], status: int, printed: str) -> None:
+    """All other tests fork these commands; those of `infer`, `top`, `up` and `demo` start them, too."""
+    done = start(*arguments, "--redis-url", square.url)
+    assert done.returncode == status, done.stderr
+    assert printed in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["infer", "square", "7"], ["models"], ["up", "square"]])
 def test_without_redis_the_url_and_the_remedy_are_named(arguments: list[str]) -> None:
-    done = carpool(UNREACHABLE, *arguments)
+    done = carpool(None, *arguments, "--redis-url", UNREACHABLE)
     assert done.returncode == 1
     assert UNREACHABLE in done.stderr
     assert "to have one started" in done.stderr or "carpool up" in done.stderr
