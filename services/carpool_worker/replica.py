@@ -4,7 +4,7 @@
 
 One thread waits for the reply to a fetch, for the model process and for the time, whichever is first.
 There are at most two executions: one is executed, while the other waits in the pipe or is being committed.
-Only a commit is waited for.
+Only scripts, such as a commit, are waited for, and stored bodies and states.
 
 When the model process dies, another is started, which executes again what was not finished. The requests of
 the frame it died on are then executed one at a time, because one of them may be the cause. The execution of

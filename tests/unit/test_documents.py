@@ -117,6 +117,17 @@ def test_decisions_are_amended_by_later_ones() -> None:
     assert amended
 
 
+@each_document
+def test_numbers_of_decisions_exist(document: Path) -> None:
+    """In brackets, as the text of a link, and behind the word."""
+    text = document.read_text(encoding="utf-8")
+    numbers = set(re.findall(r"(?<=[\[( ])0\d{3}(?=[\]), .])", text))
+    known = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("0*.md")}
+    assert numbers <= known, f"there are no decisions {', '.join(sorted(numbers - known))}"
+    for number, name in re.findall(r"\[(0\d{3})\]\((?:[\w./]*/)?(0\d{3})-", text):
+        assert number == name, f"[{number}] links to {name}"
+
+
 def test_checks_find_what_they_are_for(tmp_path: Path) -> None:
     target = tmp_path / "target.md"
     target.write_text("# One `heading`, and more\n")
