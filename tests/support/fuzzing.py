@@ -210,7 +210,7 @@ def bounded(act: Callable[[], None], size_bytes: int) -> None:
 def _answer_entry(flat: Sequence[bytes], settings: ModelSettings, codec: Codec) -> None:
     """As batcher and worker do: refuse what cannot be understood, and execute the rest."""
     _, decoded = decode_entry(ENTRY_ID.encode(), flat, settings)
-    assert decoded, "nobody is answered"
+    assert decoded, "no request is answered"
     runs = [item for item in decoded if isinstance(item, Run)]
     for item in decoded:
         if isinstance(item, Refusal):

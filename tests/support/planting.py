@@ -142,7 +142,7 @@ class Fault:
         raise failure
 
     def search_for(self, examples_max: int, first_seed: int = 0) -> tuple[int, BaseException | None]:
-        """Try up to so many examples. Returns how many were tried, and with what the last one failed."""
+        """Try up to this many examples. Returns how many were tried, and how the last one failed."""
         assert self.search is not None
         test, examples = self.search(), _Examples(examples_max)
         counted = examples.counted(test.hypothesis.inner_test)
@@ -166,7 +166,7 @@ class Faults(list[Fault]):
         self._around = around
 
     def found(self, *, examples: int) -> Callable[[AnyPlant], AnyPlant]:
-        """The search finds this plant. `examples`: in so many, as measured."""
+        """The search finds this plant. `examples`: how many that takes, as measured."""
 
         def add(plant: AnyPlant) -> AnyPlant:
             self.append(Fault(plant, self._search, examples, self._around))

@@ -123,7 +123,7 @@ def test_a_pid_is_not_given_to_another_before_the_status_was_read(start: Start) 
 
 
 def test_services_end_with_the_tests(tmp_path: Path) -> None:
-    """Whoever starts services may be killed at any moment."""
+    """The process that starts them may be killed at any moment."""
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "__main__.py").write_text(PROGRAM)
     starter = textwrap.dedent(

@@ -48,7 +48,7 @@ def _answer_nobody(*_: object) -> tuple[object, list[object]]:
     [
         (_crash, KeyError, "crashed"),
         (_fill_memory, AssertionError, "bytes of memory"),
-        (_answer_nobody, AssertionError, "nobody is answered"),
+        (_answer_nobody, AssertionError, "no request is answered"),
     ],
 )
 def test_target_notices(

@@ -188,7 +188,7 @@ def test_docstring_of_a_package_lists_all_of_its_modules_or_none(package: str) -
 
 
 def layout() -> dict[str, list[str]]:
-    """The folders in the layout of ARCHITECTURE.md, and what is said about each: in parts, of which some are
+    """The folders in the layout of ARCHITECTURE.md, and the description of each: in parts, of which some are
     lists of modules."""
     entries: dict[str, list[str]] = {}
     parents: dict[int, str] = {}  # by indentation
@@ -298,11 +298,10 @@ def test_moves_are_the_scripts() -> None:
 
 def test_settings_in_the_document_are_those_of_a_model() -> None:
     """With their defaults. That of several is empty, for which the document says `none`."""
-    documented: dict[str, str] = {}
-    for line in section("docs/settings.md", "## All settings").splitlines():
-        if setting := re.match(r"\| `(\w+)` \| (.+?) \|", line):
-            documented[setting[1]] = re.sub("[`,]", "", setting[2]).replace("days", "d")
-    compare("docs/settings.md, All settings", documented, ModelSettings.names())
+    table = section("docs/settings.md", "## All settings")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.MULTILINE)
+    compare("docs/settings.md, All settings", [name for name, _ in rows], ModelSettings.names())
+    documented = {name: re.sub("[`,]", "", default).replace("days", "d") for name, default in rows}
     defaults = ModelSettings().as_text()
     nothing = {name for name, default in defaults.items() if default in ("none", "", "{}")}
     said_to_be_nothing = {name for name, default in documented.items() if default in ("none", "all 1")}
