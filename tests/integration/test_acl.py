@@ -538,6 +538,7 @@ def signs_in(url: str) -> bool:
 # --- What roles cannot do: on a model that does not exist, so that a command that is allowed does no harm
 
 R, B, M, W = "carpool:{m}:requests", "carpool:{m}:batches", "carpool:{m}:model", "workers"
+C = "carpool:{m}:config"
 S, D, L = "carpool:{m}:settled", "carpool:{m}:dead", "carpool:{m}:batcher"
 P, A, Z = "carpool:{m}:progress:1-1", "carpool:{m}:result:x", "carpool:{m}:workers"
 Y, T, G = "carpool:{m}:replies:x", "carpool:{m}:status", "carpool:{m}:body:x"
@@ -581,8 +582,7 @@ FORBIDDEN: Final = {
         f"GETRANGE {G} 0 1", "MULTI", "SCAN 0",
     ],
     "worker": [
-        *[read for read in READS_REQUESTS if not read.startswith("XRANGE")],
-        f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
+        *READS_REQUESTS, f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
         f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}",
         f"XGROUP DESTROY {B} {W}", f"BLPOP {A} 1", "CONFIG GET *", "ACL LOAD",
         "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", f"SET {G} x",
@@ -619,8 +619,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
     "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x",
         f"LPOP {A}", f"UNLINK {B}", f"GETRANGE {A} 0 1", f"HGETALL {Q}", f"ZRANGE {K} 0 -1",
         f"XRANGE {D} - +", "SMEMBERS carpool:models", "SREM carpool:models m", f"XREAD STREAMS {Y} 0",
-        f"XTRIM {B} MAXLEN 0",
-        *[read for read in READS_REQUESTS if read.startswith("XRANGE")],
+        f"XTRIM {B} MAXLEN 0", f"HSET {C} max_batch_size 1", f"HGETALL {C}",
     ],
     "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
     "admin": [

@@ -19,7 +19,8 @@ class Stopwatch:
     """How long something took, less what the host of a virtual machine withheld from it meanwhile.
 
     A host that is overcommitted may run a machine for a fifth of the time. A limit for what this machine does
-    in a second then says nothing, unless only the time counts in which the machine ran.
+    in a second then says nothing, unless only the time counts in which the machine ran. What must not come
+    too early is compared with `elapsed_s`: timers go on while the host withholds time.
     """
 
     def __init__(self) -> None:
@@ -27,15 +28,20 @@ class Stopwatch:
         self._stolen_before_s = _stolen_s()
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since this was made."""
+        return time.monotonic() - self._started_s
+
+    @property
     def passed_s(self) -> float:
         """Seconds since this was made, less those withheld from the processor that lacks most."""
         stolen_s = [now - before for before, now in zip(self._stolen_before_s, _stolen_s(), strict=True)]
-        return time.monotonic() - self._started_s - max(stolen_s, default=0.0)
+        return self.elapsed_s - max(stolen_s, default=0.0)
 
     @property
     def share(self) -> float:
         """The share of the time since this was made that counts in `passed_s`: a factor for other times."""
-        return self.passed_s / (time.monotonic() - self._started_s)
+        return self.passed_s / self.elapsed_s
 
 
 def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 60.0) -> Value:
