@@ -467,9 +467,7 @@ class ModelBatcher:
 
     def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""
-        missing, moved = session.entries.update_from(changes)
-        session.scheduler.forget(missing)
-        session.scheduler.watch_again(moved)
+        session.scheduler.forget(session.entries.update_from(changes))
 
     def _expire(self, session: LeaseSession, expired: Sequence[Expire]) -> None:
         by_batch: dict[str, list[tuple[int, Run]]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from carpool.messages import Entry, Refusal, Run
@@ -14,13 +14,6 @@ from carpool_batcher.core.scheduler import Scheduler
 
 UNREAD_US: Final = 3_000_000  # for so long entries may wait without that any is read
 SETTLED_UNREAD_US: Final = 1_000_000  # for so long the `settled` entry of a batch may be unread
-
-
-class Updated(NamedTuple):
-    """Runs whose entries are missing in Redis, and runs that are in another entry than before."""
-
-    missing: list[Run]
-    moved: list[Run]
 
 
 class EntryTable(dict[str, Entry]):
@@ -46,25 +39,28 @@ class EntryTable(dict[str, Entry]):
             self._put_back_ids.popleft()
         return [entry for entry in arrived if entry[0] not in put_back]
 
-    def update_from(self, changes: EntryChanges) -> Updated:
-        """Follow what a script did in Redis."""
+    def update_from(self, changes: EntryChanges) -> list[Run]:
+        """Follow what a script did in Redis. Returns the runs whose entries are missing there.
+
+        The bodies of runs that were answered or dispatched are released: timers may know such runs for long.
+        """
         missing: list[Run] = []
-        moved: list[Run] = []
         for entry in changes.removed:
-            self._remove(entry)
+            _release_bodies(self._remove(entry))
         for entry in changes.missing:
             missing += self._remove(entry)
         for entry, parts in changes.put_back:
-            self._remove(entry)
+            before = self._remove(entry)
             (entry.id, entry.runs), *others = parts
             self._add_put_back(entry)
             for new_id, runs in others:
                 divided = Entry(new_id, entry.arrival_us, runs)
                 for run in runs:
                     run.entry = divided
-                moved += runs
                 self._add_put_back(divided)
-        return Updated(missing, moved)
+            kept = {run for _, runs in parts for run in runs}
+            _release_bodies([run for run in before if run not in kept])
+        return missing
 
     def _add_put_back(self, entry: Entry) -> None:
         self[entry.id] = entry
@@ -74,6 +70,11 @@ class EntryTable(dict[str, Entry]):
         self.pop(entry.id, None)
         runs, entry.runs = entry.runs, []
         return runs
+
+
+def _release_bodies(runs: Iterable[Run]) -> None:
+    for run in runs:
+        run.bodies = []
 
 
 class UnreadEntries:

@@ -111,7 +111,7 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     def advance(self: Sequences, sequence: Sequence, now_us: int) -> None:
         original(self, sequence, now_us)
         if sequence.sequence_id in self._by_id:
-            self._still.add(sequence, now_us, waits=False)
+            self._still.add(sequence, now_us, waits=False, is_kept=sequence.kept)
 
     original = Sequences._advance
     patch.setattr(Sequences, "_advance", advance)

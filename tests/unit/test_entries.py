@@ -38,7 +38,7 @@ def put_back(table: EntryTable, entry: Entry, *new_ids: str) -> None:
 def test_removed_entry_leaves_the_table_without_runs() -> None:
     table = table_of(a=2, b=1)
     removed, kept = table.values()
-    assert table.update_from(EntryChanges([removed], [], [])) == ([], [])
+    assert table.update_from(EntryChanges([removed], [], [])) == []
     assert (removed.runs, list(table.values()), len(kept.runs)) == ([], [kept], 1)
 
 
@@ -46,20 +46,20 @@ def test_entry_that_was_put_back_is_known_by_its_new_id() -> None:
     table = table_of(a=3, b=1)
     entry = table["a"]
     waiting = entry.runs[1:]
-    assert table.update_from(EntryChanges([], [PutBack(entry, [("9-0", waiting)])], [])) == ([], [])
+    assert table.update_from(EntryChanges([], [PutBack(entry, [("9-0", waiting)])], [])) == []
     assert (entry.id, entry.runs) == ("9-0", waiting)
     assert set(table) == {"b", "9-0"}
     assert all(run.entry is table["9-0"] for run in waiting)
 
 
 def test_entry_that_was_put_back_in_several_is_divided() -> None:
-    """Expect each run to know its entry, and those to be returned whose Entry is another one."""
+    """Expect each run to know its entry, and the bodies of the one that was dispatched to be released."""
     table = table_of(a=4)
     entry = table["a"]
-    _, second, third, fourth = entry.runs
+    first, second, third, fourth = entry.runs
     parts = [("9-0", [second]), ("9-1", [third]), ("9-2", [fourth])]
-    missing, moved = table.update_from(EntryChanges([], [PutBack(entry, parts)], []))
-    assert (missing, moved) == ([], [third, fourth])
+    assert table.update_from(EntryChanges([], [PutBack(entry, parts)], [])) == []
+    assert [run.bodies for run in (first, second, third, fourth)] == [[], [b""], [b""], [b""]]
     assert {name: one.runs for name, one in table.items()} == dict(parts)
     assert [run.entry.id for run in (second, third, fourth)] == ["9-0", "9-1", "9-2"]
     assert {one.arrival_us for one in table.values()} == {7}
@@ -70,7 +70,7 @@ def test_runs_of_a_missing_entry_are_returned() -> None:
     table = table_of(a=2, b=1)
     missing = table["a"]
     runs = missing.runs
-    assert table.update_from(EntryChanges([], [], [missing])) == (runs, [])
+    assert table.update_from(EntryChanges([], [], [missing])) == runs
     assert missing.runs == []
     assert list(table) == ["b"]
 
@@ -78,7 +78,7 @@ def test_runs_of_a_missing_entry_are_returned() -> None:
 def test_entry_that_is_not_in_the_table_any_more_is_no_error() -> None:
     table = table_of(a=1)
     entry = table.pop("a")
-    assert table.update_from(EntryChanges([entry], [], [])) == ([], [])
+    assert table.update_from(EntryChanges([entry], [], [])) == []
     assert not table
 
 

@@ -2,8 +2,11 @@
 
 Timers are never cancelled. One whose runs no longer wait, or whose batch has settled, has no effect. It is
 dropped when it would be the next one, so that nobody wakes up for it; and all such timers are dropped from
-time to time, to bound memory. A timer refers to an entry, and not to runs: what was dispatched is no longer
-in the entry, and so no timer keeps its bodies in memory.
+time to time, to bound memory. A timer keeps runs that do not wait any more, and not their bodies: these are
+released by who carries out what became of the run (`Scheduler.launch`, `EntryTable.update_from`).
+
+Each run is looked at once for its timer, and once for each time that it is set anew. So the cost is linear,
+however many lanes and deadlines an entry has.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import Entry, Run
+from carpool.messages import Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal
@@ -24,13 +27,12 @@ TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to
 LEAD_US_MIN: Final = 2000  # and this much more
 
 
-class EntryTimer(NamedTuple):
-    """Look at the runs of an entry that have this lane and this deadline."""
+class RunTimer(NamedTuple):
+    """Look at these runs, which have this deadline. Those that wait no more are dropped from the end."""
 
     at_us: int
-    entry: Entry
-    lane: str
     deadline_us: int
+    runs: list[Run]
 
 
 class BatchTimer(NamedTuple):
@@ -46,9 +48,9 @@ class Deadlines:
     def __init__(self, queue: Queue, capacity: Capacity) -> None:
         self._queue = queue
         self._capacity = capacity
-        self._timers: list[tuple[int, int, EntryTimer | BatchTimer]] = []  # a heap
+        self._timers: list[tuple[int, int, RunTimer | BatchTimer]] = []  # a heap
         self._numbers = count()
-        self._latest: EntryTimer | None = None  # the next run of the same entry may share it
+        self._latest: RunTimer | None = None  # set by `watch`: the next run may share it
 
     def wake_at_us(self) -> int | None:
         """When the next timer that has an effect is due; None if there is none. O(log timers) amortised."""
@@ -64,9 +66,11 @@ class Deadlines:
         at_us = deadline_us
         if settings.max_queue_delay_ms:
             at_us = max(now_us, self._urgent_at_us(run.lane, deadline_us))
-        timer = EntryTimer(at_us, run.entry, run.lane, deadline_us)
-        if timer != self._latest:
-            self._latest = timer
+        latest = self._latest
+        if latest is not None and latest.at_us == at_us and latest.deadline_us == deadline_us:
+            latest.runs.append(run)
+        else:
+            self._latest = timer = RunTimer(at_us, deadline_us, [run])
             self._set(timer)
 
     def watch_all_again(self, settings: ModelSettings) -> None:
@@ -77,7 +81,8 @@ class Deadlines:
         self.watch_again(self._queue.runs(), settings)
 
     def watch_again(self, runs: Iterable[Run], settings: ModelSettings) -> None:
-        """Set timers for those of these runs that wait; they may have others."""
+        """Set timers for those of these runs that wait; they may have others. Of a sequence: for its new head,
+        which could not be urgent as a follower."""
         for run in runs:
             if run.deadline_us is None or run not in self._queue:
                 continue
@@ -92,26 +97,35 @@ class Deadlines:
     def _urgent_at_us(self, lane: str, deadline_us: int) -> int:
         return deadline_us - int(TURNAROUND_LEAD_RATIO * self._capacity.turnaround_us(lane)) - LEAD_US_MIN
 
-    def _set(self, timer: EntryTimer | BatchTimer) -> None:
+    def _set(self, timer: RunTimer | BatchTimer) -> None:
         heapq.heappush(self._timers, (timer.at_us, next(self._numbers), timer))
         if len(self._timers) > 4 * (self._queue.count + len(self._capacity.in_flight)) + 1000:
             self._drop_outdated()
 
-    def _forget_latest(self, timer: EntryTimer | BatchTimer) -> None:
+    def _forget_latest(self, timer: RunTimer | BatchTimer) -> None:
         """This timer is not set any more."""
-        if timer == self._latest:
+        if timer is self._latest:
             self._latest = None
 
     def _drop_outdated(self) -> None:
-        """Drop timers that have no effect any more, to bound memory. O(1) amortised."""
+        """Drop timers that have no effect any more, and runs that wait no more, to bound memory. O(1)
+        amortised."""
+        for _, _, timer in self._timers:
+            if type(timer) is RunTimer:
+                timer.runs[:] = [run for run in timer.runs if run in self._queue]
         self._timers = [item for item in self._timers if self._has_effect(item[2])]
         heapq.heapify(self._timers)
         self._latest = None
 
-    def _has_effect(self, timer: EntryTimer | BatchTimer) -> bool:
-        if type(timer) is EntryTimer:
-            return any(run in self._queue for run in timer.entry.runs)
-        return type(timer) is BatchTimer and timer.batch_id in self._capacity.in_flight
+    def _has_effect(self, timer: RunTimer | BatchTimer) -> bool:
+        """O(1) amortised: runs that are found not to wait are dropped."""
+        if type(timer) is BatchTimer:
+            return timer.batch_id in self._capacity.in_flight
+        assert type(timer) is RunTimer
+        runs = timer.runs
+        while runs and runs[-1] not in self._queue:
+            runs.pop()
+        return bool(runs)
 
     # --- timers that are due -------------------------------------------------------------------------------
 
@@ -122,9 +136,9 @@ class Deadlines:
             timer = heapq.heappop(self._timers)[2]
             if type(timer) is BatchTimer:
                 decisions += self._check_batch(timer.batch_id, now_us)
-            elif type(timer) is EntryTimer:
+            elif type(timer) is RunTimer:
                 self._forget_latest(timer)
-                decisions += self._check_entry(timer, settings, now_us)
+                decisions += self._check_runs(timer, settings, now_us)
         return decisions
 
     def _check_batch(self, batch_id: str, now_us: int) -> list[Decision]:
@@ -137,22 +151,17 @@ class Deadlines:
         self.watch_batch(batch_id, batch.expiring)
         return expired
 
-    def _check_entry(self, timer: EntryTimer, settings: ModelSettings, now_us: int) -> list[Decision]:
-        """Mark the waiting runs of an entry as urgent, or expire them if they are past their deadline."""
-        runs = [
-            run
-            for run in timer.entry.runs
-            if (run.deadline_us, run.lane) == (timer.deadline_us, timer.lane) and run in self._queue
-        ]
-        if not runs:
-            return []
-        in_time = [run for run in runs if not self._queue.has_expired(run)]
+    def _check_runs(self, timer: RunTimer, settings: ModelSettings, now_us: int) -> list[Decision]:
+        """Mark those of these runs that wait as urgent, or expire them if they are past their deadline."""
+        # A head of a sequence may be there twice, and the second time it waits no more.
+        in_time = (run for run in timer.runs if run in self._queue and not self._queue.has_expired(run))
         if timer.deadline_us <= now_us:
             return [decision for run in in_time for decision in self._expire(run, settings)]
-        for run in in_time:
+        urgent = list(in_time)
+        for run in urgent:
             self._queue.mark_urgent(run)
-        if in_time:
-            self._set(timer._replace(at_us=timer.deadline_us))
+        if urgent:
+            self._set(RunTimer(timer.deadline_us, timer.deadline_us, urgent))
         return []
 
     def _expire(self, run: Run, settings: ModelSettings) -> list[Decision]:

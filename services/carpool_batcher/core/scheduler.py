@@ -236,10 +236,6 @@ class Scheduler:
             if run.sequence is not None:
                 self.sequences.lose(run)  # it was to be dispatched
 
-    def watch_again(self, runs: Iterable[Run]) -> None:
-        """These runs are in other entries than before: those that wait need timers for their new entries."""
-        self._deadlines.watch_again(runs, self._settings)
-
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """A Dispatch of the last `poll` was carried out, with these of its runs. Their bodies are released:
         they are in Redis, in the batch."""

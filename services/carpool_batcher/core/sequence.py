@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from typing import Final
 
 from carpool.messages import Run, SequencePart
+
+
+SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
 
 
 class Segment:
@@ -43,6 +47,11 @@ class Segment:
     def has_rest(self) -> bool:
         """Whether requests other than the start wait."""
         return bool(self._in_order or self._by_index)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of its requests waits."""
+        return self.start is None and not self.has_rest
 
     @property
     def has_unnumbered(self) -> bool:
@@ -106,6 +115,9 @@ class Taken:
 class Sequence:
     """A sequence that is kept, is broken, or has requests.
 
+    Segments of which nothing is left are dropped when there are many: else one sequence whose starts all end
+    without a result would have ever more.
+
     `kept`: the next request can go on with its state. `next_index`: how many requests succeeded since it was
     started; `first_id` and `last_id` the correlation IDs of the first and the last of them. `head`: the
     request that is in a lane; `taken`: the one that is in flight. At most one of the two is set.
@@ -117,6 +129,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_segments_max",
         "broken_at",
         "counts",
         "first_id",
@@ -148,6 +161,7 @@ class Sequence:
         self.waits_for_space = False
         self.process = ""
         self.is_in_process = False
+        self._segments_max = SEGMENTS_MIN
 
     @property
     def current(self) -> Segment:
@@ -182,10 +196,20 @@ class Sequence:
     def open_segment(self, broken: str = "") -> None:
         """A start arrived. What came before it in the wrong order, with an index, belongs to it."""
         last = self.segments[-1]
-        if self.is_begun or last.broken or last.has_unnumbered:
+        if len(self.segments) > 1 and last.is_empty:
+            last.broken = broken  # an earlier start has ended, and nothing that stands after it waits
+        elif self.is_begun or last.broken or last.has_unnumbered:
             self.segments.append(Segment(broken=broken))
+            if len(self.segments) > self._segments_max:
+                self._drop_empty_segments()
         else:
             last.broken = broken
+
+    def _drop_empty_segments(self) -> None:
+        """Drop those between the first and the last one of which nothing is left. O(1) amortised."""
+        first, *between, last = self.segments
+        self.segments = deque([first, *(segment for segment in between if not segment.is_empty), last])
+        self._segments_max = max(SEGMENTS_MIN, 2 * len(self.segments))
 
     def known_id(self, part: SequencePart) -> str | None:
         """The correlation ID of the request that came before with the same index; '' if it is not known any

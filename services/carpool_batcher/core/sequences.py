@@ -7,7 +7,8 @@
 3. A start needs space (`core.space`). If there is none it waits, in the order of arrival. A start of a
    sequence that is begun has its space: earlier requests finish, then it begins anew.
 4. A sequence without a request in a lane or in flight is *still*. After `idle_us` it is ended; if requests
-   wait for an index, or for a start, these are refused.
+   wait for an index, or for a start, these are refused. Of broken ones for which nothing waits, no more are
+   remembered than may be begun at a time, or BROKEN_MIN: anybody can break any number of names.
 5. A request that was sent twice, as its index shows, is dropped if it has the same correlation ID.
 6. A batcher that takes over knows what Redis keeps, and what is in flight. It reads all waiting requests
    before there is any head: one that was put back stands later in the request stream than its place says.
@@ -46,6 +47,8 @@ from carpool_batcher.core.sequence_refusals import (
 from carpool_batcher.core.space import Space, lane_of_process
 from carpool_batcher.core.still_sequences import StillSequences
 from carpool_batcher.core.waiting_starts import WaitingStarts
+
+BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
 
 _FIRST_PLACE: Final = "0"  # before each place
 _LAST_PLACE: Final = "9"  # after each place, also where the locale of Redis orders other characters
@@ -102,7 +105,7 @@ class Sequences:
         self.followers: dict[Run, Segment | None] = {}  # None: not read completely yet
         self._by_id: dict[str, Sequence] = {}
         self._changed: dict[Sequence, None] = {}  # since the last `decide`
-        self._breaks: list[tuple[Segment, str]] = []  # after these places requests are aborted
+        self._breaks: dict[Segment, str] = {}  # after these places requests are aborted
         self._marks: dict[Sequence, list[SequenceChange]] = {}  # breaks that Redis does not know of
         self._still = StillSequences()
         self._to_start = WaitingStarts()
@@ -143,7 +146,7 @@ class Sequences:
                 sequence.broken_at = one.broken_at
                 self._unread.append((one.broken_at, _break_known(one, one.broken_at, one.broken)))
             self._loaded[one.sequence_id] = one
-            self._still.add(sequence, one.changed_us, waits=False)
+            self._still.add(sequence, one.changed_us, waits=False, is_kept=sequence.kept)
 
     def adopt(self, run: Run, process: str = "") -> None:
         """This request is in flight, dispatched by a previous batcher to this process, if it is of a bound
@@ -224,7 +227,9 @@ class Sequences:
             self.followers[run] = None
             return
         sequence = self._sequence(part_of(run).sequence_id)
-        self.followers[run] = sequence.add(run)
+        self.followers[run] = segment = sequence.add(run)
+        if segment.start is run:
+            self._breaks.pop(segment, None)  # of an earlier start that had this segment
         self._changed[sequence] = None
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
@@ -384,7 +389,7 @@ class Sequences:
         return decided
 
     def _follow_events(self, now_us: int) -> None:
-        for segment, place in self._breaks:
+        for segment, place in self._breaks.items():
             for run in segment.after(place):
                 self._refuse(segment, run, aborted(run, segment.broken))
         self._breaks.clear()
@@ -402,7 +407,7 @@ class Sequences:
         if sequence.is_busy or sequence.waits_for_space:
             self._still.discard(sequence)
         elif sequence.is_recorded or waits or sequence.current.broken:
-            self._still.add(sequence, now_us, waits=waits)
+            self._still.add(sequence, now_us, waits=waits, is_kept=sequence.kept)
         else:
             self._still.discard(sequence)
             del self._by_id[sequence.sequence_id]
@@ -532,7 +537,8 @@ class Sequences:
     # --- still sequences -----------------------------------------------------------------------------------
 
     def _end_still(self, now_us: int) -> bool:
-        """End the sequences that have been still for `idle_us`. Whether there were any."""
+        """End the sequences that have been still for `idle_us`, and the oldest broken ones if there are too many
+        of them. Whether there were any."""
         ended = False
         for sequence, waits in self._still.pop_until(now_us - self.idle_us):
             ended = True
@@ -540,6 +546,9 @@ class Sequences:
                 self._refuse_stuck(sequence)
             else:
                 self._end_idle(sequence)
+        for sequence in self._still.pop_broken(max(self.space.begun_max, BROKEN_MIN)):
+            ended = True
+            self._end_idle(sequence)
         return ended
 
     def _refuse_stuck(self, sequence: Sequence) -> None:
@@ -587,7 +596,7 @@ class Sequences:
             return
         self._broken += not segment.broken
         segment.broken = event.reason
-        self._breaks.append((segment, event.part.place))
+        self._breaks[segment] = min(event.part.place, self._breaks.get(segment, event.part.place))
         sequence.broken_at = max(sequence.broken_at, event.part.place)
         sequence.is_recorded = True
         if event.is_recorded:

@@ -8,22 +8,29 @@ from carpool_batcher.core.sequence import Sequence
 
 
 class StillSequences:
-    """Since when each of them is still, the oldest first, and whether requests of it wait."""
+    """Since when each of them is still, the oldest first, and whether requests of it wait. Those that are only
+    remembered because they are broken are known apart."""
 
     def __init__(self) -> None:
         self._since: dict[Sequence, tuple[int, bool]] = {}
+        self._broken: dict[Sequence, None] = {}
 
-    def add(self, sequence: Sequence, now_us: int, *, waits: bool) -> None:
+    def add(self, sequence: Sequence, now_us: int, *, waits: bool, is_kept: bool) -> None:
         """A sequence is still. If it was so before, that counts, unless requests waited and do not any more,
         or the other way round. Times must not decrease from call to call."""
         since = self._since.get(sequence)
         if since is None or since[1] is not waits:
             self._since.pop(sequence, None)
             self._since[sequence] = now_us, waits
+        if waits or is_kept:
+            self._broken.pop(sequence, None)
+        else:
+            self._broken.setdefault(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence is not still, or it is forgotten."""
         self._since.pop(sequence, None)
+        self._broken.pop(sequence, None)
 
     def oldest_us(self) -> int | None:
         """Since when the first one is still; None if there is none."""
@@ -35,5 +42,12 @@ class StillSequences:
             sequence, (since_us, waits) = next(iter(self._since.items()))
             if since_us > until_us:
                 break
-            del self._since[sequence]
+            self.discard(sequence)
             yield sequence, waits
+
+    def pop_broken(self, limit: int) -> Iterator[Sequence]:
+        """Remove and return the oldest broken ones, so that at most `limit` of these are left."""
+        while len(self._broken) > limit:
+            sequence = next(iter(self._broken))
+            self.discard(sequence)
+            yield sequence

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+from typing import Final
 
 from carpool_batcher.core.sequence import Sequence, place_of
+
+OUTDATED_MIN: Final = 100  # starts that wait no more, and are still in the order
 
 
 class WaitingStarts:
@@ -30,6 +33,9 @@ class WaitingStarts:
             sequence.waits_for_space = True
             self._waiting[sequence.sequence_id] = sequence
             heapq.heappush(self._heap, (place, sequence.sequence_id))
+            if len(self._heap) > 2 * len(self._waiting) + OUTDATED_MIN:
+                self._heap = [item for item in self._heap if self._sequence_at(*item) is not None]
+                heapq.heapify(self._heap)
 
     def discard(self, sequence: Sequence) -> None:
         """The start of a sequence does not wait for space any more, if it did."""
@@ -39,7 +45,10 @@ class WaitingStarts:
 
     def pop(self) -> Sequence | None:
         """Take the first one out of the order, although its start still waits. None if it does not wait."""
-        place, sequence_id = heapq.heappop(self._heap)
+        return self._sequence_at(*heapq.heappop(self._heap))
+
+    def _sequence_at(self, place: str, sequence_id: str) -> Sequence | None:
+        """The sequence whose start at this place waits; None if it does not any more."""
         sequence = self._waiting.get(sequence_id)
         start = None if sequence is None else sequence.current.start
         return sequence if start is not None and place_of(start) == place else None
