@@ -1,6 +1,7 @@
 """The batcher of one model: what was read -> decide -> dispatch, refuse or answer ahead.
 
-It never waits: `service` reads for all models, keeps their leases, and gives each its turn.
+It never waits: `service` reads for all models, keeps their leases, and gives each its turn. A turn is done in
+steps, between which other models have theirs: one producer may send more than can be decided in a short time.
 
 The request stream in Redis is the set of waiting requests; the batcher only has a copy of it. After any error
 (a broken connection, a lost lease) the copy is dropped, and the stream is read again from the beginning.
@@ -11,8 +12,8 @@ form smaller ones. Safety does not depend on it: a request is dispatched at most
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -46,7 +47,7 @@ from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool.wire.kinds import kind_of
-from carpool.wire.requests import Decoded, decode_entry, refuse_oversized
+from carpool.wire.requests import Decoded, decode_in_steps, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
@@ -75,11 +76,43 @@ BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the str
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
 READ_AHEAD_US: Final = 1000  # requests are awaited again so long before a process can take a batch
 READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some may have to be refused
+STEP_DECODED: Final = 256  # as the next
+TURN_DECODED_MAX: Final = (
+    4096  # runs and refusals; more that was read waits for the next turn, but for an entry
+)
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
 class ModelKindChangedError(Exception):
     """What was read must be read again: whether requests need a sequence depends on the kind of the model."""
+
+
+class Backlog:
+    """What was read, and is not decided about yet. While there is any, no more requests are read."""
+
+    def __init__(self) -> None:
+        self.requests: deque[RawEntry] = deque()
+        self.settled: list[RawEntry] = []
+        self.oversized: list[OversizedEntry] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.settled or self.oversized)
+
+    def add(self, arrived: Arrived) -> None:
+        """These entries were read."""
+        self.requests += arrived.requests
+        self.settled += arrived.settled
+        self.oversized += arrived.oversized
+
+    def take_settled(self) -> list[RawEntry]:
+        """The batches that settled."""
+        settled, self.settled = self.settled, []
+        return settled
+
+    def take_oversized(self) -> list[OversizedEntry]:
+        """The entries that are too large to be read."""
+        oversized, self.oversized = self.oversized, []
+        return oversized
 
 
 class LeaseSession(NamedTuple):
@@ -88,6 +121,7 @@ class LeaseSession(NamedTuple):
     scheduler: Scheduler
     reader: StreamReader
     subscription: Subscription
+    backlog: Backlog
     entries: EntryTable
     order: ResultOrder
     missed: MissedDeadlines
@@ -182,6 +216,7 @@ class ModelBatcher:
             scheduler,
             reader,
             subscription,
+            Backlog(),
             EntryTable(),
             order,
             MissedDeadlines(scheduler.capacity),
@@ -221,41 +256,56 @@ class ModelBatcher:
 
     # --- one turn ------------------------------------------------------------------------------------------
 
-    def turn(self, arrived: Arrived | None) -> None:
-        """Decide about what arrived and what is due, and act."""
+    def receive(self, arrived: Arrived) -> None:
+        """These entries were read: it needs a turn."""
         assert self._session is not None
-        scheduler, now_us = self._session.scheduler, self._clock.now_us()
+        self._session.backlog.add(arrived)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something was read that is not decided about yet."""
+        return self._session is not None and bool(self._session.backlog)
+
+    def turn(self) -> Generator[None]:
+        """Decide about what was read and what is due, and act. In steps: each takes some ms at most, and between
+        them only `receive` and `end` may be called. After `end` it must not be continued."""
+        assert self._session is not None
+        session, now_us = self._session, self._clock.now_us()
+        scheduler = session.scheduler
         refusals: list[Refusal] = []
         emptied: list[Entry] = []
         settled: list[Settled] = []
-        if arrived is not None:
+        has_arrived = bool(session.backlog)
+        if has_arrived:
             self._last_event_us = now_us
-            settled = self._settle(self._session, arrived.settled, now_us)
-            if arrived.requests:
-                refusals, emptied = self._admit(self._session, arrived.requests, now_us)
-            if arrived.oversized:
-                refusals += self._refuse_oversized(self._session, arrived.oversized, now_us)
+            settled = self._settle(session, session.backlog.take_settled(), now_us)
+            if session.backlog.requests:
+                refusals, emptied = yield from self._admit(session)
+                now_us = self._clock.now_us()
+            if session.backlog.oversized:
+                refusals += self._refuse_oversized(session, session.backlog.take_oversized(), now_us)
         elif self.wake_at_us is not None and self.wake_at_us > self._turned_us:
             self._meter.woken(now_us - self.wake_at_us)
         self._turned_us = now_us
-        self._carry_out_withdrawals(self._session, refusals, emptied, now_us)
+        self._carry_out_withdrawals(session, refusals, emptied, now_us)
         decisions = scheduler.poll(now_us)
-        self._apply(self._session, decisions, refusals, emptied, now_us)
+        yield from self._apply(session, decisions, refusals, emptied, now_us)
         self._count(settled)  # nobody waits for that
-        self.wake_at_us = earlier(scheduler.wake_at_us(), self._session.early.due_us)
+        self.wake_at_us = earlier(scheduler.wake_at_us(), session.early.due_us)
         # While nothing waits, no decision depends on a batch that settles.
-        subscription = self._session.subscription
+        subscription = session.subscription
         subscription.awaits_settled = scheduler.waiting > 0
+        subscription.takes_requests = not session.backlog.requests
         self.reads_at_us = 0
-        if arrived is not None:
+        if has_arrived:
             self._read_us = now_us
-        if subscription.awaits_settled and not subscription.has_more:
+        if subscription.awaits_settled and not subscription.has_more and not session.backlog:
             earliest_us = scheduler.earliest_dispatch_us() - READ_AHEAD_US
             self.reads_at_us = min(earliest_us, self._read_us + READ_INTERVAL_US_MAX)
 
     def is_due(self, now_us: int) -> bool:
-        """Whether it needs a turn now although nothing arrived."""
-        return self.wake_at_us is not None and self.wake_at_us <= now_us
+        """Whether it needs a turn now."""
+        return self.has_backlog or (self.wake_at_us is not None and self.wake_at_us <= now_us)
 
     def is_idle(self) -> bool:
         """Whether nothing is to be done for the model, and has not been for a while."""
@@ -263,7 +313,7 @@ class ModelBatcher:
         scheduler = self._session.scheduler
         if scheduler.waiting or scheduler.withheld or scheduler.in_flight() or scheduler.sequences:
             return False
-        if self._session.early.due_us is not None:
+        if self._session.early.due_us is not None or self._session.backlog:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
 
@@ -310,22 +360,29 @@ class ModelBatcher:
             if event.streamed is not None:
                 self._meter.stream_ended(event.streamed, settled_us)
 
-    def _admit(
-        self, session: LeaseSession, arrived: Sequence[RawEntry], now_us: int
-    ) -> tuple[list[Refusal], list[Entry]]:
-        """Offer arrived requests to the scheduler. Returns the refusals, and entries without requests."""
+    def _admit(self, session: LeaseSession) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
+        """Offer requests of the backlog to the scheduler. Returns the refusals, and entries without requests."""
         scheduler, entries, order = session.scheduler, session.entries, session.order
+        backlog = session.backlog.requests
+        now_us = self._clock.now_us()
         refusals: list[Refusal] = []
         ended: list[Refusal] = []
         emptied: list[Entry] = []
         order.before_admission()
-        latest_us = now_us + CLOCK_LAG_US
         fresh: list[Entry] = []
-        for entry_id, flat in entries.not_put_back(arrived):
-            entry, decoded = decode_entry(
-                entry_id, flat, scheduler.settings, latest_us, session.unread.waited
+        decoded_now = 0
+        while backlog and decoded_now < TURN_DECODED_MAX:
+            entry_id, flat = backlog.popleft()
+            if entries.was_put_back(entry_id):
+                continue
+            entry, decoded = yield from decode_in_steps(
+                entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US, session.unread.waited
             )
             entries[entry.id] = entry
+            decoded_now += len(decoded)
+            if len(decoded) > STEP_DECODED:
+                yield
+                now_us = self._clock.now_us()
             flat.clear()  # they may be large, and what is needed of them was copied
             fresh.append(entry)
             match decoded:
@@ -341,14 +398,14 @@ class ModelBatcher:
         if awaited:
             self._meter.read(awaited, now_us)
         order.verify(fresh)
-        if session.unread.become_read(arrived):
+        if session.unread.become_read(entry_id):
             scheduler.sequences.complete()
         if scheduler.settings.preserve_ordering:
             # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
             # first: should this batcher end before it did, the next one would decide anew who gets one.
             runs = [run for entry in fresh for run in entry.runs]
             if refusals:
-                self._refuse(session, refusals, ())
+                yield from self._refuse(session, refusals, ())
                 refusals = []
             order.admit(runs)
         # The rest of an entry may have been put back in others by then.
@@ -374,7 +431,7 @@ class ModelBatcher:
             entry, decoded = refuse_oversized(entry_id, flat, field, size_bytes, now_us + CLOCK_LAG_US)
             session.entries[entry.id] = entry
             refusals += _offer(session.scheduler, decoded, now_us)
-            if session.unread.become_read([(entry_id, [])]):
+            if session.unread.become_read(entry_id):
                 session.scheduler.sequences.complete()
         return refusals
 
@@ -387,7 +444,7 @@ class ModelBatcher:
         refusals: list[Refusal],
         emptied: Sequence[Entry],
         now_us: int,
-    ) -> None:
+    ) -> Generator[None]:
         dispatches = [decision for decision in decisions if type(decision) is Dispatch]
         refusals += [decision for decision in decisions if type(decision) is Refusal]
         refusals = session.early.hold(refusals, now_us)
@@ -396,9 +453,9 @@ class ModelBatcher:
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         freed = [decision for decision in decisions if type(decision) is SlotFreed]
         if refusals or emptied or changes or freed:
-            self._refuse(session, refusals, emptied, changes, freed)
+            yield from self._refuse(session, refusals, emptied, changes, freed)
         if dispatches:
-            self._dispatch(session, dispatches, now_us)
+            yield from self._dispatch(session, dispatches, now_us)
         expired = [decision for decision in decisions if type(decision) is Expire]
         if expired:
             self._expire(session, expired)
@@ -410,7 +467,8 @@ class ModelBatcher:
         emptied: Sequence[Entry],
         changes_of_sequences: Sequence[SequenceChange] = (),
         freed: Sequence[SlotFreed] = (),
-    ) -> None:
+    ) -> Generator[None]:
+        """Answer requests that are not dispatched, in as many steps as scripts are needed."""
         scheduler = session.scheduler
         session.order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
@@ -424,6 +482,7 @@ class ModelBatcher:
                 for refusal in part.refusals
                 if refusal.entry not in missing and refusal.status != UNANSWERED
             ]
+            yield
         if answered:
             self._meter.refused(answered)
             numbers: Counter[str] = Counter()
@@ -436,7 +495,9 @@ class ModelBatcher:
             policy = scheduler.settings.policy
             self._log.error("policy raised an exception", policy=policy, reason=f"{custom.raised:.1000}")
 
-    def _dispatch(self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int) -> None:
+    def _dispatch(
+        self, session: LeaseSession, dispatches: Sequence[Dispatch], decided_us: int
+    ) -> Generator[None]:
         scheduler = session.scheduler
         dispatches, copies = scheduler.separate(dispatches)
         for empty in [dispatch for dispatch in dispatches if not dispatch.runs]:
@@ -463,7 +524,7 @@ class ModelBatcher:
         runs = [run for dispatch in dispatched for run in dispatch.runs]
         duplicates = scheduler.take_duplicates(runs, copies, decided_us)
         if duplicates:
-            self._refuse(session, duplicates, ())
+            yield from self._refuse(session, duplicates, ())
 
     def _follow(self, session: LeaseSession, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""
@@ -528,7 +589,8 @@ class ModelBatcher:
         self._waiting_entries = waiting = snapshot.waiting_entries
         session.missing_entries.forget(self._store, scheduler, entries, waiting)
         cursor = session.subscription.requests.after
-        session.lowest_unread.verify(self._store, waiting, len(entries), cursor, now_us)
+        known = len(entries) + len(session.backlog.requests)
+        session.lowest_unread.verify(self._store, waiting, known, cursor, now_us)
         if waiting <= len(entries):
             scheduler.sequences.complete()  # the last unread one may have been removed
         session.missed.forget_missing(snapshot.model_processes)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from carpool.messages import Entry, Refusal, Run
 from carpool.rows import stored_names
 from carpool.store.batcher import ENTRIES_LOOKED_UP, BatcherStore, EntryChanges
-from carpool.store.reader import RawEntry, id_order
+from carpool.store.reader import id_order
 from carpool_batcher.core.scheduler import Scheduler
 
 UNREAD_US: Final = 3_000_000  # for so long entries may wait without that any is read
@@ -29,15 +29,18 @@ class EntryTable(dict[str, Entry]):
         super().__init__()
         self._put_back_ids: deque[bytes] = deque()  # in ascending order, as Redis assigns them
 
-    def not_put_back(self, arrived: Sequence[RawEntry]) -> Sequence[RawEntry]:
-        """Those of these entries, which were read in their order, that this batcher did not put back."""
-        if not self._put_back_ids:
-            return arrived
-        put_back = set(self._put_back_ids)
-        last_read = id_order(arrived[-1][0])
-        while self._put_back_ids and id_order(self._put_back_ids[0]) <= last_read:
-            self._put_back_ids.popleft()
-        return [entry for entry in arrived if entry[0] not in put_back]
+    def was_put_back(self, entry_id: bytes) -> bool:
+        """Whether this batcher put this entry back. Entries are asked for in their order, each once."""
+        put_back = self._put_back_ids
+        if not put_back:
+            return False
+        order = id_order(entry_id)
+        while put_back and id_order(put_back[0]) < order:
+            put_back.popleft()
+        if put_back and put_back[0] == entry_id:
+            put_back.popleft()
+            return True
+        return False
 
     def update_from(self, changes: EntryChanges) -> list[Run]:
         """Follow what a script did in Redis. Returns the runs whose entries are missing there.
@@ -107,9 +110,9 @@ class UnreadEntries:
         self._refusals, self._emptied = [], []
         return held
 
-    def become_read(self, arrived: Sequence[RawEntry]) -> bool:
-        """These entries were read, in their order. Whether they are the last of those that were unread."""
-        if self._last_id is None or not arrived or id_order(arrived[-1][0]) < id_order(self._last_id):
+    def become_read(self, entry_id: bytes) -> bool:
+        """The entries up to this one were read. Whether they are the last of those that were unread."""
+        if self._last_id is None or id_order(entry_id) < id_order(self._last_id):
             return False
         self._last_id = None
         return True

@@ -6,6 +6,9 @@
     read        wait for entries of any model, or until one is due
     turn        each model for which something arrived, or that is due: decide and act
 
+A turn that takes longer than SLICE_S goes on in later iterations, one such turn in each: so what one producer
+sends to a model delays the requests of others by two slices, and leases are renewed in time.
+
 A model that is idle costs its share of the leases and the comparisons, and nothing else. Four connections
 are used: three of the reader, and one for everything else, which is never blocked.
 
@@ -16,7 +19,7 @@ connection ends all sessions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
@@ -38,6 +41,7 @@ from carpool_batcher.policies import Policies
 
 LEASE_MS: Final = 2000
 LEASES_INTERVAL_S: Final = 0.5
+SLICE_S: Final = 0.01  # of a turn, before other models have theirs
 COMPARE_INTERVAL_S: Final = 0.25
 IDLE_ROUNDS: Final = 6  # of leases, in which every idle model is compared once
 REPORT_TTL_MS: Final = 5000
@@ -61,6 +65,7 @@ class _Model:
     def __init__(self, batcher: ModelBatcher, meter: Meter) -> None:
         self.batcher = batcher
         self.meter = meter
+        self.turn: Iterator[None] | None = None  # which goes on later
         self.failing: str | None = None
         self.retry_at_s = 0.0
         self.backoff = Backoff()
@@ -101,6 +106,7 @@ class BatcherService:
         self._models: dict[str, _Model] = {}
         self._subscribed: dict[Subscription, _Model] = {}  # those whose lease this batcher holds
         self._busy: dict[_Model, None] = {}
+        self._long_turns: dict[_Model, None] = {}  # models that have more to do; each goes on in its turn
         self._idle: list[_Model] = []  # to be compared in this round
         self._leases_at_s = 0.0
         self._compare_at_s = 0.0
@@ -131,7 +137,7 @@ class BatcherService:
 
     def _keep_up(self) -> None:
         now_s = time.monotonic()
-        due = [model for model in self._busy if model.batcher.needs_snapshot]
+        due = [model for model in self._busy if model.batcher.needs_snapshot and model.turn is None]
         if now_s >= self._compare_at_s:
             self._compare_at_s = now_s + COMPARE_INTERVAL_S
             due = list(self._busy)
@@ -186,6 +192,9 @@ class BatcherService:
     def _compare(self, models: Sequence[_Model]) -> None:
         """Compare models with Redis, and publish the reports that are due."""
         models = [model for model in models if model.batcher.active]
+        for model in models:
+            model.batcher.needs_snapshot = True  # those in a turn are compared after it
+        models = [model for model in models if model.turn is None]
         self._upkeep.set_clock()
         for model, snapshot in zip(models, self._upkeep.snapshots(_keys_of(models)), strict=True):
             if isinstance(snapshot, CommandError):
@@ -208,7 +217,8 @@ class BatcherService:
     # --- turns ---------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        """Wait until something arrives or a model is due. Each such model has one turn."""
+        """Wait until something arrives or a model is due. Each such model has a turn, or the beginning of one;
+        and one turn that was begun before goes on."""
         wait_s, reads_in_s = self._wait_s(), self._reads_in_s()
         if reads_in_s > 0:  # until then no request matters
             arrived, failed = self._reader.read(min(wait_s, reads_in_s), awaits_requests=False)
@@ -222,13 +232,36 @@ class BatcherService:
                 if model not in self._busy:
                     self._set_busy(model, True)
                     model.batcher.needs_snapshot = True  # after this turn: its last one is old
-                self._attempt(model, model.batcher.turn, entries)
+                model.batcher.receive(entries)
+        long_turn = next(iter(self._long_turns), None)
         now_us = self._clock.now_us()
-        for model in [model for model in self._busy if model.batcher.is_due(now_us)]:
-            self._attempt(model, model.batcher.turn, None)
+        due = [
+            model for model in self._busy if model not in self._long_turns and model.batcher.is_due(now_us)
+        ]
+        for model in due:
+            self._attempt(model, self._give_slice, model)
+            if time.monotonic() >= self._leases_at_s:
+                break
+        if long_turn is not None:
+            self._attempt(long_turn, self._give_slice, long_turn)
+
+    def _give_slice(self, model: _Model) -> None:
+        """Let a model begin its turn, or go on with it, for SLICE_S or a step."""
+        self._long_turns.pop(model, None)
+        turn = model.turn = model.turn or model.batcher.turn()
+        ends_s = time.monotonic() + SLICE_S
+        for _ in turn:
+            if time.monotonic() >= ends_s:
+                self._long_turns[model] = None
+                return
+        model.turn = None
+        if model.batcher.has_backlog:
+            self._long_turns[model] = None
 
     def _wait_s(self) -> float:
         """How long to wait for entries."""
+        if self._long_turns:
+            return 0.0
         until_s = min(self._leases_at_s, self._compare_at_s) if self._busy else self._leases_at_s
         wait_s = until_s - time.monotonic()
         due_us = [wake_us for model in self._busy if (wake_us := model.batcher.wake_at_us) is not None]
@@ -236,7 +269,7 @@ class BatcherService:
 
     def _reads_in_s(self) -> float:
         """For how long no busy model needs a turn for requests that arrive; at most 0 if one does now."""
-        if not self._busy:
+        if not self._busy or self._long_turns:
             return 0.0
         reads_at_us = min([model.batcher.reads_at_us for model in self._busy])
         return (reads_at_us - self._clock.now_us()) / 1e6
@@ -342,6 +375,8 @@ class BatcherService:
         if model.batcher.active:
             self._subscribed.pop(model.batcher.subscription, None)
         self._busy.pop(model, None)
+        self._long_turns.pop(model, None)
+        model.turn = None
         model.batcher.end()
 
     def _start_over(self) -> None:

@@ -193,7 +193,9 @@ def test_hanging_loop_names_the_model(bench: Bench, monkeypatch: pytest.MonkeyPa
     try:
         wait_until(lambda: bench.active("m"), description="it is active")
         model = bench.service._models["m"]
-        monkeypatch.setattr(model.batcher, "turn", lambda _: found.extend(bench.service.unhealthy()))
+        monkeypatch.setattr(
+            model.batcher, "turn", lambda: iter(found.extend(bench.service.unhealthy()) or ())
+        )
         bench.send("m")
         wait_until(lambda: found, description="a turn is taken")
     finally:

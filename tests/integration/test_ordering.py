@@ -152,8 +152,10 @@ class OrderedResults(RuleBasedStateMachine):
         """What the batcher does: verify what was put back, refuse some of the others, then admit the rest."""
         read: list[Entry] = []
         raw = self.redis.xrange(self.keys.requests, f"({self.read_until}", "+")
-        arrived = [(entry_id, [part for pair in fields.items() for part in pair]) for entry_id, fields in raw]
-        for entry_id, flat in self.entries.not_put_back(arrived) if arrived else ():
+        for entry_id, fields in raw:
+            if self.entries.was_put_back(entry_id):
+                continue
+            flat = [part for pair in fields.items() for part in pair]
             entry, _ = decode_entry(entry_id, flat, ModelSettings())
             self.entries[entry.id] = entry
             read.append(entry)

@@ -207,12 +207,12 @@ def deliver_to_the_latest(self: Any, reply: Any) -> list[tuple[Stream, list[Any]
     return found
 
 
-def await_nothing_settled(self: Any, covered: list[tuple[Subscription, bool]]) -> None:
-    original_cover(self, [(subscription, False) for subscription, _ in covered])
+def await_nothing_settled(self: Any, covered: list[tuple[Subscription, bool, bool]]) -> None:
+    original_cover(self, [(subscription, reads, False) for subscription, reads, _ in covered])
     self._covered = covered
 
 
-def do_not_follow_up(self: Any, covered: list[tuple[Subscription, bool]]) -> None:
+def do_not_follow_up(self: Any, covered: list[tuple[Subscription, bool, bool]]) -> None:
     original_cover(self, covered)
     del self._xreads[1:]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 import pytest
@@ -10,7 +10,6 @@ from redis import Redis
 
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
-from carpool.store.reader import Arrived
 from carpool.store.worker import WorkerStore
 from carpool_batcher import batcher as batcher_module
 from carpool_batcher.batcher import ModelBatcher
@@ -103,8 +102,8 @@ def test_requests_are_read_now_and_then_although_timers_are_due_all_the_time(
     """Given turns without anything that arrived, of which each is much sooner than the next read."""
     turn = ModelBatcher.turn
 
-    def turn_again_soon(batcher: ModelBatcher, arrived: Arrived | None) -> None:
-        turn(batcher, arrived)
+    def turn_again_soon(batcher: ModelBatcher) -> Generator[None]:
+        yield from turn(batcher)
         batcher.wake_at_us = batcher._clock.now_us() + 200
 
     monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", 100_000)

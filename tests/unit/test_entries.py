@@ -11,7 +11,6 @@ from carpool.keys import Keys
 from carpool.messages import Entry, Run
 from carpool.rows import Body
 from carpool.store.batcher import EntryChanges, PutBack
-from carpool.store.reader import RawEntry
 from carpool_batcher.entries import UNREAD_US, EntryTable, IdsSetBackError, LowestUnread
 
 
@@ -25,8 +24,9 @@ def table_of(**sizes: int) -> EntryTable:
     return table
 
 
-def arrived(*entry_ids: str) -> list[RawEntry]:
-    return [(entry_id.encode(), []) for entry_id in entry_ids]
+def offered(table: EntryTable, *entry_ids: str) -> list[str]:
+    """Those of these entries, which are read in this order, that are offered to the scheduler."""
+    return [entry_id for entry_id in entry_ids if not table.was_put_back(entry_id.encode())]
 
 
 def put_back(table: EntryTable, entry: Entry, *new_ids: str) -> None:
@@ -86,9 +86,7 @@ def test_what_was_put_back_is_not_offered_again() -> None:
     """Given entries that were put back, expect them to be left out when they are read, in whatever reads."""
     table = table_of(a=3)
     put_back(table, table["a"], "5-0", "9-0", "10-0")
-    assert table.not_put_back(arrived("3-0")) == arrived("3-0")
-    assert table.not_put_back(arrived("5-0", "7-0", "9-0")) == arrived("7-0")
-    assert table.not_put_back(arrived("10-0", "11-0")) == arrived("11-0")
+    assert offered(table, "3-0", "5-0", "7-0", "9-0", "10-0", "11-0") == ["3-0", "7-0", "11-0"]
 
 
 def test_what_was_put_back_and_removed_since_is_not_offered_either() -> None:
@@ -97,14 +95,14 @@ def test_what_was_put_back_and_removed_since_is_not_offered_either() -> None:
     put_back(table, table["a"], "5-0")
     table.update_from(EntryChanges([table["5-0"]], [], []))
     assert not table
-    assert table.not_put_back(arrived("5-0", "6-0")) == arrived("6-0")
+    assert offered(table, "5-0", "6-0") == ["6-0"]
 
 
 def test_ids_are_remembered_until_they_were_read() -> None:
     """An entry that was put back and removed may never be read. Expect no growing list of IDs."""
     table = table_of(a=2)
     put_back(table, table["a"], "5-0", "9-0")
-    table.not_put_back(arrived("9-0"))
+    assert offered(table, "9-0") == []
     assert not table._put_back_ids
 
 

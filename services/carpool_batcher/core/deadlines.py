@@ -25,6 +25,8 @@ from carpool_batcher.core.queue import Queue
 
 TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to settled) before the deadline,
 LEAD_US_MIN: Final = 2000  # and this much more
+RUNS_OF_TIMER_MAX: Final = 256
+EXPIRED_AT_ONCE: Final = 8192  # about: twice as many as are admitted at once, so that none is late for long
 
 
 class RunTimer(NamedTuple):
@@ -67,7 +69,8 @@ class Deadlines:
         if settings.max_queue_delay_ms:
             at_us = max(now_us, self._urgent_at_us(run.lane, deadline_us))
         latest = self._latest
-        if latest is not None and latest.at_us == at_us and latest.deadline_us == deadline_us:
+        is_same = latest is not None and latest.at_us == at_us and latest.deadline_us == deadline_us
+        if latest is not None and is_same and len(latest.runs) < RUNS_OF_TIMER_MAX:
             latest.runs.append(run)
         else:
             self._latest = timer = RunTimer(at_us, deadline_us, [run])
@@ -81,8 +84,8 @@ class Deadlines:
         self.watch_again(self._queue.runs(), settings)
 
     def watch_again(self, runs: Iterable[Run], settings: ModelSettings) -> None:
-        """Set timers for those of these runs that wait; they may have others. Of a sequence: for its new head,
-        which could not be urgent as a follower."""
+        """Set timers for those of these runs that wait; they may have others. Of a sequence: for its new
+        head, which could not be urgent as a follower."""
         for run in runs:
             if run.deadline_us is None or run not in self._queue:
                 continue
@@ -130,9 +133,9 @@ class Deadlines:
     # --- timers that are due -------------------------------------------------------------------------------
 
     def run_due(self, settings: ModelSettings, now_us: int) -> list[Decision]:
-        """Handle the timers that are due by now."""
+        """Handle the timers that are due by now. If these are very many, only some of them: see `has_due`."""
         decisions: list[Decision] = []
-        while self._timers and self._timers[0][0] <= now_us:
+        while len(decisions) < EXPIRED_AT_ONCE and self.has_due(now_us):
             timer = heapq.heappop(self._timers)[2]
             if type(timer) is BatchTimer:
                 decisions += self._check_batch(timer.batch_id, now_us)
@@ -140,6 +143,10 @@ class Deadlines:
                 self._forget_latest(timer)
                 decisions += self._check_runs(timer, settings, now_us)
         return decisions
+
+    def has_due(self, now_us: int) -> bool:
+        """Whether timers are due by now that `run_due` has not handled."""
+        return bool(self._timers) and self._timers[0][0] <= now_us
 
     def _check_batch(self, batch_id: str, now_us: int) -> list[Decision]:
         """Expire the runs of a batch in flight that are past their deadlines."""

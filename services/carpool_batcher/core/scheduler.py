@@ -393,6 +393,8 @@ class Scheduler:
         if self._queue.delayed.requests:
             self._release(now_us)
         decisions = self._deadlines.run_due(self._settings, now_us)
+        if self._deadlines.has_due(now_us):
+            return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
             return decisions

@@ -14,7 +14,6 @@ from typing import Final
 
 from carpool.messages import Run, SequencePart
 
-
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
 
 

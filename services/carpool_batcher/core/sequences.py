@@ -537,8 +537,8 @@ class Sequences:
     # --- still sequences -----------------------------------------------------------------------------------
 
     def _end_still(self, now_us: int) -> bool:
-        """End the sequences that have been still for `idle_us`, and the oldest broken ones if there are too many
-        of them. Whether there were any."""
+        """End the sequences that have been still for `idle_us`, and the oldest broken ones if there are too
+        many of them. Whether there were any."""
         ended = False
         for sequence, waits in self._still.pop_until(now_us - self.idle_us):
             ended = True

@@ -8,8 +8,8 @@ from carpool_batcher.core.sequence import Sequence
 
 
 class StillSequences:
-    """Since when each of them is still, the oldest first, and whether requests of it wait. Those that are only
-    remembered because they are broken are known apart."""
+    """Since when each of them is still, the oldest first, and whether requests of it wait. Those that are
+    only remembered because they are broken are known apart."""
 
     def __init__(self) -> None:
         self._since: dict[Sequence, tuple[int, bool]] = {}

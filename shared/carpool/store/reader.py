@@ -65,16 +65,26 @@ class Subscription:
 
     `awaits_settled`: whether a batch that settles ends a wait, from the next XREAD over busy models on.
     Otherwise it is read together with the next request, or after BUSY_BLOCK_MS. `has_more`: whether Redis may
-    have more requests, because the latest reply had as many as were asked for.
+    have more requests, because the latest reply had as many as were asked for. `takes_requests`: whether
+    requests are to be read; if not, the next XREADs leave them in Redis, and do not wait.
     """
 
-    __slots__ = ("_home", "awaits_settled", "entry_bytes", "has_more", "requests", "settled")
+    __slots__ = (
+        "_home",
+        "awaits_settled",
+        "entry_bytes",
+        "has_more",
+        "requests",
+        "settled",
+        "takes_requests",
+    )
 
     def __init__(self, keys: Keys, settled_after: bytes) -> None:
         self.requests = Stream(self, keys.requests, b"0-0")
         self.settled = Stream(self, keys.settled, settled_after)
         self.awaits_settled = False
         self.has_more = False
+        self.takes_requests = True
         self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest replies
         self._home: _Watch | None = None  # None: ended
 
@@ -183,7 +193,7 @@ class StreamReader:
         if awaits_requests or not self._settled.covers_all:
             self._read_unread(result)
             if not result.arrived:
-                self._busy.start()
+                self._busy.start(blocks=self._busy.all_take_requests())
         else:
             self._may_be_unread = True
         self._idle.start()
@@ -245,6 +255,9 @@ class _Xread:
         return found
 
 
+_Covered = tuple[Subscription, bool, bool]  # whether its requests are read, and whether it awaits `settled`
+
+
 class _Watch:
     """One connection: a blocking XREAD over its members, and one that follows. They are sent again when both
     have returned. `members` are those of the next XREADs."""
@@ -262,7 +275,7 @@ class _Watch:
         self._awaits_all_settled = awaits_all_settled
         self._leaving: dict[Subscription, None] = {}  # members whose home is the other watch
         # Of the latest XREADs:
-        self._covered: list[tuple[Subscription, bool]] = []  # subscriptions, and whether they await `settled`
+        self._covered: list[_Covered] = []
         self._count = 0  # of the entries of a stream that were asked for
         self._subscriptions: frozenset[Subscription] = frozenset()
         self._xreads: list[_Xread] = []  # the first one waits
@@ -303,7 +316,9 @@ class _Watch:
         for subscription in [leaving for leaving in self._leaving if self.other._covers(leaving)]:
             self.remove(subscription)
         awaits_all = self._awaits_all_settled
-        covered = [(member, awaits_all or member.awaits_settled) for member in self.members]
+        covered = [
+            (member, member.takes_requests, awaits_all or member.awaits_settled) for member in self.members
+        ]
         if covered != self._covered:
             self._cover(covered)
         if self._xreads:
@@ -318,17 +333,23 @@ class _Watch:
             self.link.expect_reply(self._block_ms / 1000)
             self.is_waiting = True
 
-    def _cover(self, covered: list[tuple[Subscription, bool]]) -> None:
+    def all_take_requests(self) -> bool:
+        """Whether requests of all members are to be read. Else what the caller has read is to be done first:
+        it must not be kept waiting."""
+        return all([member.takes_requests for member in self.members])
+
+    def _cover(self, covered: list[_Covered]) -> None:
         self._covered = covered
         self._subscriptions = frozenset(self.members)
         self._xreads = [_Xread(streams) for streams in self._streams(covered) if streams]
 
-    def _streams(self, covered: list[tuple[Subscription, bool]]) -> Sequence[list[Stream]]:
+    def _streams(self, covered: list[_Covered]) -> Sequence[list[Stream]]:
         """The streams to wait for, and those to read with them."""
         awaited: list[Stream] = []
         others: list[Stream] = []
-        for member, awaits_settled in covered:
-            awaited.append(member.requests)
+        for member, takes_requests, awaits_settled in covered:
+            if takes_requests:
+                awaited.append(member.requests)
             (awaited if awaits_settled else others).append(member.settled)
         return awaited, others
 
@@ -408,8 +429,8 @@ class _Watch:
 class _SettledWatch(_Watch):
     """One connection: a blocking XREAD over the settled streams of the members of another watch."""
 
-    def _streams(self, covered: list[tuple[Subscription, bool]]) -> Sequence[list[Stream]]:
-        return ([member.settled for member, _ in covered],)
+    def _streams(self, covered: list[_Covered]) -> Sequence[list[Stream]]:
+        return ([member.settled for member, _, _ in covered],)
 
 
 def _add(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:

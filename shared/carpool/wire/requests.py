@@ -12,7 +12,7 @@ Requests that differ only in their correlation IDs and bodies become one run (`r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -49,8 +49,17 @@ from carpool.wire.sequence_fields import (
     split_names,
 )
 
-__all__ = ["Decoded", "arrival_of", "decode_entry", "encode_runs", "refuse_oversized", "tickets_of"]
+__all__ = [
+    "Decoded",
+    "arrival_of",
+    "decode_entry",
+    "decode_in_steps",
+    "encode_runs",
+    "refuse_oversized",
+    "tickets_of",
+]
 
+STEP_REQUESTS: Final = 256  # that differ in their fields; each takes about 10 us
 RUN_REQUESTS_MAX: Final = 8  # or the model's `max_batch_size`: longer runs are divided
 _TOO_LONG: Final = "max_array_len"  # in the message of msgpack's error
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
@@ -79,6 +88,24 @@ def decode_entry(
     than `now_us` counts as `now_us`: a producer may choose an entry ID in the future, and the IDs that Redis
     then assigns follow it.
     """
+    steps = decode_in_steps(entry_id, flat, settings, now_us, may_be_put_back)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            decoded: tuple[Entry, list[Decoded]] = end.value
+            return decoded
+
+
+def decode_in_steps(
+    entry_id: bytes,
+    flat: Sequence[bytes],
+    settings: ModelSettings,
+    now_us: int = sys.maxsize,
+    may_be_put_back: Callable[[bytes], bool] = lambda entry_id: True,
+) -> Generator[None, None, tuple[Entry, list[Decoded]]]:
+    """As `decode_entry`, in steps of about STEP_REQUESTS requests, so that the caller can do other things
+    between them. Nothing is changed before the last one."""
     name = entry_id.decode()
     entry = Entry(name, min(arrival_of(name), now_us))
     raw: Fields = {
@@ -100,7 +127,7 @@ def decode_entry(
         # Each run of an entry put back carries what all of them shared before, so the entry may be larger
         # than the one that its producer sent. It must not be refused for that.
         limit_bytes = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES
-        decoded = _decode_packed(entry, packed, raw, settings, limit_bytes)
+        decoded = yield from _decode_packed(entry, packed, raw, settings, limit_bytes)
         if tickets:
             restore_tickets(entry, decoded, tickets)
     elif is_columns(raw):
@@ -174,7 +201,7 @@ def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[D
 
 def _decode_packed(
     entry: Entry, packed: bytes, shared: Fields, settings: ModelSettings, limit_bytes: int
-) -> list[Decoded]:
+) -> Generator[None, None, list[Decoded]]:
     """The requests of a packed entry. Its other fields, `shared`, hold for each request without its own."""
     try:
         elements = _unpack_elements(packed, shared, limit_bytes)
@@ -182,7 +209,11 @@ def _decode_packed(
         detail = error.detail if isinstance(error, CarpoolError) else _why_not_unpacked(packed, error)
         return [refuse(entry, shared, entry.id, InvalidArgumentError(detail))]
     decoded: list[Decoded] = []
+    step_ends = STEP_REQUESTS
     for others, group in _similar_elements(elements):
+        if len(decoded) >= step_ends:
+            step_ends = len(decoded) + STEP_REQUESTS
+            yield
         if others is None:
             decoded += _decode_element(entry, group[0], shared, settings)
         else:
