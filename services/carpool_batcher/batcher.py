@@ -76,10 +76,8 @@ BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the str
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
 READ_AHEAD_US: Final = 1000  # requests are awaited again so long before a process can take a batch
 READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some may have to be refused
-STEP_DECODED: Final = 256  # as the next
-TURN_DECODED_MAX: Final = (
-    4096  # runs and refusals; more that was read waits for the next turn, but for an entry
-)
+STEP_DECODED: Final = 256  # runs and refusals of an entry; with more, other models have their turns first
+TURN_DECODED_MAX: Final = 4096  # likewise, of several entries; what else was read waits for the next turn
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
@@ -267,8 +265,8 @@ class ModelBatcher:
         return self._session is not None and bool(self._session.backlog)
 
     def turn(self) -> Generator[None]:
-        """Decide about what was read and what is due, and act. In steps: each takes some ms at most, and between
-        them only `receive` and `end` may be called. After `end` it must not be continued."""
+        """Decide about what was read and what is due, and act. In steps: each takes some ms at most, and
+        between them only `receive` and `end` may be called. After `end` it must not go on."""
         assert self._session is not None
         session, now_us = self._session, self._clock.now_us()
         scheduler = session.scheduler
@@ -361,7 +359,8 @@ class ModelBatcher:
                 self._meter.stream_ended(event.streamed, settled_us)
 
     def _admit(self, session: LeaseSession) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
-        """Offer requests of the backlog to the scheduler. Returns the refusals, and entries without requests."""
+        """Offer requests of the backlog to the scheduler. Returns the refusals, and entries without
+        requests."""
         scheduler, entries, order = session.scheduler, session.entries, session.order
         backlog = session.backlog.requests
         now_us = self._clock.now_us()

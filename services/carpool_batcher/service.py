@@ -217,8 +217,8 @@ class BatcherService:
     # --- turns ---------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        """Wait until something arrives or a model is due. Each such model has a turn, or the beginning of one;
-        and one turn that was begun before goes on."""
+        """Wait until something arrives or a model is due. Each such model has a turn, or the beginning of
+        one; and one turn that was begun before goes on."""
         wait_s, reads_in_s = self._wait_s(), self._reads_in_s()
         if reads_in_s > 0:  # until then no request matters
             arrived, failed = self._reader.read(min(wait_s, reads_in_s), awaits_requests=False)

@@ -193,9 +193,12 @@ def test_hanging_loop_names_the_model(bench: Bench, monkeypatch: pytest.MonkeyPa
     try:
         wait_until(lambda: bench.active("m"), description="it is active")
         model = bench.service._models["m"]
-        monkeypatch.setattr(
-            model.batcher, "turn", lambda: iter(found.extend(bench.service.unhealthy()) or ())
-        )
+
+        def turn() -> Iterator[None]:
+            found.extend(bench.service.unhealthy())
+            yield
+
+        monkeypatch.setattr(model.batcher, "turn", turn)
         bench.send("m")
         wait_until(lambda: found, description="a turn is taken")
     finally:

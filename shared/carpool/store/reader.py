@@ -336,7 +336,7 @@ class _Watch:
     def all_take_requests(self) -> bool:
         """Whether requests of all members are to be read. Else what the caller has read is to be done first:
         it must not be kept waiting."""
-        return all([member.takes_requests for member in self.members])
+        return all(member.takes_requests for member in self.members)
 
     def _cover(self, covered: list[_Covered]) -> None:
         self._covered = covered
