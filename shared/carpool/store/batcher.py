@@ -9,7 +9,7 @@ batcher updates its own table of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -36,6 +36,7 @@ from carpool.store.reader import ENTRIES_MAX, READ_BYTES, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
+    AlikeResults,
     Answer,
     FirstTicket,
     SettledError,
@@ -359,8 +360,10 @@ class BatcherStore:
             refused = frozenset(refusal.run for refusal in of_entry)
             parts = _parts_to_put_back(entry, refused)
             remaining.append(parts)
-            results = chain.from_iterable(map(_results_of, of_entry))
-            result_args = group_list_args(result_groups(self.keys, script_keys, results))
+            answered = [refusal for refusal in of_entry if refusal.status != UNANSWERED]
+            in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
+            alike = map(_alike_results, filterfalse(_is_in_order, answered))
+            result_args = group_list_args(result_groups(self.keys, script_keys, in_order, alike=alike))
             bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, self.name, *group_list_args(groups)]
@@ -499,15 +502,21 @@ def _body_names(refusals: Iterable[Refusal]) -> list[str]:
     return names
 
 
-def _results_of(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
-    if refusal.status == UNANSWERED:
-        return
+def _is_in_order(refusal: Refusal) -> bool:
+    return refusal.run is not None and refusal.run.tickets is not None
+
+
+def _results_in_order(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
+    assert refusal.run is not None
+    of_each = _alike_results(refusal)
+    for correlation_id, ticket in zip(of_each.correlation_ids, tickets_of_each(refusal.run), strict=True):
+        yield Address(of_each.reply_to, ticket), of_each.result._replace(correlation_id=correlation_id)
+
+
+def _alike_results(refusal: Refusal) -> AlikeResults:
+    """What the requests of a refusal are answered."""
     run = refusal.run
-    tickets = [None] * len(refusal.correlation_ids) if run is None else tickets_of_each(run)
     warnings = refusal.warnings if run is None else warnings_of(run.extra, run.content_type)
     content_type = refusal.content_type if run is None else answer_type(run.content_type, run.extra)
-    for correlation_id, ticket in zip(refusal.correlation_ids, tickets, strict=True):
-        result = Result(
-            correlation_id, refusal.status, content_type, detail=refusal.detail, warnings=warnings
-        )
-        yield Address(refusal.reply_to, ticket), result
+    result = Result("", refusal.status, content_type, detail=refusal.detail, warnings=warnings)
+    return AlikeResults(refusal.reply_to, refusal.correlation_ids, result)

@@ -25,6 +25,7 @@ from carpool.store.connection import Argument, Link, Script
 from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.results import (
+    encode_alike,
     encode_array_head,
     encode_columns,
     encode_columns_map,
@@ -69,6 +70,14 @@ def addresses_of(batch: Batch) -> list[Address]:
         else:
             addresses += [Address(run.reply_to, ticket) for ticket in tickets_of_each(run)]
     return addresses
+
+
+class AlikeResults(NamedTuple):
+    """One result for several requests. Each gets it with its own correlation ID; none has a ticket."""
+
+    reply_to: str | None
+    correlation_ids: Sequence[str]
+    result: Result
 
 
 class Answer(NamedTuple):
@@ -165,6 +174,7 @@ def result_groups(
     script_keys: ScriptKeys,
     results: Iterable[tuple[Address, Result]],
     of_runs: Iterable[RunResults] = (),
+    alike: Iterable[AlikeResults] = (),
 ) -> Iterator[Group]:
     """The elements of a script's list of results: key index, kind, ranges of tickets and payload of each.
 
@@ -192,6 +202,7 @@ def result_groups(
         else:
             in_order.setdefault(reply_to, []).append((ticket, result))
     yield from _unordered_groups(keys, script_keys, unordered)
+    yield from _alike_groups(keys, script_keys, alike)
     for stream, with_tickets in in_order.items():
         key = script_keys.index(keys.replies(stream))
         for ranges, payload in _ordered_payloads(_successive(with_tickets)):
@@ -211,6 +222,21 @@ def _unordered_groups(
             key = script_keys.index(keys.replies(reply_to))
             for chunk in _limited_chunks(results):
                 yield key, "stream", "", encode_results(chunk)
+
+
+def _alike_groups(keys: Keys, script_keys: ScriptKeys, alike: Iterable[AlikeResults]) -> Iterator[Group]:
+    elements: dict[str, list[bytes]] = {}  # by reply stream
+    for reply_to, correlation_ids, result in alike:
+        if reply_to is None:
+            envelopes = encode_alike(result, correlation_ids, as_element=False)
+            for name, envelope in zip(correlation_ids, envelopes, strict=True):
+                yield script_keys.index(keys.result(name)), "list", "", envelope
+        else:
+            of_stream = elements.setdefault(reply_to, [])
+            of_stream += encode_alike(result, correlation_ids, as_element=True)
+    for reply_to, of_stream in elements.items():
+        payload = b"".join([encode_array_head(len(of_stream)), *of_stream])
+        yield script_keys.index(keys.replies(reply_to)), "stream", "", payload
 
 
 class _Part(NamedTuple):

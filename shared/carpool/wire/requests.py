@@ -38,8 +38,10 @@ from carpool.wire.runs import (
     check_requests,
     decode_attributes,
     decode_request,
+    decode_without_bodies,
     delay_from,
     refuse,
+    refuse_all,
 )
 from carpool.wire.sequence_fields import (
     Decoded,
@@ -282,14 +284,17 @@ def _unpack(packed: bytes) -> Any:
 
 def _similar_elements(elements: Sequence[Any]) -> Iterator[tuple[Fields | None, list[Any]]]:
     """Consecutive elements that have the same fields besides `correlation_id` and `body`, with these fields.
+    All of them have a body, or none.
 
-    An element that is not one request with its body in it comes alone, with None.
+    An element that is not one request with its body in it, or without any, comes alone, with None.
     """
     group: list[Any] = []
     group_others: Fields | None = None
     for element in elements:
         others = _other_fields(element)
-        if group and (others is None or others != group_others):
+        if group and (
+            others is None or others != group_others or ("body" in element) is not ("body" in group[0])
+        ):
             yield group_others, group
             group = []
         group.append(element)
@@ -298,9 +303,12 @@ def _similar_elements(elements: Sequence[Any]) -> Iterator[tuple[Fields | None, 
 
 
 def _other_fields(element: Any) -> Fields | None:
-    if type(element) is not dict or "correlation_id" not in element or "body" not in element:
+    if type(element) is not dict or "correlation_id" not in element:
         return None
-    if len(element) == 2:
+    if "body" not in element:
+        if "body_key" in element or "correlation_ids" in element:
+            return None
+    elif len(element) == 2:
         return _NO_FIELDS
     others = {name: value for name, value in element.items() if name not in ("correlation_id", "body")}
     return others if _COMPARABLE.issuperset(map(type, others.values())) else None
@@ -314,12 +322,16 @@ def _decode_similar(
     entry: Entry, others: Fields, group: Sequence[Fields], shared: Fields, settings: ModelSettings
 ) -> list[Decoded]:
     """Requests that have the same fields besides `correlation_id` and `body`: one run, if all are valid."""
-    run = Run(entry, [raw["correlation_id"] for raw in group], [raw["body"] for raw in group])
     attributes = {**shared, **others}
+    if "body" not in group[0] and "body" not in shared:
+        return decode_without_bodies(entry, [raw["correlation_id"] for raw in group], attributes, settings)
+    if "body" not in group[0]:
+        group = [{**raw, "body": shared["body"]} for raw in group]
+    run = Run(entry, [raw["correlation_id"] for raw in group], [raw["body"] for raw in group])
     try:
         decode_attributes(run, attributes, settings)
-    except CarpoolError:  # each is refused, perhaps for another reason
-        return [decode_request(entry, {**shared, **raw}, settings, default_id=entry.id) for raw in group]
+    except CarpoolError as error:
+        return refuse_all(entry, group, attributes, settings, error)
     return check_requests(run, attributes, settings, body_field)
 
 

@@ -7,7 +7,7 @@ columns: one map for all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -34,6 +34,25 @@ def encode_envelope(result: Result) -> bytes:
 def encode_results(results: Iterable[Result]) -> bytes:
     """The `results` field of one entry on a reply stream: a msgpack array of envelopes."""
     return bytes(msgpack.packb([_envelope(result) for result in results]))
+
+
+def encode_alike(result: Result, correlation_ids: Sequence[str], *, as_element: bool) -> list[bytes]:
+    """The envelopes of requests that have this result, each with its own correlation ID.
+
+    `as_element`: as `encode_envelope` does, for a reply stream; else as `encode_result`. No character that a
+    correlation ID may have is escaped in JSON, and it comes first in the envelope.
+    """
+    if not as_element and result.content_type == JSON:
+        tail = _json_envelope(result._replace(correlation_id=""))[len(_JSON_HEAD) :]
+        return [_JSON_HEAD + name.encode() + tail for name in correlation_ids]
+    head, pack = _MSGPACK_HEAD_BYTES, msgpack.packb
+    envelope = encode_envelope(result._replace(correlation_id=""))
+    before, after = envelope[:head], envelope[head + 1 :]  # an empty text is one byte
+    return [before + pack(name) + after for name in correlation_ids]
+
+
+_JSON_HEAD: Final = b'{"correlation_id":"'
+_MSGPACK_HEAD_BYTES: Final = len(msgpack.packb({"correlation_id": None})) - 1
 
 
 def encode_array_head(size: int) -> bytes:

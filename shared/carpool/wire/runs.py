@@ -39,8 +39,10 @@ __all__ = [
     "check_requests",
     "decode_attributes",
     "decode_request",
+    "decode_without_bodies",
     "delay_from",
     "refuse",
+    "refuse_all",
 ]
 
 MAX_EXPIRATION_MS: Final = 1 << 53
@@ -194,6 +196,38 @@ def check_requests(
         part_ids.append(correlation_id)
         part_bodies.append(body)
     return decoded
+
+
+def refuse_all(
+    entry: Entry, requests: Sequence[Fields], attributes: Fields, settings: ModelSettings, error: CarpoolError
+) -> list[Decoded]:
+    """The refusals of requests whose attributes are invalid, which is the `error`. Those whose body or ID is,
+    too, are told that."""
+    ids, bodies = [raw["correlation_id"] for raw in requests], [raw["body"] for raw in requests]
+    if _are_ids(ids) and _are_bodies(bodies, settings):
+        return _refuse_alike(entry, ids, attributes, error)
+    return [decode_request(entry, {**attributes, **raw}, settings, entry.id) for raw in requests]
+
+
+def decode_without_bodies(
+    entry: Entry, ids: list[Any], attributes: Fields, settings: ModelSettings
+) -> list[Decoded]:
+    """Requests with these IDs and attributes, which are all invalid or have a body under a key of its own."""
+    if _are_ids(ids) and "body_key" not in attributes:
+        try:
+            _read_body(attributes, settings)
+        except CarpoolError as error:
+            return _refuse_alike(entry, ids, attributes, error)
+    return [decode_request(entry, {**attributes, "correlation_id": name}, settings, entry.id) for name in ids]
+
+
+def _refuse_alike(entry: Entry, ids: list[str], attributes: Fields, error: CarpoolError) -> list[Decoded]:
+    """The refusal of requests that differ only in their IDs and bodies; one for each if they break sequences,
+    because each has a place of its own there."""
+    refused = refuse(entry, attributes, entry.id, error)
+    if refused.breaks is None:
+        return [refused._replace(correlation_ids=ids)]
+    return [refused._replace(correlation_ids=[name]) for name in ids]
 
 
 def _are_ids(ids: Sequence[Any]) -> bool:
