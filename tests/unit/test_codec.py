@@ -704,7 +704,9 @@ def test_outcome_with_a_wrong_number_of_results_is_an_error() -> None:
 # --- the limit of a result ---------------------------------------------------------------------------------
 
 
-def limited(codec: Codec, bytes_max: int, predict: Callable[..., Any], *requests: BatchedRequest) -> list[str]:
+def limited(
+    codec: Codec, bytes_max: int, predict: Callable[..., Any], *requests: BatchedRequest
+) -> list[str]:
     """The status of each result, and the sentence with the limit where there is one."""
     execution = execution_of(*requests)
     execution.batch.max_result_bytes = bytes_max
