@@ -210,7 +210,8 @@ class StepExecution:
             (value,) = frames.unpack_values(output)
             content_type = result_type(run.content_type, self._wanted, value)
             body = encode_body(content_type, value)
-            self._check_size(len(body))
+            if len(body) > self.result_bytes_max:
+                raise self._too_large()
         except CarpoolError as error:
             self.end(error.status, error.detail)
             return
@@ -241,8 +242,10 @@ class StepExecution:
         if is_writable and self._emitted:
             try:
                 chunks = self._chunks(is_behind=self.reader.unread >= stream_buffer)
-                self._writing_bytes = sum([len(chunk.body) for chunk, _ in chunks])
-                self._check_size(self._written_bytes + self._writing_bytes)
+                for chunk, _ in chunks:
+                    self._writing_bytes += len(chunk.body)
+                if self._written_bytes + self._writing_bytes > self.result_bytes_max:
+                    raise self._too_large()
             except CarpoolError as error:  # what was emitted cannot be written in this content type
                 chunks, self._writing_bytes = [], 0
                 self._forget_emitted()
@@ -282,11 +285,10 @@ class StepExecution:
         chunk = Chunk(run.correlation_ids[0], content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
 
-    def _check_size(self, size_bytes: int) -> None:
-        """Raise ResourceExhaustedError if its result, or all of its chunks, are too large."""
-        if size_bytes > self.result_bytes_max:
-            self.execution.error = frames.too_large(self.result_bytes_max)[1]
-            raise ResourceExhaustedError(self.execution.error)
+    def _too_large(self) -> ResourceExhaustedError:
+        """Its result, or all of its chunks together, are over the limit."""
+        self.execution.error = frames.too_large(self.result_bytes_max)[1]
+        return ResourceExhaustedError(self.execution.error)
 
     def _streamed(self, first_us: int | None, last_us: int | None) -> Streamed | None:
         """What was streamed, if the first chunk came `first_us` after its arrival, or is written."""
