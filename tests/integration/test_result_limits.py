@@ -103,11 +103,11 @@ def test_plain_result_over_the_limit_fails_alone(stack: Stack) -> None:
 
 
 def test_chunk_takes_no_more_memory_than_it_counts(server: Path, tmp_path: Path) -> None:
-    """A field of the progress, also while Redis makes the hash larger; so the limit bounds memory of Redis."""
+    """A field of the progress, also while Redis makes the hash larger: so memory of Redis is bounded."""
     count, kept = 140_000, pack_values([2**40])  # after 131,072 the hash has twice as many buckets
     with Stack(tmp_path, binary=server) as stack:
         for start in range(0, count, 10_000):
             fields = {f"chunk:{at}": kept for at in range(start, start + 10_000)}
-            stack.redis.hset(KEYS.progress("1-0"), mapping=fields)  # type: ignore[arg-type]
+            stack.redis.hset(KEYS.progress("1-0"), mapping=fields)
         taken = stack.redis.memory_usage(KEYS.progress("1-0"), samples=0)
         assert taken is not None and taken <= count * (CHUNK_OVERHEAD_BYTES + len(kept))
