@@ -755,6 +755,16 @@ def test_rows_over_the_limit_fail(content_type: str, bytes_max: int, expected: s
     assert results == [expected] * 2
 
 
+def test_model_process_does_not_send_what_is_too_large() -> None:
+    execution = execution_of(request_of(1), request_of(1_000_000))
+    execution.batch.max_result_bytes = 8
+    codec = codec_of()
+    codec.prepare(execution, NOW_US)
+    header, payload = executed(codec, execution.frames[0], lambda batch: [size * "x" for size in batch])
+    assert {index: tuple(failure) for index, failure in header.failures.items()} == {1: frames.too_large(8)}
+    assert (header.error, bytes(payload)) == (frames.too_large(8)[1], frames.pack_values(["x"]))
+
+
 def test_rows_over_the_limit_fail_beside_one_that_fails_for_another_reason() -> None:
     """In the model process, which sends none of them. The other's failure is its own."""
 
