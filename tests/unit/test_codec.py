@@ -756,7 +756,7 @@ def test_rows_over_the_limit_fail(content_type: str, bytes_max: int, expected: s
 
 
 def test_model_process_does_not_send_what_is_too_large() -> None:
-    execution = execution_of(request_of(1), request_of(1_000_000))
+    execution = execution_of(request_of(1), request_of(1000))
     execution.batch.max_result_bytes = 8
     codec = codec_of()
     codec.prepare(execution, NOW_US)
