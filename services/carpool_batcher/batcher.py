@@ -508,6 +508,7 @@ class ModelBatcher:
             session.order.take_arrivals(),
             scheduler.step_settings,
             scheduler.settings.max_execution_ms,
+            scheduler.settings.max_result_bytes,
         )
         self._follow(session, changes)
         dispatched: list[Dispatch] = []

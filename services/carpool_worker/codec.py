@@ -46,7 +46,6 @@ from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part
 from carpool_worker.raising_producers import RaisingProducers
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
-RESULT_BYTES_MAX: Final = 64 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
 _OTHER_KIND: Final = (
     "the model was replaced by one that {}, and the request was dispatched before: send it again"
@@ -280,7 +279,8 @@ class Codec:
                     (*of_one, *of_sequence) for of_one, of_sequence in zip(fields, sequences, strict=True)
                 ]
         deadlines = _deadlines(execution, positions)
-        header = FrameHeader(positions[0], len(positions), parts, fields, deadlines)
+        result_bytes_max = execution.batch.max_result_bytes
+        header = FrameHeader(positions[0], len(positions), parts, fields, deadlines, result_bytes_max)
         payload = _payload(parts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
@@ -351,7 +351,7 @@ class Codec:
                 of_values = [_row(arrays, index) for index in of_run]
                 _take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
                 continue
-            if 0 < row_bytes <= RESULT_BYTES_MAX - len(head):
+            if 0 < row_bytes <= execution.batch.max_result_bytes - len(head):
                 rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
                 execution.succeed(run, start, positions[of_run.start : of_run.stop], rows, wanted)
                 continue
@@ -456,15 +456,16 @@ def _take_bodies(
     bodies; empty if it is that of the run."""
     taken: list[int] = []
     fitting: list[bytes] = []
+    bytes_max = execution.batch.max_result_bytes
     for position, body in zip(positions, bodies, strict=True):
         if type(body) is not bytes:
             assert isinstance(body, CarpoolError)
             if body.status == INTERNAL:  # the model's doing
                 execution.error = body.detail[:ERROR_CHARS_MAX]
             execution.fail(position, body.status, body.detail)
-        elif len(body) > RESULT_BYTES_MAX:
-            execution.error = f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}"
-            execution.fail(position, INTERNAL, execution.error)
+        elif len(body) > bytes_max:
+            status, execution.error = frames.too_large(bytes_max)
+            execution.fail(position, status, execution.error)
         else:
             taken.append(position)
             fitting.append(body)

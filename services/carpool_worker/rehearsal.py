@@ -64,7 +64,8 @@ class Rehearsal:
         keeps_states = self.kind is ModelKind.STATEFUL
         template = BatchedRun(_ENTRY, [], [], content_type, None, 0, None, extra or None)
         runs = [_run_of(template, number, body, keeps_states) for number, body in enumerate(bodies)]
-        execution = Execution(Batch(_ENTRY, 1, runs, "full", 0, ""))
+        batch = Batch(_ENTRY, 1, runs, "full", 0, "", max_result_bytes=self._model.settings.max_result_bytes)
+        execution = Execution(batch)
         if isinstance(self._model, SteppingModel):
             return self._generate(self._model, execution)
         self._codec.prepare(execution, 0)
@@ -126,6 +127,9 @@ def _take(execution: Execution, advance: Advance) -> None:
             body = encode_body(content_type, value)
         except CarpoolError as error:
             execution.fail(advance.key, error.status, error.detail)
+            return
+        if len(body) > execution.batch.max_result_bytes:
+            execution.fail(advance.key, *frames.too_large(execution.batch.max_result_bytes))
         else:
             execution.results[advance.key] = Result(str(advance.key), OK, content_type, body)
 

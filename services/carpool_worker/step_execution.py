@@ -3,7 +3,9 @@
     model process ──Advance──▶ emitted ──StepWrite──▶ chunks in Redis ──▶ its reader
 
 Chunks are written one by one while the reader keeps up. Those for a slow one wait here, and are merged into
-one when it has read enough. A reader that reads nothing at all is given up.
+one when it has read enough. A reader that reads nothing at all is given up. A request whose chunks have more
+than `max_result_bytes` in all fails: usually in the model process, which counts them packed, and here if they
+are larger in the content type of the request.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from carpool.errors import CANCELLED, INTERNAL, OK, CarpoolError, InternalError
+from carpool.errors import CANCELLED, OK, CarpoolError, ResourceExhaustedError
 from carpool.messages import Chunk, Result, Streamed
+from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_body, result_type
 from carpool.wire.content_types import accepted
 from carpool.wire.field_hints import warnings_of
-from carpool_worker.codec import RESULT_BYTES_MAX
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.chunks import concatenated
@@ -69,8 +71,11 @@ class StepExecution:
     has to be removed. `deaths_together`: how often its process or worker died while it was generated.
     """
 
-    def __init__(self, execution: Execution, key: int, now_s: float) -> None:
+    def __init__(
+        self, execution: Execution, key: int, now_s: float, result_bytes_max: int = RESULT_BYTES_DEFAULT
+    ) -> None:
         self.execution = execution
+        self.result_bytes_max = result_bytes_max  # the model's setting, which may change
         self.run = execution.batch.runs[0]
         self._wanted = accepted(self.run.extra)  # the content type of its chunks and its output
         self.is_streamed = execution.batch.stream  # its producer wants chunks
@@ -91,6 +96,8 @@ class StepExecution:
         self._emitted: list[bytes] = []  # chunks that are not written, oldest first
         self._emitted_total = 0  # by all processes that had it
         self._writing = 0  # how many of these are in the script under way
+        self._written_bytes = sum(map(len, execution.chunks))  # of all its chunks in Redis
+        self._writing_bytes = 0  # of those in the script under way
         self._renew_us = 0  # when what is kept of it in Redis is to be given a later expiration
         self._sent_us = 0
         if 0 in execution.results:  # it could not be decoded, expired, or is a dead letter
@@ -157,6 +164,7 @@ class StepExecution:
     def begin_again(self, key: int, kept: Sequence[bytes]) -> None:
         """Another process is to go on from what was written, the chunks `kept`."""
         self.key, self.kept, self.written = key, kept, len(kept)
+        self._written_bytes = sum(map(len, kept))
         self.is_sent = False
         self._renew_us = 0
         self._forget_emitted()
@@ -174,10 +182,7 @@ class StepExecution:
             self.emitted_bytes += len(advance.chunk)
             self._emitted_total = advance.emitted
         self.execution.compute_us = max(0, now_us - self._sent_us)
-        if self.emitted_bytes > RESULT_BYTES_MAX:  # its output would be too large as well
-            self.end(INTERNAL, f"the chunks that are not read exceed {RESULT_BYTES_MAX} bytes")
-            self._forget_emitted()
-        elif advance.failure is not None:
+        if advance.failure is not None:
             status, detail = advance.failure
             self.end(status, detail)
         elif advance.output is not None:
@@ -204,7 +209,9 @@ class StepExecution:
         try:
             (value,) = frames.unpack_values(output)
             content_type = result_type(run.content_type, self._wanted, value)
-            body = _encode(content_type, value)
+            body = encode_body(content_type, value)
+            if len(body) > self.result_bytes_max:
+                raise self._too_large()
         except CarpoolError as error:
             self.end(error.status, error.detail)
             return
@@ -228,14 +235,19 @@ class StepExecution:
 
     def next_write(self, stream_buffer: int, now_us: int, *, only_final: bool = False) -> StepWrite:
         """What is to be written. `only_final`: no chunks, unless it ended."""
-        self._writing = 0
+        self._writing = self._writing_bytes = 0
         execution = self.execution
         is_writable = self.result is not None or not (only_final or self.reader.unread >= stream_buffer)
         chunks: list[KeptChunk] = []
         if is_writable and self._emitted:
             try:
                 chunks = self._chunks(is_behind=self.reader.unread >= stream_buffer)
+                for chunk, _ in chunks:
+                    self._writing_bytes += len(chunk.body)
+                if self._written_bytes + self._writing_bytes > self.result_bytes_max:
+                    raise self._too_large()
             except CarpoolError as error:  # what was emitted cannot be written in this content type
+                chunks, self._writing_bytes = [], 0
                 self._forget_emitted()
                 self.end(error.status, error.detail)
             self._writing = len(self._emitted)
@@ -268,10 +280,15 @@ class StepExecution:
         value = values[0] if len(values) == 1 else concatenated(values)
         is_list = value is None and len(values) > 1
         content_type = result_type(run.content_type, self._wanted, values if is_list else value)
-        body = _encode(content_type, values if is_list else value)
+        body = encode_body(content_type, values if is_list else value)
         index, merged = self.written + offset, len(values)
         chunk = Chunk(run.correlation_ids[0], content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
+
+    def _too_large(self) -> ResourceExhaustedError:
+        """Its result, or all of its chunks together, are over the limit."""
+        self.execution.error = frames.too_large(self.result_bytes_max)[1]
+        return ResourceExhaustedError(self.execution.error)
 
     def _streamed(self, first_us: int | None, last_us: int | None) -> Streamed | None:
         """What was streamed, if the first chunk came `first_us` after its arrival, or is written."""
@@ -298,17 +315,11 @@ class StepExecution:
         del self._emitted[: self._writing]
         self.emitted_bytes = sum(map(len, self._emitted))
         self._writing = 0
+        self._written_bytes += self._writing_bytes
+        self._writing_bytes = 0
         self.has_passed = self.is_answered = False
         self.written += len(write.chunks)
         if write.first_us is not None:
             self.first_us = write.first_us
         is_list = self.run.reply_to is None
         self.reader.observe(reply, self.written, is_list=is_list, stream_buffer=stream_buffer, now_s=now_s)
-
-
-def _encode(content_type: str, value: Any) -> bytes:
-    """A value in the content type of its request. Raises InternalError."""
-    body = encode_body(content_type, value)
-    if len(body) > RESULT_BYTES_MAX:
-        raise InternalError(f"the result has {len(body)} bytes; the limit is {RESULT_BYTES_MAX}")
-    return body

@@ -152,7 +152,8 @@ class StepReplica(ReplicaLoop[Execution]):
             if execution.batch.size != 1 or execution.batch.runs[0].sequence is not None:
                 self._reject(execution)
                 continue
-            request = StepExecution(execution, next(self._keys), time.monotonic())
+            bytes_max = self._settings.max_result_bytes
+            request = StepExecution(execution, next(self._keys), time.monotonic(), bytes_max)
             self._requests[request.key] = request
             if execution.is_suspect:
                 self._suspects.append(request)
@@ -170,6 +171,8 @@ class StepReplica(ReplicaLoop[Execution]):
         if batch.settings != self._settings_text:
             self._settings_text = batch.settings
             self._settings = self._settings.with_those_for_steps(batch.settings)
+            for request in self._held():
+                request.result_bytes_max = self._settings.max_result_bytes
 
     def _reject(self, execution: Execution) -> None:
         """Answer a batch of several requests, or of a sequence: it was dispatched when a model that does not
@@ -211,12 +214,12 @@ class StepReplica(ReplicaLoop[Execution]):
         self.process.flush()  # together, so that the process begins them together
 
     def _configure_process(self) -> None:
-        """Send the limits of the slots, if an operator changed them."""
+        """Send the limits of slots and results, if an operator changed them."""
         settings = self._settings
         if settings is not self._sent_settings:
             self._sent_settings = settings
-            limits = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
-            self.process.send_message(Configure(*limits).message())
+            of_slots = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
+            self.process.send_message(Configure(*of_slots, settings.max_result_bytes).message())
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()

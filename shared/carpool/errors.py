@@ -48,7 +48,7 @@ class DeadlineExceededError(CarpoolError, TimeoutError):
 
 
 class ResourceExhaustedError(CarpoolError):
-    """The model's queue is full, or Redis is out of memory."""
+    """The model's queue is full, the result is larger than `max_result_bytes`, or Redis is out of memory."""
 
     status = RESOURCE_EXHAUSTED
 

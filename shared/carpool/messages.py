@@ -320,7 +320,8 @@ class Batch:
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
     those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has the
     model's effective settings that concern their worker (`ModelSettings.for_steps`). `process`: of a bound
-    model, the one for which it was dispatched; empty for others. `max_execution_ms`: that of the model.
+    model, the one for which it was dispatched; empty for others. `max_execution_ms` and `max_result_bytes`:
+    those of the model.
     `answered`: positions of requests that had results when it was dispatched, because they were sent again.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
@@ -339,6 +340,7 @@ class Batch:
     settings: str = ""
     process: str = ""
     max_execution_ms: int | None = None
+    max_result_bytes: int = 64 * 1024 * 1024
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     answered: frozenset[int] = frozenset()
     starts: list[int] = field(init=False)  # the position of the first request of each run

@@ -20,6 +20,9 @@ from carpool.units import BYTES, MILLISECONDS, number_in
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
 _RESULT_TTL_MS_DOUBTED: Final = 1000
 DEAD_LETTERS_MAX: Final = 100_000  # of one model, whatever its settings are
+RESULT_BYTES_DEFAULT: Final = 64 * 1024 * 1024
+# A chunk is written twice in one argument of a script, and Redis takes arguments of less than 512 MiB.
+RESULT_BYTES_MAX: Final = 128 * 1024 * 1024
 _TEXTS_FOR_NONE: Final = ("", "none", "null")
 
 
@@ -253,6 +256,11 @@ class ModelSettings:
         "maximum bytes of requests that may wait; further requests are refused",
     )
     max_body_bytes: int = _setting(8 * 1024 * 1024, _integer(1, BYTES), "largest body of a request")
+    max_result_bytes: int = _setting(
+        RESULT_BYTES_DEFAULT,
+        _integer(1, BYTES, highest=RESULT_BYTES_MAX),
+        "largest result of a request, all chunks of a stream together; one that is larger fails",
+    )
     default_expiration_ms: int | None = _setting(
         None, _optional(_integer(1, MILLISECONDS)), "expiration of a request that does not set one"
     )
@@ -467,7 +475,7 @@ _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
 }
 _OF_STEPS: Final = (
     *("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
-    "max_execution_ms",
+    *("max_execution_ms", "max_result_bytes"),
 )
 _IN_ORDER_ANYWAY: Final = (
     "results of a sequence come in its order anyway, and sequences do not wait for each other"

@@ -230,7 +230,7 @@ class StepperMachine(RuleBasedStateMachine):
     def configure(self, settings: ModelSettings) -> None:
         self.settings = settings
         limits = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
-        self.stepper.configure(Configure(*limits))
+        self.stepper.configure(Configure(*limits, settings.max_result_bytes))
 
     @rule(is_tired=st.booleans())
     def tire(self, is_tired: bool) -> None:

@@ -19,7 +19,17 @@ from carpool_worker.codec import Codec
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.model_process.model import RequestInfo
-from support.executions import NOW_US, codec_of, echo, executed, finish, positions, prepared, request_of
+from support.executions import (
+    NOW_US,
+    codec_of,
+    echo,
+    executed,
+    execution_of,
+    finish,
+    positions,
+    prepared,
+    request_of,
+)
 
 X = TensorSpec("x", "FP32", (2,))
 ANY = TensorSpec("x", "FP32", (-1,))
@@ -689,6 +699,89 @@ def test_outcome_with_a_wrong_number_of_results_is_an_error() -> None:
     header = OutcomeHeader(first=0, size=2, number=1, compute_us=0, failures={})
     with pytest.raises(RuntimeError, match="1 results for 2 requests"):
         codec.take_outcome(execution, execution.frames[0], header, bytearray(frames.pack_values([1])))
+
+
+# --- the limit of a result ---------------------------------------------------------------------------------
+
+
+def limited(
+    codec: Codec, bytes_max: int, predict: Callable[..., Any], *requests: BatchedRequest
+) -> list[str]:
+    """The status of each result, and the sentence with the limit where there is one."""
+    execution = execution_of(*requests)
+    execution.batch.max_result_bytes = bytes_max
+    codec.prepare(execution, NOW_US)
+    results = finish(codec, execution, predict)
+    over = frames.too_large(bytes_max)
+    assert (execution.error == over[1]) == any(result.status != "OK" for result in results)
+    return ["too large" if (result.status, result.detail) == over else result.status for result in results]
+
+
+def test_result_over_the_limit_fails_alone() -> None:
+    """Packed, a short text has a byte more."""
+    requests = [request_of(size, MSGPACK) for size in (7, 8, 6, 1000)]
+    results = limited(codec_of(), 8, lambda batch: [size * "x" for size in batch], *requests)
+    assert results == ["OK", "too large", "OK", "too large"]
+
+
+def test_results_that_are_too_large_only_together_are_results() -> None:
+    requests = [request_of(size, MSGPACK) for size in (7, 6, 5)]
+    assert limited(codec_of(), 8, lambda batch: [size * "x" for size in batch], *requests) == ["OK"] * 3
+
+
+def test_result_larger_in_its_content_type_fails_alone() -> None:
+    """Packed it has 4 bytes; as JSON each character has 6."""
+    requests = [request_of("\0\0\0"), request_of("\0\0\0", MSGPACK), request_of("abc")]
+    assert limited(codec_of(), 8, lambda batch: batch, *requests) == ["too large", "OK", "OK"]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "bytes_max", "expected"),
+    [
+        (RAW, 800, "OK"),
+        (RAW, 799, "too large"),
+        (MSGPACK, 800, "too large"),  # with its head
+        (MSGPACK, 900, "OK"),
+        (JSON, 800, "too large"),
+        (JSON, 1100, "OK"),
+    ],
+)
+def test_rows_over_the_limit_fail(content_type: str, bytes_max: int, expected: str) -> None:
+    body = np.zeros(2, np.float32)
+    requests = [request_of(body.tobytes() if content_type == RAW else body, content_type) for _ in range(2)]
+    results = limited(
+        codec_of(X), bytes_max, lambda batch: np.zeros((len(batch), 200), np.float32), *requests
+    )
+    assert results == [expected] * 2
+
+
+def test_model_process_does_not_send_what_is_too_large() -> None:
+    execution = execution_of(request_of(1), request_of(1000))
+    execution.batch.max_result_bytes = 8
+    codec = codec_of()
+    codec.prepare(execution, NOW_US)
+    header, payload = executed(codec, execution.frames[0], lambda batch: [size * "x" for size in batch])
+    assert {index: tuple(failure) for index, failure in header.failures.items()} == {1: frames.too_large(8)}
+    assert (header.error, bytes(payload)) == (frames.too_large(8)[1], frames.pack_values(["x"]))
+
+
+def test_rows_over_the_limit_fail_beside_one_that_fails_for_another_reason() -> None:
+    """In the model process, which sends none of them. The other's failure is its own."""
+
+    def predict(batch: Any) -> Any:
+        if batch.any():
+            raise ValueError("unlucky")
+        return np.zeros((len(batch), 200), np.float32)
+
+    requests = [request_of(np.full(2, value, np.float32), MSGPACK) for value in (0, 1, 0)]
+    execution = execution_of(*requests)
+    execution.batch.max_result_bytes = 799
+    codec = codec_of(X)
+    codec.prepare(execution, NOW_US)
+    header, payload = executed(codec, execution.frames[0], predict)
+    assert [tuple(header.failures[index]) for index in (0, 2)] == [frames.too_large(799)] * 2
+    assert header.failures[1][0] == "INTERNAL" and "unlucky" in header.failures[1][1]
+    assert len(payload) < 10
 
 
 # --- arbitrary bodies --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ COUNTS: Final = (
 )
 OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms")
 FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
-SIZES: Final = ("max_queue_bytes", "max_body_bytes")
+SIZES: Final = ("max_queue_bytes", "max_body_bytes", "max_result_bytes")
 DURATIONS: Final = tuple(name for name in ModelSettings.names() if name.endswith("_ms"))
 NUMBERS: Final = (*COUNTS, *OPTIONAL_COUNTS, *FRACTIONS)
 OPTIONAL: Final = {*OPTIONAL_COUNTS, "target_latency_ms"}
@@ -45,6 +45,7 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "max_queue_size",
         "max_queue_bytes",
         "max_body_bytes",
+        "max_result_bytes",
         "default_expiration_ms",
         "max_expiration_ms",
         "allow_expiration_override",
@@ -155,6 +156,10 @@ def test_setting_is_read_from_a_value_or_its_text(name: str, value: Any, expecte
             for name in ("max_batch_size", "stream_buffer")
         ],
         *[(name, "many", ", or none") for name in OPTIONAL],
+        *[
+            ("max_result_bytes", value, "from 1 to 134217728, in bytes or such as 64MiB")
+            for value in (0, "none", "129MiB", NUMBER_MAX)
+        ],
         ("max_queue_delay_ms", float(NUMBER_MAX), "a number of at least 0"),
         ("target_latency_ms", 0, "a number of at least 0.001"),
         *[

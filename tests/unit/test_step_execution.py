@@ -10,12 +10,12 @@ import msgpack
 import pytest
 from hypothesis import given
 
-from carpool.errors import ABORTED, CANCELLED, INTERNAL, OK
+from carpool.errors import ABORTED, CANCELLED, INTERNAL, OK, RESOURCE_EXHAUSTED
 from carpool.messages import JSON, MSGPACK, Batch, BatchedRun, Result
 from carpool.store.steps import StepReply, StepWrite
 from carpool_worker import step_execution
 from carpool_worker.execution import Execution
-from carpool_worker.model_process.frames import pack_values, unpack_values
+from carpool_worker.model_process.frames import pack_values, too_large, unpack_values
 from carpool_worker.model_process.step_frames import Advance
 from carpool_worker.step_execution import UNSEEN_S_MAX, WRITTEN_TOGETHER_MAX, Reader, StepExecution
 
@@ -244,14 +244,49 @@ def test_content_type_of_chunks_is_that_of_the_request() -> None:
     assert (chunk.content_type, msgpack.unpackb(chunk.body)) == (MSGPACK, {"a": 1})
 
 
-def test_chunks_that_nobody_reads_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_execution, "RESULT_BYTES_MAX", 10)
+def test_chunks_together_have_a_limit_in_their_content_type() -> None:
+    """Those that were written stay, and what is over the limit is not written."""
     request = request_of()
-    for _ in range(3):
-        emit(request, "abc")
+    request.result_bytes_max = 2 * len(b'"\\u0000"')
+    for written in range(2):
+        emit(request, "\0")
+        write = request.next_write(BUFFER, NOW_US)
+        assert (write.written, bodies(write), write.result) == (written, ["\0"], None)
+        carry_out(request, write)
+    emit(request, "\0")
     write = request.next_write(BUFFER, NOW_US)
-    assert write.result is not None and write.result.status == INTERNAL
-    assert (write.chunks, request.emitted_bytes) == ([], 0)
+    assert write.result is not None and (write.chunks, request.emitted_bytes) == ([], 0)
+    assert (write.result.status, write.result.detail) == too_large(request.result_bytes_max)
+    assert write.error == write.result.detail
+    assert request.next_write(BUFFER, NOW_US) == write, "a repeated script writes something else"
+
+
+def test_chunks_that_another_worker_wrote_count() -> None:
+    request = request_of(chunks=[pack_values(["abc"])])
+    request.result_bytes_max = 5
+    emit(request, "d")
+    write = request.next_write(BUFFER, NOW_US)
+    assert write.result is not None and write.result.status == RESOURCE_EXHAUSTED
+    request.begin_again(2, [])  # of which Redis has none any more
+    assert request.result is not None
+    request = request_of(chunks=[pack_values(["abc"])])
+    request.result_bytes_max = 5
+    request.begin_again(2, [])
+    emit(request, "d")
+    assert bodies(request.next_write(BUFFER, NOW_US)) == ["d"]
+
+
+@pytest.mark.parametrize("is_too_large", [False, True])
+def test_output_has_the_same_limit(is_too_large: bool) -> None:
+    request = request_of(stream=False)
+    request.result_bytes_max = len(b'"whole"') - is_too_large
+    emit(request, output="whole")
+    write = request.next_write(BUFFER, NOW_US)
+    assert write.result is not None
+    if is_too_large:
+        assert (write.result.status, write.result.detail) == too_large(request.result_bytes_max)
+    else:
+        assert (write.result.status, write.result.body) == (OK, b'"whole"')
 
 
 # --- how a request ends ------------------------------------------------------------------------------------

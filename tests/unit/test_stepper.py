@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from structlog.testing import capture_logs
 
 from carpool.errors import NotFoundError
 from carpool.wire.tensors import TensorSpec
-from carpool_worker.model_process.frames import RequestFields, pack_values, unpack_values
+from carpool_worker.model_process.frames import RequestFields, pack_values, too_large, unpack_values
+from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES
 from carpool_worker.model_process.model import SteppingModel, load_model
-from carpool_worker.model_process.step_frames import Admit, Advance, Step
+from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
 from carpool_worker.model_process.stepper import SILENT_STEPS_MAX, Stepper
 from carpool_worker.model_process.stepping import StepRequest
 
@@ -431,6 +432,39 @@ def test_value_that_cannot_be_sent_fails_its_request() -> None:
     b.finish()
     unsendable = ("INTERNAL", "the model's result cannot be sent: its type is object")
     assert b.ended == {1: "whole", 2: unsendable, 3: unsendable}
+
+
+def test_endless_request_fails_alone_and_its_generator_is_closed() -> None:
+    closed: list[str] = []
+
+    def generate(body: str) -> Iterator[str]:
+        try:
+            while body == "endless":
+                yield body
+            yield from "other"
+        finally:
+            closed.append(body)
+
+    b = Bench(generate)
+    b.stepper.configure(Configure(4, None, None, 1000))
+    b.admit("endless")
+    b.admit("other", is_streamed=False)
+    steps = [b.advance() for _ in range(20) if b.stepper.has_next]
+    assert b.ended == {"endless": too_large(1000), "other": "other"}
+    chunks = (1000 - 8) // (CHUNK_OVERHEAD_BYTES + 8) + 1  # of the last one only the value counts
+    assert b.chunks["endless"] == ["endless"] * chunks
+    assert closed == ["other", "endless"]
+    assert [step.error for step in steps if step and step.error] == [too_large(1000)[1]]
+
+
+def test_lower_limit_holds_for_requests_that_have_a_slot() -> None:
+    b = bench()
+    b.admit(50)
+    b.advance()
+    b.stepper.configure(Configure(4, None, None, 8))
+    b.advance()
+    assert b.ended == {50: too_large(8)}
+    assert b.model.taken_calls()[-1] == ("end", [50])
 
 
 def test_model_may_change_the_list_that_it_gets() -> None:

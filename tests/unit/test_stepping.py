@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from carpool.errors import ResourceExhaustedError
-from carpool_worker.model_process.frames import Failure, pack_values, unpack_values
-from carpool_worker.model_process.generation import Generation
+from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_values
+from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES, Generation
 from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepping import GeneratorModel
+from carpool_worker.model_process.stepping import GeneratorModel, ResultLimit
 
 
 def generation(body: Any = "body", sent: Sequence[Any] = (), *, is_streamed: bool = True) -> Generation:
@@ -127,6 +127,84 @@ def test_chunks_of_several_values_of_every_kind() -> None:
     assert request.emitted == len(values)
     request.finish()
     assert output(request) == values
+
+
+# --- the limit of a result ---------------------------------------------------------------------------------
+
+
+def limited(bytes_max: int, sent: Sequence[Any] = (), *, is_streamed: bool) -> tuple[Generation, ResultLimit]:
+    chunks, limit = [pack_values([value]) for value in sent], ResultLimit(bytes_max)
+    admit = Admit(7, (), ("id", "lane", {}), 3, is_streamed, chunks)
+    return Generation(admit, "body", limit=limit), limit
+
+
+def test_stream_over_the_limit_fails_and_keeps_what_it_emitted_before() -> None:
+    """A chunk that was taken counts more than its value. Nothing that comes afterwards has an effect."""
+    request, _ = limited(2 * (CHUNK_OVERHEAD_BYTES + 4) + 4, is_streamed=True)
+    for text in ("abc", "def", "ghi"):  # packed, each has 4 bytes
+        request.emit(text)
+        assert taken(request).chunk == pack_values([text])
+    request.emit("jkl")
+    request.emit("mno")
+    request.finish("whole")
+    advance = taken(request)
+    assert (advance.chunk, advance.emitted, advance.output) == (b"", 3, None)
+    assert advance.failure == too_large(2 * (CHUNK_OVERHEAD_BYTES + 4) + 4)
+    assert request.is_too_large and "max_result_bytes" in advance.failure[1]
+
+
+def test_one_value_over_the_limit_is_not_kept() -> None:
+    request, _ = limited(1000, is_streamed=True)
+    request.emit("a")
+    request.emit("b" * 1000)
+    advance = taken(request)
+    assert (advance.chunk, advance.failure) == (pack_values(["a"]), too_large(1000))
+    assert request.chunks == [] and len(request._packed) == 2
+
+
+def test_request_without_a_stream_has_the_same_limit_for_its_values() -> None:
+    request, _ = limited(8, is_streamed=False)
+    request.emit("abc")
+    request.emit("def")
+    assert request.take() is None
+    request.emit("")
+    assert failure(request) == too_large(8)
+
+
+def test_output_over_the_limit_fails() -> None:
+    request, _ = limited(8, is_streamed=False)
+    request.emit("abc")
+    request.finish("12345678")
+    assert failure(request) == too_large(8)
+    request, _ = limited(8, is_streamed=False)
+    request.finish("1234567")
+    assert output(request) == "1234567"
+
+
+def test_chunks_of_another_process_count() -> None:
+    request, _ = limited(2 * (CHUNK_OVERHEAD_BYTES + 4) + 4, ["abc", "def"], is_streamed=True)
+    request.emit("ghi")
+    assert not request.has_ended
+    request, _ = limited(2 * (CHUNK_OVERHEAD_BYTES + 4) + 3, ["abc", "def"], is_streamed=True)
+    request.emit("ghi")
+    assert failure(request) == too_large(2 * (CHUNK_OVERHEAD_BYTES + 4) + 3)
+
+
+def test_limit_may_change_while_a_request_is_generated() -> None:
+    request, limit = limited(8, is_streamed=False)
+    request.emit("abc")
+    limit.bytes_max = 7
+    request.emit("def")
+    assert failure(request) == too_large(7)
+
+
+def test_what_was_emitted_in_vain_does_not_count() -> None:
+    """A model that cannot continue begins at the start, and what was not sent is forgotten."""
+    request, _ = limited(4, is_streamed=False)
+    request.emit("abc")
+    request.restart(continues=False)
+    request.emit("def")
+    assert not request.has_ended
 
 
 @pytest.mark.parametrize(

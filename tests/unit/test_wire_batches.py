@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from carpool.messages import (
     RAW,
+    Batch,
     BatchedRequest,
     BatchSettled,
     DeadLetter,
@@ -23,6 +24,7 @@ from carpool.messages import (
     SequencePart,
     Streamed,
 )
+from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import Tickets
 from carpool.wire.batches import (
@@ -123,6 +125,16 @@ def test_rows_stay_rows_and_stored_bodies_stay_stored() -> None:
 def test_batch_without_the_optional_fields_has_defaults() -> None:
     batch = decode_batch(b"9-0", [b"runs", b"\x90"], 1)
     assert (batch.reason, batch.dispatched_us, batch.lane, batch.result_ttl_ms) == ("", 0, "", 60_000)
+
+
+def test_batch_has_the_limit_of_results_that_it_names_or_the_default() -> None:
+    (default,) = {
+        decode_batch(b"9-0", [b"runs", b"\x90"], 1).max_result_bytes,
+        Batch("9-0", 1, [], "full", 0, "").max_result_bytes,
+        ModelSettings().max_result_bytes,
+    }
+    assert default == 64 << 20
+    assert decode_batch(b"9-0", [b"runs", b"\x90", b"max_result_bytes", b"5"], 1).max_result_bytes == 5
 
 
 def test_batch_leaves_out_entries_that_were_no_longer_in_redis() -> None:

@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple, Self
 import msgpack
 import numpy as np
 
-from carpool.model_settings import ModelKind
+from carpool.errors import RESOURCE_EXHAUSTED
+from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
 
@@ -67,7 +68,7 @@ class FrameHeader(NamedTuple):
 
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
     `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one, or where
-    there is but one request.
+    there is but one request. `result_bytes_max`: how many bytes the result of a request may have, packed.
     """
 
     first: int
@@ -75,6 +76,7 @@ class FrameHeader(NamedTuple):
     parts: Sequence[Part] = ()
     requests: Sequence[RequestFields | SequenceFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
+    result_bytes_max: int = RESULT_BYTES_DEFAULT
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -85,7 +87,7 @@ class OutcomeHeader(NamedTuple):
     Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
     `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
-    `error`: the name of what it raised last (`raised`); empty if it did not.
+    `error`: the name of what it raised last (`raised`), or why a result is too large; else empty.
     `refused`: those that `validate` rejected, by index in the frame.
     For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
@@ -119,6 +121,14 @@ class Ending(NamedTuple):
 
 class ProcessGoneError(ConnectionError):
     """The connection to the other process is closed."""
+
+
+def too_large(result_bytes_max: int) -> Failure:
+    """What becomes of a request whose result, or whose stream, has more bytes than that."""
+    return RESOURCE_EXHAUSTED, (
+        f"the result is too large: it may have {result_bytes_max} bytes (max_result_bytes), all chunks of a "
+        "stream together; ask for less, or raise that setting with carpool config"
+    )
 
 
 # An exception's text may have lone surrogates. Threads may share this: packing plain values runs no Python.

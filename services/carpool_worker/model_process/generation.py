@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 
@@ -12,8 +12,9 @@ from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values
 from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepping import StepRequest, list_header
+from carpool_worker.model_process.stepping import ResultLimit, StepRequest, list_header
 
+CHUNK_OVERHEAD_BYTES: Final = 128  # of Redis's memory for a field with a chunk; measured: 85 to 93
 _LIST_OF_ONE = list_header(1)
 
 
@@ -28,13 +29,16 @@ class Generation(StepRequest):
         "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes", "_taken_count", "is_begun", "key",
     )  # fmt: skip
 
-    def __init__(self, admit: Admit, body: Any, observe: Observe = not_observed) -> None:
-        super().__init__(*admit.request, body, admit.cost, observe)
+    def __init__(
+        self, admit: Admit, body: Any, observe: Observe = not_observed, limit: ResultLimit | None = None
+    ) -> None:
+        super().__init__(*admit.request, body, admit.cost, observe, limit)
         self.key = admit.key
         self.is_begun = False  # `end` is to be called for it
         self._is_streamed = admit.is_streamed
         if admit.chunks:
             self.emitted = _strip_headers(admit.chunks, self._packed)
+            self._overhead_bytes = len(admit.chunks) * CHUNK_OVERHEAD_BYTES
         self._taken_count = self._chunks_count = self.emitted
         self._taken_bytes = self._chunks_bytes = len(self._packed)
         self._emitted_before = self.emitted  # before the last step that `count_silent_steps` heard of
@@ -56,6 +60,7 @@ class Generation(StepRequest):
             header = _LIST_OF_ONE if count == 1 else list_header(count)
             chunk = header + self._packed[self._taken_bytes :]
             self._taken_count, self._taken_bytes = self.emitted, len(self._packed)
+            self._overhead_bytes += CHUNK_OVERHEAD_BYTES
             self._emitted_before, self._silent_steps = self.emitted, 0
         if not has_ended:
             return Advance(self.key, chunk, self.emitted)

@@ -68,11 +68,13 @@ class Resume(NamedTuple):
 
 
 class Configure(NamedTuple):
-    """Worker to process: the settings of these names have changed. Requests that have a slot keep it."""
+    """Worker to process: the settings of these names have changed. Requests that have a slot keep it.
+    `max_result_bytes` holds for these, too."""
 
     max_batch_size: int
     max_batch_cost: int | None
     max_prefill_cost: int | None
+    max_result_bytes: int
 
     def message(self) -> tuple[Any, ...]:
         """The header of the message."""
@@ -118,7 +120,7 @@ class Step(NamedTuple):
 
     `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. `running`: how
     many requests hold a slot after it, `size` how many took part in it. `error`: the name of what the model
-    raised last (`raised`); empty if it did not.
+    raised last (`raised`), or why a result is too large; else empty.
     """
 
     step_us: int

@@ -22,6 +22,7 @@ from carpool_worker.model_process.generation import Generation
 from carpool_worker.model_process.model import SteppingModel
 from carpool_worker.model_process.slots import Round, Slots
 from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
+from carpool_worker.model_process.stepping import ResultLimit
 
 Requests = Sequence[Generation]
 
@@ -46,6 +47,7 @@ class Stepper:
         self._slots: Slots[Generation] = Slots(
             settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost
         )
+        self._limit = ResultLimit(settings.max_result_bytes)
         self._running_reported = 0
         self._is_silence_reported = False
         self._log = structlog.get_logger()
@@ -57,7 +59,7 @@ class Stepper:
 
     def admit(self, admit: Admit, payload: Buffer) -> None:
         """Take a request. `payload` is its body, as `Admit` says."""
-        generation = Generation(admit, _decode(admit, payload), self._observe)
+        generation = Generation(admit, _decode(admit, payload), self._observe, self._limit)
         if admit.steps_alone:
             self._slots.add_alone(generation, admit.steps_alone)
         else:
@@ -75,8 +77,9 @@ class Stepper:
         self._slots.resume()
 
     def configure(self, limits: Configure) -> None:
-        """Other limits apply to the requests that get a slot from now on."""
-        self._slots.set_limits(*limits)
+        """Other limits apply to the requests that get a slot from now on, and that of results to all."""
+        self._slots.set_limits(limits.max_batch_size, limits.max_batch_cost, limits.max_prefill_cost)
+        self._limit.bytes_max = limits.max_result_bytes
 
     def advance(self, *, must_report: bool = False) -> Step | None:
         """Begin the requests whose turn it is, and take a step. None if nothing changed, unless it must be
@@ -196,6 +199,7 @@ class Stepper:
 
     def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:
         advances: list[Advance] = []
+        error = ""
         for generation in planned.stepped:
             advance = generation.take()
             if advance is None:
@@ -204,6 +208,8 @@ class Stepper:
                 continue
             advances.append(advance)
             if generation.has_ended:
+                if generation.is_too_large and advance.failure:
+                    error = advance.failure[1]
                 self._end(generation)
                 self._slots.end(generation.key)
         if planned.is_alone and not advances:  # the worker waits for it
@@ -213,7 +219,7 @@ class Stepper:
         if not advances and running == self._running_reported:
             return None
         self._running_reported = running
-        return Step(step_us, begin_us, size, running, advances)
+        return Step(step_us, begin_us, size, running, advances, error)
 
     def _report_silence(self, generation: Generation) -> None:
         """Most likely the model forgot to finish it. The first such request is enough to say so."""

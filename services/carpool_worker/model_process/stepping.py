@@ -20,13 +20,23 @@ import msgpack
 import numpy as np
 
 from carpool.errors import INTERNAL, AbortedError
+from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
-from carpool_worker.model_process.frames import Failure, pack_values, unpack_values
+from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_values
 
 _PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 _PLAIN_PACKER: Final = msgpack.Packer()
 _UNSENDABLE: Final = "the model's result cannot be sent"
 _JOINED: Final = object()
+
+
+class ResultLimit:
+    """How many bytes the output of each request of a process may have, packed; it may change at any time."""
+
+    __slots__ = ("bytes_max",)
+
+    def __init__(self, bytes_max: int = RESULT_BYTES_DEFAULT) -> None:
+        self.bytes_max = bytes_max
 
 
 class StepRequest:
@@ -45,14 +55,17 @@ class StepRequest:
         "_chunks_count",
         "_failure",
         "_is_finished",
+        "_limit",
         "_observe",
         "_output",
+        "_overhead_bytes",
         "_packed",
         "body",
         "correlation_id",
         "cost",
         "emitted",
         "fields",
+        "is_too_large",
         "lane",
         "state",
     )
@@ -65,8 +78,10 @@ class StepRequest:
         body: Any,
         cost: int = 1,
         observe: Observe = not_observed,
+        limit: ResultLimit | None = None,
     ) -> None:
         self._observe = observe
+        self._limit = limit or ResultLimit()
         self.correlation_id = correlation_id
         self.lane = lane
         self.fields = fields
@@ -74,7 +89,9 @@ class StepRequest:
         self.cost = cost
         self.state: Any = None
         self.emitted = 0  # values, those in `chunks` included
+        self.is_too_large = False  # it failed because of the limit
         self._packed = bytearray()  # all emitted values, packed one after the other
+        self._overhead_bytes = 0  # of the chunks in Redis, beside the values
         self._chunks_count = self._chunks_bytes = 0  # how many of them `begin` was called with
         self._is_finished = False
         self._output: bytes | None = None  # packed; None: the emitted values, joined
@@ -94,12 +111,16 @@ class StepRequest:
         return self._is_finished or self._failure is not None
 
     def emit(self, value: Any) -> None:
-        """Send a chunk: a value as in a result."""
+        """Send a chunk: a value as in a result. With more than `max_result_bytes` in all, it fails."""
         if self._is_finished or self._failure is not None:
             self._fail(INTERNAL, "the model emitted a value after it had finished the request")
             return
         try:
-            self._packed += _pack(value)
+            packed = _pack(value)
+            if len(self._packed) + len(packed) + self._overhead_bytes > self._limit.bytes_max:
+                self._fail_as_too_large()
+                return
+            self._packed += packed
         except Exception as error:  # a model's arrays may be of any class and raise anything
             self._fail(INTERNAL, f"{_UNSENDABLE}: {error}")
         else:
@@ -116,6 +137,10 @@ class StepRequest:
                 self._output = _pack(output)
             except Exception as error:
                 self._fail(INTERNAL, f"{_UNSENDABLE}: {error}")
+            else:
+                if len(self._output) > self._limit.bytes_max:
+                    self._output = None
+                    self._fail_as_too_large()
 
     def fail(self, error: BaseException | str) -> None:
         """End the request with an error: an exception, as if the model had raised it, or a sentence."""
@@ -129,6 +154,10 @@ class StepRequest:
         """Only the first failure counts."""
         if self._failure is None:
             self._failure = status, detail
+
+    def _fail_as_too_large(self) -> None:
+        self.is_too_large = True
+        self._fail(*too_large(self._limit.bytes_max))
 
     def _unpack(self, count: int, size_bytes: int) -> list[Any]:
         """The first `count` emitted values, which are `size_bytes` long."""

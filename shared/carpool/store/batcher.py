@@ -29,6 +29,7 @@ from carpool.messages import (
     SlotFreed,
     tickets_of_each,
 )
+from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
@@ -237,6 +238,7 @@ class BatcherStore:
         arrivals: Sequence[TicketRange] = (),
         step_settings: str = "",
         max_execution_ms: int | None = None,
+        max_result_bytes: int = RESULT_BYTES_DEFAULT,
     ) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
@@ -244,7 +246,7 @@ class BatcherStore:
         and together they have at most what may wait, `max_queue_size` and `max_queue_bytes`.
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`);
-        `max_execution_ms`: of another one, its setting.
+        `max_execution_ms`, `max_result_bytes`: of another one, its settings.
         Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
@@ -261,8 +263,10 @@ class BatcherStore:
         of_model: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         if step_settings:
             of_model += ["settings", step_settings]
-        elif max_execution_ms is not None:
-            of_model += ["max_execution_ms", max_execution_ms]
+        else:
+            of_model += [] if max_execution_ms is None else ["max_execution_ms", max_execution_ms]
+            is_default = max_result_bytes == RESULT_BYTES_DEFAULT
+            of_model += [] if is_default else ["max_result_bytes", max_result_bytes]
         batches = [self._batch_element(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])

@@ -25,6 +25,7 @@ from carpool.messages import (
     SettledEvent,
     Streamed,
 )
+from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.rows import Bodies, Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 
@@ -108,6 +109,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"settings", b"").decode(),
         raw.get(b"process", b"").decode(),
         int(raw[b"max_execution_ms"]) if b"max_execution_ms" in raw else None,
+        int(raw.get(b"max_result_bytes", RESULT_BYTES_DEFAULT)),
     )
     if b"answered" in raw:
         batch.answered = _positions_in_lists(batch, frozenset(raw[b"answered"].decode().split()))

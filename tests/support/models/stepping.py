@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,12 @@ class Forgetful(Chain):
 def countdown(body: int) -> Iterator[int]:
     """The numbers from `body` to 1."""
     yield from range(body, 0, -1)
+
+
+def endless(body: dict[str, Any]) -> Iterator[str]:
+    """The text `text`, `count` times or without an end. A file `closed` is written when that is over."""
+    try:
+        yield from repeat(body["text"], *([body["count"]] if "count" in body else []))
+    finally:
+        if "closed" in body:
+            Path(body["closed"]).touch()
