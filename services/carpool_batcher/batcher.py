@@ -76,7 +76,7 @@ BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the str
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
 READ_AHEAD_US: Final = 1000  # requests are awaited again so long before a process can take a batch
 READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some may have to be refused
-STEP_DECODED: Final = 256  # runs and refusals of an entry; with more, other models have their turns first
+STEP_DECODED: Final = 256  # runs and refusals of an entry; with more, time has passed
 TURN_DECODED_MAX: Final = 4096  # likewise, of several entries; what else was read waits for the next turn
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
@@ -379,8 +379,8 @@ class ModelBatcher:
             )
             entries[entry.id] = entry
             decoded_now += len(decoded)
+            yield
             if len(decoded) > STEP_DECODED:
-                yield
                 now_us = self._clock.now_us()
             flat.clear()  # they may be large, and what is needed of them was copied
             fresh.append(entry)

@@ -41,6 +41,7 @@ from carpool.store.results import (
     Answer,
     FirstTicket,
     SettledError,
+    alike_groups,
     answer_ahead,
     release,
     result_groups,
@@ -366,8 +367,11 @@ class BatcherStore:
             remaining.append(parts)
             answered = [refusal for refusal in of_entry if refusal.status != UNANSWERED]
             in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
-            alike = map(_alike_results, filterfalse(_is_in_order, answered))
-            result_args = group_list_args(result_groups(self.keys, script_keys, in_order, alike=alike))
+            streams, in_lists = alike_groups(
+                self.keys, script_keys, _alike_results(filterfalse(_is_in_order, answered))
+            )
+            result_args = group_list_args(chain(result_groups(self.keys, script_keys, in_order), streams))
+            result_args += group_list_args(in_lists)
             bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, self.name, *group_list_args(groups)]
@@ -512,15 +516,22 @@ def _is_in_order(refusal: Refusal) -> bool:
 
 def _results_in_order(refusal: Refusal) -> Iterator[tuple[Address, Result]]:
     assert refusal.run is not None
-    of_each = _alike_results(refusal)
-    for correlation_id, ticket in zip(of_each.correlation_ids, tickets_of_each(refusal.run), strict=True):
-        yield Address(of_each.reply_to, ticket), of_each.result._replace(correlation_id=correlation_id)
+    result = _result_of(refusal)
+    for correlation_id, ticket in zip(refusal.correlation_ids, tickets_of_each(refusal.run), strict=True):
+        yield Address(refusal.reply_to, ticket), result._replace(correlation_id=correlation_id)
 
 
-def _alike_results(refusal: Refusal) -> AlikeResults:
-    """What the requests of a refusal are answered."""
+def _alike_results(refusals: Iterable[Refusal]) -> list[AlikeResults]:
+    """What the requests of refusals are answered, those with the same answer together."""
+    names: dict[tuple[str | None, Result], list[str]] = {}
+    for refusal in refusals:
+        names.setdefault((refusal.reply_to, _result_of(refusal)), []).extend(refusal.correlation_ids)
+    return [AlikeResults(reply_to, of_result, result) for (reply_to, result), of_result in names.items()]
+
+
+def _result_of(refusal: Refusal) -> Result:
+    """What a refused request is answered, without its correlation ID."""
     run = refusal.run
     warnings = refusal.warnings if run is None else warnings_of(run.extra, run.content_type)
     content_type = refusal.content_type if run is None else answer_type(run.content_type, run.extra)
-    result = Result("", refusal.status, content_type, detail=refusal.detail, warnings=warnings)
-    return AlikeResults(refusal.reply_to, refusal.correlation_ids, result)
+    return Result("", refusal.status, content_type, detail=refusal.detail, warnings=tuple(warnings))
