@@ -326,21 +326,22 @@ _SECRETS: Final = frozenset({"password", "sentinel_password", "ssl_password"})
 _REFUSED: Final = {
     **dict.fromkeys(
         ("decode_responses", "encoding", "encoding_errors", "legacy_responses"),
-        "is no option of Carpool, which reads replies as bytes and decodes bodies itself; remove it",
+        "is not supported: Carpool reads replies as bytes and decodes bodies itself; remove it",
     ),
     **dict.fromkeys(
         (
             *("timeout", "socket_timeout", "socket_connect_timeout", "socket_keepalive", "socket_read_size"),
             *("health_check_interval", "retry_on_timeout", "retry_on_error"),
         ),
-        "is no option of Carpool, which has its own timeouts and retries; remove it",
+        "is not supported: Carpool has its own timeouts and retries; remove it",
     ),
     **dict.fromkeys(
         ("client_name", "max_connections", "lib_name", "lib_version"),
-        "is no option of Carpool, which names and counts its connections itself; remove it",
+        "is not supported: Carpool names and counts its connections itself; remove it",
     ),
     **dict.fromkeys(
-        ("host", "port", "path"), "is no option: name the server before the ?, as in redis://127.0.0.1:6379/0"
+        ("host", "port", "path"),
+        "is not supported: name the server before the ?, as in redis://127.0.0.1:6379/0",
     ),
 }
 

