@@ -92,6 +92,7 @@ def test_paths_and_services_are_decoded() -> None:
         ("redis://:s3cret\n@10.0.0.1", "a space or a control character"),
         ("redis://:s3cret", "the port after it a number.*percent-encoded"),
         ("redis://10.0.0.1?password=a&s3cret=b", "option number 2 after the . is unknown; there are db,"),
+        ("redis://10.0.0.1?password=a&hush=b", "option number 2 after the . is unknown; there are db,"),
         ("redis://10.0.0.1?password=a&s3cret", "option number 2 after the . is unknown; there are db,"),
         ("redis://10.0.0.1?password=a&", "option number 2 after the ."),
         ("redis://:s3cret@10.0.0.1?password=x", "two passwords"),
