@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from carpool.errors import PERMISSION_DENIED, PermissionDeniedError
-from carpool.store.connection import CommandError, LinkError, SignInError
+from carpool.store.connection import CommandError, LinkError, SignInError, UnsupportedServerError
 
 _ROLES: Final = """
     The user with which this command signed in to Redis may not do this. `infer` needs the role producer or
@@ -21,7 +21,7 @@ def explain(error: Exception) -> str:
         return f"{PERMISSION_DENIED}: {error}{_ROLES}"
     if isinstance(error, PermissionDeniedError):
         return f"{error}{_ROLES}"
-    if isinstance(error, LinkError) and not isinstance(error, SignInError):
+    if isinstance(error, LinkError) and not isinstance(error, SignInError | UnsupportedServerError):
         return (
             f"{error}\n    if no Redis runs there, start one with `carpool up MODEL`, or name another with "
             "--redis-url (CARPOOL_REDIS_URL)"

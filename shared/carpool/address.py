@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+# Hosts with or without ports, or the path of a Unix socket, at the begin of what is shown.
+_HOSTS: Final = re.compile(r"(?:(?:\[[^\]]*\]|[^][:/?#,]+)(?::\d*)?(?:,|(?=[/?#]|$)))+|/(?!/)")
+
 
 def without_password(url: str) -> str:
     """The URL without credentials, and without its query, where redis-py accepts a password too."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, rest = "", url
-    credentials, _, host = rest.rpartition("@")
-    if "?" in credentials:  # a ? in a password, or an @ in the query: the end of the password is unknown
+    credentials, at, host = rest.rpartition("@")
+    # A ? in a password or an @ in the query: the end of the password is unknown. And an @ may be missing.
+    if "?" in credentials or not (at or _HOSTS.match(host)):
         host = "..."
     return f"{scheme}{separator}{host.partition('?')[0]}"
-
-
-def with_port(address: str, default_port: int, error: str) -> str:
-    """HOST:PORT of HOST or HOST:PORT; an IPv6 address is in brackets. Raises ValueError with this error."""
-    host, colon, port = address.rpartition(":")
-    if not colon or port.endswith("]"):
-        host, port = address, str(default_port)
-    if not host or not port.isdigit():
-        raise ValueError(error)
-    return f"{host}:{port}"
 
 
 def bracketed(host: str) -> str:

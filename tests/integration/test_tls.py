@@ -273,6 +273,22 @@ async def test_untrusted_authority_is_rejected(stack: Stack, certificates: Certi
         assert "CARPOOL_REDIS_CA_FILE" in error
 
 
+@pytest.mark.parametrize("spelling", ["none", "None", "CERT_NONE", "ssl.CERT_NONE"])
+def test_certificate_is_not_checked_if_the_url_says_so(elsewhere: ConfiguredRedis, spelling: str) -> None:
+    url = f"rediss://127.0.0.1:{elsewhere.port}/0?ssl_cert_reqs={spelling}"
+    link = Link(url, name="link")
+    assert link.call("PING") == b"PONG"
+    link.close()
+    with Client(url):
+        pass
+
+
+async def test_certificate_is_checked_however_that_is_spelt(elsewhere: ConfiguredRedis) -> None:
+    for spelling in ("required", "CERT_REQUIRED", "optional"):
+        url = f"rediss://127.0.0.1:{elsewhere.port}/0?ssl_cert_reqs={spelling}"
+        assert "certificate verify failed" in await connection_error(url)
+
+
 async def test_wrong_host_name_is_rejected(elsewhere: ConfiguredRedis, certificates: Certificates) -> None:
     for host in ("localhost", "127.0.0.1"):
         url = f"rediss://{host}:{elsewhere.port}/0?ssl_ca_certs={certificates.certificate('authority')}"

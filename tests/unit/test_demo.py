@@ -322,10 +322,13 @@ def test_commands_fit_the_address_and_contain_no_password() -> None:
     assert "redis-cli -s /tmp/r.sock " in paste.lines("unix:///tmp/r.sock", "square")[1]
     assert "redis-cli -u rediss://example.org/0 " in paste.lines("rediss://example.org/0", "square")[1]
     assert 'prefix="mine"' in paste.lines("redis://127.0.0.1:6379/0", "square", "mine")[2]
-    secret = paste.lines("redis://:hush@example.org/0", "square")
-    assert paste.needs_environment("redis://:hush@example.org/0")
-    assert "hush" not in "".join(secret)
-    assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
+    assert "redis-cli -n 2 " in paste.lines("redis://127.0.0.1?db=2", "square")[1]
+    assert "redis-cli -s '/tmp/a b.sock' -n 1 " in paste.lines("unix:///tmp/a%20b.sock?db=1", "square")[1]
+    for url in ("redis://:hush@example.org/0", "redis://example.org/0?password=hush"):
+        secret = paste.lines(url, "square")
+        assert paste.needs_environment(url)
+        assert "hush" not in "".join(secret)
+        assert 'redis-cli -u "$CARPOOL_REDIS_URL" ' in secret[1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ModelKind if kind.has_sequences])

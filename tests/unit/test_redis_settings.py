@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from carpool.address import without_password
+from carpool.redis_url import parse
 from carpool.settings import BatcherSettings, read_settings
 from carpool_cli.local.up import UpSettings
 
@@ -39,7 +40,7 @@ def redis_arguments(*flags: str) -> dict[str, object]:
 def test_url_alone_is_unchanged() -> None:
     for given in (
         "redis://h",
-        "redis://u:p%40@h:1/2?x=y",
+        "redis://u:p%40@h:1/2?protocol=2",
         "unix:///run/redis.sock?db=1",
         "rediss://[::1]:1/0",
     ):
@@ -52,7 +53,7 @@ def test_url_alone_is_unchanged() -> None:
         ("redis://h:7/0", "h"),
         ("rediss://[::1]:7/0", "::1"),
         ("unix:///run/redis.sock", None),
-        ("unix:///run/redis.sock?x=y", None),
+        ("unix:///run/redis.sock?db=2", None),
     ],
 )
 def test_special_characters_in_user_and_password_are_kept(given: str, host: str | None) -> None:
@@ -67,6 +68,18 @@ def test_special_characters_in_user_and_password_are_kept(given: str, host: str 
 def test_user_may_come_from_the_url_and_password_from_a_file() -> None:
     read = redis_arguments("--redis-url", "redis://worker@h", "--redis-password-file", "password")
     assert (read["username"], read["password"]) == ("worker", SECRET)
+
+
+def test_user_and_password_may_also_come_from_options_of_the_url() -> None:
+    read = parse(url("--redis-url", "redis://h/2?username=worker", "--redis-password-file", "password"))
+    assert (read.user, read.password, read.database) == ("worker", SECRET, 2)
+
+
+def test_tls_file_is_added_to_options(working_directory: Path) -> None:
+    for given in ("rediss://h", "rediss://h/0?", "rediss://u:p%3F@h/0?ssl_cert_reqs=None"):
+        read = parse(url("--redis-url", given, "--redis-ca-file", "a b.crt"))
+        assert read.tls["ssl_ca_certs"] == str(working_directory / "a b.crt")
+        assert read.tls.get("ssl_cert_reqs") == ("none" if "None" in given else None)
 
 
 def test_environment_overrides_dot_env(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +120,16 @@ def test_tls_files_have_absolute_paths(working_directory: Path) -> None:
             ["--redis-password-file", "password", "--redis-url", "redis://:s3cret@h"],
             "CARPOOL_REDIS_PASSWORD_FILE): the URL has a password too; remove one",
         ),
+        (
+            ["--redis-password-file", "password", "--redis-url", "redis://h?password=s3cret"],
+            "CARPOOL_REDIS_PASSWORD_FILE): the URL has a password too; remove one",
+        ),
+        (
+            ["--redis-ca-file", "a b.crt", "--redis-url", "rediss://h?ssl_ca_certs=ca.crt"],
+            "CARPOOL_REDIS_CA_FILE): the URL has ssl_ca_certs too; remove one",
+        ),
         (["--redis-url", "redis://:s3cret/x@h:6379"], "percent-encoded"),
+        (["--redis-url", "redis://h/0?decode_responses=true&password=s3cret"], "decode_responses"),
         (["--redis-url", "http://:s3cret@h"], "must begin with redis://"),
     ],
 )
@@ -144,6 +166,9 @@ def test_up_accepts_credentials_only_with_a_url(capsys: pytest.CaptureFixture[st
         "unix:///run/redis.sock?password=s3cret",
         "s3cret@h",
         "redis://:s3cret://x@h",
+        "redis://:s3cret",
+        "redis://:s3cret/0",
+        "redis+sentinel://:s3cret/main",
     ],
 )
 def test_url_without_password_has_no_password(given: str) -> None:

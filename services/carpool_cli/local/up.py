@@ -30,7 +30,7 @@ from carpool.settings import (
     Seconds,
     read_settings,
 )
-from carpool.store.connection import CommandError
+from carpool.store.connection import CommandError, UnsupportedServerError
 from carpool_batcher.policies import load_policies
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError
@@ -237,5 +237,6 @@ def _explain(error: Exception, settings: UpSettings) -> str:
         return f"{error}; see the log above for the reason"
     if isinstance(error, UnavailableError | CommandError) and settings.redis_url:
         detail = error.detail if isinstance(error, UnavailableError) else str(error)
-        return f"{detail}\n    start that Redis, or omit --redis-url (CARPOOL_REDIS_URL) to have one started"
+        remedy = "use another" if isinstance(error, UnsupportedServerError) else "start that Redis"
+        return f"{detail}\n    {remedy}, or omit --redis-url (CARPOOL_REDIS_URL) to have one started"
     return str(error)

@@ -18,18 +18,31 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
-from carpool.store.connection import TIMEOUT_S, Command, keepalive, server_url, servers_of
+from carpool.store.connection import (
+    TIMEOUT_S,
+    Command,
+    connection_arguments,
+    refuse_if_too_old,
+    server_url,
+    servers_of,
+)
 from carpool.store.link_errors import (
     LINK_ERROR_CODES,
     CommandError,
     LinkError,
+    UnsupportedServerError,
     command_error,
     link_error,
-    url_errors,
 )
 from carpool.store.redis_socket import LARGE_BYTES, pack
+from carpool.store.server_version import of_hello, of_info
 
 _INCOMPLETE: Final = object()
+_CLASSES: Final = {
+    "redis": redis.asyncio.Connection,
+    "rediss": redis.asyncio.SSLConnection,
+    "unix": redis.asyncio.UnixDomainSocketConnection,
+}
 
 
 class AsyncLink(asyncio.Protocol):
@@ -66,18 +79,8 @@ class AsyncLink(asyncio.Protocol):
 
     def _connection_to(self, url: str) -> Any:
         """A connection of redis-py to a server, not opened yet."""
-        with url_errors(url):
-            pool = redis.asyncio.ConnectionPool.from_url(
-                url,
-                protocol=2,
-                client_name=self._name,
-                driver_info=None,
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                retry=AsyncRetry(NoBackoff(), 0),
-                **keepalive(url),
-            )
-            return pool.make_connection()  # type: ignore[no-untyped-call]
+        scheme, arguments = connection_arguments(url, self._name, TIMEOUT_S)
+        return _CLASSES[scheme](**arguments, retry=AsyncRetry(NoBackoff(), 0))
 
     async def connect(self) -> None:
         """Connect and authenticate. Raises LinkError."""
@@ -88,7 +91,12 @@ class AsyncLink(asyncio.Protocol):
         try:
             await connection.connect()
             self.identity = await _ask(connection, "CLIENT", "ID")
-            self.server_run = _run_id(await _ask(connection, "INFO", "server"))
+            info = await _ask(connection, "INFO", "server")
+            self.server_run = _run_id(info)
+            refuse_if_too_old(of_info(info) or of_hello(await _ask(connection, "HELLO")), self._url)
+        except UnsupportedServerError:
+            await connection.disconnect(nowait=True)
+            raise
         except (redis.RedisError, OSError) as error:
             await connection.disconnect(nowait=True)
             raise link_error(self._url, error, connecting=True) from error

@@ -1,7 +1,7 @@
 """Blocking connections to Redis. Only this module and `async_link` import redis-py.
 
-redis-py parses the URL, connects, sets up TLS and signs in. From then on commands and replies pass directly
-through hiredis. The rest of redis-py is not used:
+redis-py connects, sets up TLS and signs in; `carpool.redis_url` reads the URL. From then on commands and
+replies pass directly through hiredis. The rest of redis-py is not used:
 
 - no response callbacks, which cost more time than Redis itself;
 - no connection pool;
@@ -37,13 +37,16 @@ from redis.retry import Retry
 from carpool.address import without_password
 from carpool.cluster import Cluster
 from carpool.readiness import wait_until_ready
+from carpool.redis_url import parse
 from carpool.sentinel import Sentinels
-from carpool.store.link_errors import LINK_ERROR_CODES, command_error, link_error, url_errors
+from carpool.store.link_errors import LINK_ERROR_CODES, command_error, link_error
 from carpool.store.link_errors import CommandError as CommandError  # noqa: PLC0414  (exported, as all such)
 from carpool.store.link_errors import LinkError as LinkError  # noqa: PLC0414
 from carpool.store.link_errors import SignInError as SignInError  # noqa: PLC0414
+from carpool.store.link_errors import UnsupportedServerError as UnsupportedServerError  # noqa: PLC0414
 from carpool.store.redis_socket import Argument as Argument  # noqa: PLC0414
 from carpool.store.redis_socket import RedisSocket, ReplyTooLargeError, pack
+from carpool.store.server_version import NEEDED, ServerVersion, of_hello, of_info
 
 Command = Sequence[Argument]
 
@@ -56,9 +59,36 @@ _TIMEVAL: Final = struct.Struct("@ll")
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
-def keepalive(url: str) -> dict[str, Any]:
+_CLASSES: Final = {
+    "redis": redis.Connection,
+    "rediss": redis.SSLConnection,
+    "unix": redis.UnixDomainSocketConnection,
+}
+
+
+def connection_arguments(url: str, name: str, timeout_s: float) -> tuple[str, dict[str, Any]]:
+    """The scheme of a server's URL, and the arguments of redis-py's class for it but `retry`.
+
+    Raises LinkError, which says what is wrong with the URL.
+    """
+    try:
+        checked = parse(url)
+    except ValueError as error:
+        raise LinkError(f"Redis at {without_password(url)}: {error}") from None
+    return checked.scheme, {
+        **checked.arguments(),
+        "protocol": 2,
+        "client_name": name,
+        "driver_info": None,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        **_keepalive(checked.scheme),
+    }
+
+
+def _keepalive(scheme: str) -> dict[str, Any]:
     """Options that detect a host which is down; Unix sockets have none."""
-    if url.startswith("unix:"):
+    if scheme == "unix":
         return {}
     known = {name: value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}  # not on each system
     options = {getattr(socket, name): value for name, value in known.items()}
@@ -84,6 +114,7 @@ class Link:
 
     With `reply_bytes_max` a larger reply closes the connection, and `receive` raises ReplyTooLargeError.
     `key`: of a cluster, the connection leads to the node that has this key. Without it, it cannot be opened.
+    `asks`: it is only for asking where the server is, perhaps a sentinel, whose version does not matter.
     """
 
     def __init__(
@@ -94,9 +125,11 @@ class Link:
         timeout_s: float = TIMEOUT_S,
         reply_bytes_max: int | None = None,
         key: str = "",
+        asks: bool = False,
     ) -> None:
         self._url = url
         self._name = name
+        self._asks = asks
         self._limits = () if reply_bytes_max is None else (reply_bytes_max,)
         self._timeout_s = timeout_s
         self._servers = servers_of(url, key)
@@ -106,18 +139,8 @@ class Link:
 
     def _connection_to(self, url: str) -> Any:
         """A connection of redis-py to a server, not opened yet."""
-        with url_errors(url):
-            pool = redis.ConnectionPool.from_url(
-                url,
-                protocol=2,
-                client_name=self._name,
-                driver_info=None,
-                socket_timeout=self._timeout_s,
-                socket_connect_timeout=self._timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                **keepalive(url),
-            )
-            return pool.make_connection()
+        scheme, arguments = connection_arguments(url, self._name, self._timeout_s)
+        return _CLASSES[scheme](**arguments, retry=Retry(NoBackoff(), 0))
 
     def call(self, *command: Argument) -> Any:
         """Send one command and return its reply. Raises LinkError or CommandError."""
@@ -167,9 +190,15 @@ class Link:
             self._connection = self._connection_to(server_url(self._servers, self._url))
         try:
             self._connection.connect()
+            server = None if self._asks else _server_version(self._connection)
         except (redis.RedisError, OSError) as error:
             self.close()
             raise link_error(self._url, error, connecting=True) from error
+        try:
+            refuse_if_too_old(server, self._url)
+        except UnsupportedServerError:
+            self.close()
+            raise
         sock = self._connection._sock
         if not isinstance(sock, ssl.SSLSocket):
             sock.settimeout(None)
@@ -310,6 +339,28 @@ def readable_links(links: Sequence[Link], timeout_s: float) -> list[Link]:
     return [by_descriptor[descriptor] for descriptor in readable]
 
 
+def _server_version(connection: Any) -> ServerVersion | None:
+    """Which server redis-py's connection leads to; None if it does not tell."""
+    return of_hello(_reply(connection, "HELLO")) or of_info(_reply(connection, "INFO", "server"))
+
+
+def _reply(connection: Any, *command: str) -> Any:
+    """Redis's reply to a command; None if it is an error: it does not know it, or the role may not use it."""
+    connection.send_command(*command)
+    try:
+        return connection.read_response()
+    except redis.ResponseError:
+        return None
+
+
+def refuse_if_too_old(server: ServerVersion | None, url: str) -> None:
+    """Raises UnsupportedServerError if Carpool cannot use this server. None is one that does not tell."""
+    if server is not None and server.too_old:
+        raise UnsupportedServerError(
+            f"Redis at {without_password(url)}: this is {server}, which is too old; {NEEDED}"
+        )
+
+
 def servers_of(url: str, key: str) -> Sentinels | Cluster | None:
     """Who is to be asked for the server; None if the URL names it. `key`: see Link. Raises LinkError."""
     try:
@@ -327,7 +378,7 @@ def server_url(servers: Sentinels | Cluster, url: str) -> str:
 
 
 def _ask(url: str, command: tuple[str, ...]) -> Any:
-    link = Link(url, name="carpool-asking", timeout_s=ASKING_TIMEOUT_S)
+    link = Link(url, name="carpool-asking", timeout_s=ASKING_TIMEOUT_S, asks=True)
     try:
         return link.call(*command)
     except LinkError as error:

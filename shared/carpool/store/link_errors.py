@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import Final
 
 from carpool.address import without_password
@@ -17,6 +15,10 @@ class LinkError(UnavailableError):
 
 class SignInError(LinkError):
     """Redis does not accept the user name and password, or there are none and it wants them."""
+
+
+class UnsupportedServerError(LinkError):
+    """The server is too old for Carpool. As LinkError it is tried again: another may come in its place."""
 
 
 class CommandError(Exception):
@@ -94,15 +96,3 @@ def link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkE
             break
     kind = SignInError if _SIGNED_OUT.search(str(error)) else LinkError
     return kind(f"Redis at {without_password(url)}: {reason}")
-
-
-@contextlib.contextmanager
-def url_errors(url: str) -> Iterator[None]:
-    """Report what redis-py rejects in a URL. Its query may hold any of redis-py's own connection settings."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        raise LinkError(
-            f"Redis at {without_password(url)}: redis-py rejects the options (after the ?) or the database "
-            "(the number after the last /) in this URL"
-        ) from None
