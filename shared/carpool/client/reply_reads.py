@@ -81,9 +81,9 @@ class ReplyReads:
     def on_lost(self) -> None:
         """The connection was lost, perhaps because the reply was too large: ask for far less."""
         if self._asked:
+            at_once = max(1, self._count * len(self._asked) // FEWER_AFTER_LOSS)  # entries
+            self._entry_bytes = max(self._entry_bytes, READ_BYTES // at_once)
             self._asked = {}
-            asked_bytes = READ_BYTES // self._count
-            self._entry_bytes = max(self._entry_bytes, min(READ_BYTES, FEWER_AFTER_LOSS * asked_bytes))
 
     def on_another_server(self) -> None:
         """Read each stream from its start. What was read before is read again, as far as it is there."""

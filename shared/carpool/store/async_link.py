@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -100,15 +100,9 @@ class AsyncLink(asyncio.Protocol):
             self._descriptor = self._transport.get_extra_info("socket").fileno()
             self._transport.set_write_buffer_limits(high=0)
 
-    def write(self, commands: Iterable[Command]) -> None:
-        """Send commands together. If the connection is lost meanwhile, `on_lost` reports it.
-
-        Raises an exception if one cannot be encoded; then nothing is sent.
-        """
-        self.write_parts(encoded(commands))
-
-    def write_parts(self, parts: list[bytes]) -> None:
-        """As `write`, for commands that are `encoded`."""
+    def write(self, parts: Sequence[bytes]) -> None:
+        """Send commands that are `encoded`, together. If the connection is lost meanwhile, `on_lost` reports
+        it."""
         if self._transport is None:
             return
         if self.congested or (

@@ -29,8 +29,8 @@ class CommandError(Exception):
 
 # Errors of the connection and not of the command: Redis loads its data, runs a script for long, is (now) a
 # replica, has lost its cluster, has given a slot away or is about to, or the user's password was changed. To
-# connect again, perhaps to another server under this name, and to repeat the command is right for all of them.
-# They pass by themselves. What an operator has to mend is no such error: OOM, MISCONF (the disk), NOREPLICAS.
+# connect again, perhaps to another server under this name, and to repeat the command is right for all of
+# them. Not so for what an operator has to mend: OOM, MISCONF (the disk), NOREPLICAS.
 LINK_ERROR_CODES: Final = frozenset(
     {
         *("LOADING", "BUSY", "READONLY", "UNBLOCKED", "MASTERDOWN", "NOAUTH", "WRONGPASS"),
