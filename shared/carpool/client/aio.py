@@ -140,8 +140,8 @@ class AsyncClient:
 
     @property
     def late_results(self) -> int:
-        """How many results of successful requests came after their timeout, or after they were cancelled; after
-        a failover also those that are read again."""
+        """How many results of successful requests came after their timeout, or after they were cancelled;
+        after a failover also those that are read again."""
         return self._awaited.late_results
 
     @property
