@@ -38,7 +38,7 @@ class Level(enum.IntEnum):
     HIGH = 9
 
 
-class Owner(str, enum.Enum):
+class Owner(str, enum.Enum):  # noqa: UP042 (a StrEnum prints what it holds)
     ACME = "acme"
 
 
@@ -153,7 +153,14 @@ def test_fields_with_which_an_entry_is_something_else_are_refused(name: str) -> 
 
 
 def test_options_may_also_be_among_the_fields() -> None:
-    fields = {"priority": 7, "lane": "a", "cost": 2, "tenant": "acme", "traceparent": "00", "accept": "image/png"}
+    fields = {
+        "priority": 7,
+        "lane": "a",
+        "cost": 2,
+        "tenant": "acme",
+        "traceparent": "00",
+        "accept": "image/png",
+    }
     assert fields_of(fields=fields) == fields
     assert fields_of(fields=fields, lane="b", cost=None)["lane"] == "b"
 
