@@ -15,6 +15,7 @@ retries       requests are sent again that ended with a status which may pass
 durability    what Redis is asked for before a request counts as accepted
 lookup        whether a model is registered, is being loaded, and can be used
 timeouts      timers of entries
+reply_reads   what to ask of the reply streams next
 transport     the two connections to Redis, and how they are restored
 cluster       a transport for each hash slot that has models
 """

@@ -78,6 +78,7 @@ from carpool.wire.tensors import Array, to_bytes
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
+STRING_BYTES_MAX: Final = 512 * 1024 * 1024  # Redis closes the connection at a larger one
 
 
 class AsyncClient:
@@ -139,7 +140,8 @@ class AsyncClient:
 
     @property
     def late_results(self) -> int:
-        """How many results of successful requests came after their timeout, or after they were cancelled."""
+        """How many results of successful requests came after their timeout, or after they were cancelled;
+        after a failover also those that are read again."""
         return self._awaited.late_results
 
     @property
@@ -447,13 +449,19 @@ class AsyncClient:
         if correlation_id is None:
             correlation_id = f"{self._name}-{next(self._numbers)}"
         content_type, head, rest = self._encoder.encode(body, content_type)
+        is_large = len(rest) >= LARGE_BODY_BYTES
+        if is_large and len(head) + len(rest) > STRING_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"body: {len(rest)} bytes; at most {STRING_BYTES_MAX} are allowed: put it into object "
+                "storage, and send its name"
+            )
         key = (channel, content_type, timeout_s, sink)
         entry = self._open.get(key)
         if entry is None:
             self._check_loop()
             entry = self._open[key] = OutgoingEntry(channel, content_type, timeout_s, sink)
             self._collect(entry)
-        if len(rest) < LARGE_BODY_BYTES:
+        if not is_large:
             has_room = entry.add(correlation_id, target, fields, head, rest)
         else:  # the name is this request's own, also if it has the correlation ID of another
             name = f"{self._name}-{next(self._numbers)}" if "correlation_id" in options else correlation_id

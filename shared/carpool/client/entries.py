@@ -26,6 +26,7 @@ MAX_ENTRY_REQUESTS: Final = 256
 MAX_ENDED_SEQUENCES: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
 LARGE_BODY_BYTES: Final = 16 * 1024
 STORED_BYTES_RATIO: Final = 16  # a stored body takes this much less of MAX_ENTRY_BYTES
+INT_BITS_MAX: Final = 64
 NO_FIELDS: Final[Mapping[str, Any]] = {}
 
 
@@ -197,7 +198,7 @@ class OutgoingEntry:
     def commands(self, reply_to: str) -> list[Command]:
         """What sends all requests that are still awaited: an XADD, or a transaction if bodies are stored.
 
-        Empty if no request is awaited.
+        Empty if no request is awaited. Raises an exception if a field cannot be encoded.
         """
         awaited = self.awaited
         runs = self.runs
@@ -205,6 +206,9 @@ class OutgoingEntry:
             runs = [kept for run in runs if (kept := run.select(awaited)).correlation_ids]
         if not runs:
             return []
+        for run in runs:
+            if run.fields:
+                _check_numbers(run.fields)
         parts: list[Any] = ["XADD", self.channel.keys.requests, "*", "content_type", self.content_type]
         parts += ["reply_to", reply_to, "reply_columns", 1]
         if isinstance(self.sink, StreamSink):
@@ -241,6 +245,14 @@ class OutgoingEntry:
         keys, ttl_ms = self.channel.keys, self._timeout_ms + BODY_TTL_MS
         bodies = zip(run.body_names, run.rests, strict=True) if run.body_names else ()
         return [("SET", keys.body(name), body, "PX", ttl_ms) for name, body in bodies]
+
+
+def _check_numbers(fields: Mapping[str, Any]) -> None:
+    """Raise OverflowError for a number of more than 64 bits. The options have none, but of one with thousands
+    of digits hiredis would end the process."""
+    for name, value in fields.items():
+        if isinstance(value, int) and value.bit_length() > INT_BITS_MAX:
+            raise OverflowError(f"{name}: a number of more than {INT_BITS_MAX} bits")
 
 
 class SequencesEnded:

@@ -1,43 +1,45 @@
-"""The options of requests, checked before anything is sent."""
+"""The options of requests, checked before anything is sent.
+
+Requests of many callers share entries and connections. So what could not be encoded, or what would make an
+entry something else than a request, is refused here, where its caller gets the error.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+import operator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final, TypedDict
 
 from carpool.errors import InvalidArgumentError
 from carpool.keys import CORRELATION_ID
+from carpool.messages import JSON
+from carpool.wire.content_types import canonical
+from carpool.wire.request_fields import (
+    CARPOOL_FIELDS,
+    COLUMN_FIELDS,
+    MAX_EXTRA_BYTES,
+    STORED_BODY_FIELDS,
+)
+from carpool.wire.sequence_fields import MAX_INDEX
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
 RETRIES_MAX: Final = 1000
 TIMEOUT_MAX_S: Final = 366 * 24 * 3600
-# Fields that only this client sets. With others' values, the result would be written where it does not read.
-_RESERVED_FIELDS: Final = frozenset(
-    {
-        "arrival",
-        "bodies",
-        "body",
-        "body_bytes",
-        "body_key",
-        "content_type",
-        "correlation_id",
-        "correlation_ids",
-        "expiration",
-        "reply_columns",
-        "reply_to",
-        "requests",
-        "row_head",
-        "rows",
-        "stream",
-        "withdraw",
-    }
-)
-
+_INT_MIN: Final = -(1 << 63)
+_INT_MAX: Final = (1 << 64) - 1
 
 # They are options, too, but have a meaning only together, so they may not be among the further fields.
 SEQUENCE_OPTIONS: Final = ("sequence_id", "sequence_start", "sequence_end", "sequence_index")
+_OWN_OPTIONS: Final = frozenset({*SEQUENCE_OPTIONS, "not_before"})  # have checks of their own
+# What Carpool gives a meaning, and only this client sets: where a result goes, what kind of entry it is.
+_RESERVED_FIELDS: Final = (CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"slots"}) - {
+    "priority",
+    "lane",
+    "cost",
+    *_OWN_OPTIONS,
+}
 
 
 class RequestOptions(TypedDict, total=False):
@@ -54,7 +56,8 @@ class RequestOptions(TypedDict, total=False):
     `accept`: the content type of the result; by default that of the request, or JSON for a result that is no
         bytes of a request that was.
     `correlation_id`: your own ID, such as the one of a request that you send again.
-    `fields`: further fields, for the model to read.
+    `fields`: further fields, for the model to read: bytes, text, or numbers of at most 64 bits, of 64 KiB in
+        all. Not those that Carpool gives a meaning.
     `not_before`: seconds in which the request is not dispatched; less than `timeout`.
     `retries`: how often the request is sent again if it ends with RESOURCE_EXHAUSTED, UNAVAILABLE or
         INTERNAL, after a pause that doubles each time; `timeout` is for all of it. Of `infer`, `request` and
@@ -86,44 +89,127 @@ def checked_timeout_s(timeout_s: float | None) -> float | None:
     only expire."""
     if timeout_s is None or timeout_s == math.inf:
         return None
-    if isinstance(timeout_s, int | float) and 0 < timeout_s <= TIMEOUT_MAX_S:  # false for NaN
+    if _is_number(timeout_s) and 0 < timeout_s <= TIMEOUT_MAX_S:  # false for NaN
         return timeout_s
     raise InvalidArgumentError(
-        f"timeout: {timeout_s!r:.60} must be a number of seconds, more than 0 and at most {TIMEOUT_MAX_S}, "
+        f"timeout: {_shown(timeout_s)} must be a number of seconds, more than 0 and at most {TIMEOUT_MAX_S}, "
         "or None for no limit"
     )
 
 
 def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[str, Any]:
-    """The options that are sent as fields of a request with this timeout."""
+    """The options that are sent as fields of a request with this timeout: bytes, text, and whole numbers.
+
+    Raises InvalidArgumentError, which names the option or field, and TypeError for an option that is none.
+    """
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     check_no_retries(options)
-    fields: dict[str, Any] = dict(options.get("fields") or {})
-    for name in ("priority", "lane", "cost", "tenant", "accept"):
-        if options.get(name) is not None:
-            fields[name] = options.get(name)
+    fields: dict[str, Any] = {name: _sendable(name, value) for name, value in _given_fields(options)}
+    if type(lane := fields.get("lane")) is int:  # in a packed entry, a lane must be text
+        fields["lane"] = str(lane)
+    if sum([len(name) + len(value) for name, value in fields.items() if type(value) is not int]) > (
+        MAX_EXTRA_BYTES
+    ):
+        raise InvalidArgumentError(
+            f"fields: they take more than {MAX_EXTRA_BYTES} bytes; put what is large into the body"
+        )
+    if (content_type := options.get("content_type")) is not None:
+        _check_content_type(content_type)
     if options.get("not_before"):
         fields["not_before"] = _not_before_ms(options["not_before"], timeout_s)
-    for name, value in fields.items():
-        if name in _RESERVED_FIELDS:
-            raise InvalidArgumentError(
-                f"{name!r:.60}: the client sets this field itself; remove it from `fields`"
-            )
-        if name in SEQUENCE_OPTIONS:
-            raise InvalidArgumentError(f"{name}: is an option of its own; remove it from `fields`")
-        if not isinstance(value, bytes | str | int | float):
-            raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {value!r:.60}")
     if not options.keys().isdisjoint(SEQUENCE_OPTIONS):
         fields |= _sequence_fields(options)
     return fields
 
 
+def _given_fields(options: RequestOptions) -> Iterator[tuple[str, Any]]:
+    """What a caller wants to be sent as fields. Raises InvalidArgumentError for names that cannot be used."""
+    given = options.get("fields")
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidArgumentError(f"fields: must be a dict of names and values, not {_shown(given)}")
+    for name, value in (given or {}).items():
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"fields: the name {_shown(name)} must be text")
+        text = _encodable(f"fields: the name {name!r:.60}", name)
+        if text in _RESERVED_FIELDS:
+            raise InvalidArgumentError(
+                f"{text!r:.60}: the client sets this field itself, as Carpool gives it a meaning; remove it "
+                "from `fields`"
+            )
+        if text in _OWN_OPTIONS:
+            raise InvalidArgumentError(f"{text}: is an option of its own; remove it from `fields`")
+        yield text, value
+    for name in ("priority", "lane", "cost", "tenant", "accept"):
+        if (option := options.get(name)) is not None:
+            yield name, option
+
+
+def _sendable(name: str, value: Any) -> bytes | str | int:
+    """The value of a field as it is sent. Raises InvalidArgumentError.
+
+    A member of an Enum and a value of numpy become the text or number that they are. Of True nobody knows
+    which text is meant. A float becomes text: 1.0 equals 1, so requests with either would share their fields.
+    """
+    if type(value) is bytes:
+        return value
+    if isinstance(value, str):
+        return _encodable(f"{name!r:.60}", value)
+    if isinstance(value, bytes):
+        return bytes(value)
+    if isinstance(value, float):
+        return float.__repr__(value)
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {_shown(value)}")
+    if not _INT_MIN <= number <= _INT_MAX:
+        raise InvalidArgumentError(f"{name!r:.60}: a whole number must have at most 64 bits")
+    return number
+
+
+def _encodable(what: str, text: str) -> str:
+    """Text as a plain str. Raises InvalidArgumentError if UTF-8 cannot encode it."""
+    text = str.__str__(text)  # of a subclass, what it holds and not what it prints
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                f"{what}: {text!r:.60} is no valid text: UTF-8 cannot encode the surrogate at {error.start}"
+            ) from None
+    return text
+
+
+def _check_content_type(content_type: Any) -> None:
+    if isinstance(content_type, str) and canonical(_encodable("content_type", content_type)):
+        return
+    raise InvalidArgumentError(
+        f"content_type: {_shown(content_type)} is no content type, such as {JSON} or image/png"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value for an error's text. Not every value has one, such as 10**5000."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
 def _not_before_ms(not_before_s: float | None, timeout_s: float | None) -> int:
     """Raises InvalidArgumentError."""
-    if not isinstance(not_before_s, int | float) or not 0 < not_before_s <= TIMEOUT_MAX_S:
-        raise InvalidArgumentError(f"not_before: {not_before_s!r:.60} must be a number of seconds, 0 or more")
+    if not_before_s is None or not _is_number(not_before_s) or not 0 < not_before_s <= TIMEOUT_MAX_S:
+        raise InvalidArgumentError(
+            f"not_before: {_shown(not_before_s)} must be a number of seconds, 0 or more"
+        )
     if timeout_s is not None and not_before_s >= timeout_s:
         raise InvalidArgumentError(
             f"not_before: {not_before_s:g} s must be less than the timeout, which is {timeout_s:g} s"
@@ -142,7 +228,9 @@ def check_no_retries(options: RequestOptions) -> None:
 def check_retries(retries: Any) -> int:
     """How often a request may be sent again. Raises InvalidArgumentError."""
     if type(retries) is not int or not 0 <= retries <= RETRIES_MAX:
-        raise InvalidArgumentError(f"retries: {retries!r:.60} must be a whole number from 0 to {RETRIES_MAX}")
+        raise InvalidArgumentError(
+            f"retries: {_shown(retries)} must be a whole number from 0 to {RETRIES_MAX}"
+        )
     return retries
 
 
@@ -152,13 +240,15 @@ def _sequence_fields(options: RequestOptions) -> dict[str, Any]:
     for name in ("sequence_start", "sequence_end"):
         value = options.get(name, False)
         if type(value) is not bool:
-            raise InvalidArgumentError(f"{name}: {value!r:.60} must be True or False")
+            raise InvalidArgumentError(f"{name}: {_shown(value)} must be True or False")
         if value:
             fields[name] = 1
     index, sequence_id = options.get("sequence_index"), options.get("sequence_id")
     if index is not None:
-        if type(index) is not int or index < 0:
-            raise InvalidArgumentError(f"sequence_index: {index!r:.60} must be a whole number of at least 0")
+        if type(index) is not int or not 0 <= index <= MAX_INDEX:
+            raise InvalidArgumentError(
+                f"sequence_index: {_shown(index)} must be a whole number from 0 to {MAX_INDEX}"
+            )
         if ("sequence_start" in fields) != (index == 0):
             raise InvalidArgumentError("sequence_index: must be 0 with sequence_start, and only there")
         fields["sequence_index"] = index
@@ -174,8 +264,8 @@ def check_sequence_id(sequence_id: str) -> None:
     """Reject an ID that could not be part of a key."""
     if type(sequence_id) is not str or not CORRELATION_ID.fullmatch(sequence_id):
         raise InvalidArgumentError(
-            f"sequence_id: {sequence_id!r:.140} must have 1 to 128 characters: letters, digits, "
-            "'.', '_', ':', '-'"
+            f"sequence_id: {_shown(sequence_id)} must have 1 to 128 characters: letters, digits, "
+            "'.', '_', ':', '-'; as a plain str"
         )
 
 
@@ -198,8 +288,8 @@ def check_correlation_id(correlation_id: str, in_flight: Container[str]) -> None
     """Reject an unusable ID: the error for it would be written under another ID, which nothing reads."""
     if type(correlation_id) is not str or not CORRELATION_ID.fullmatch(correlation_id):
         raise InvalidArgumentError(
-            f"correlation_id: {correlation_id!r:.140} must have 1 to 128 characters: letters, digits, "
-            "'.', '_', ':', '-'"
+            f"correlation_id: {_shown(correlation_id)} must have 1 to 128 characters: letters, digits, "
+            "'.', '_', ':', '-'; as a plain str"
         )
     if correlation_id in in_flight:
         raise InvalidArgumentError(f"correlation_id: {correlation_id!r} is already in flight")

@@ -189,7 +189,12 @@ class _ClientThread:
         self._submission_scheduled = False
         while self._submitted:
             submission = self._submitted.popleft()
-            if not self.client.send(submission):
+            try:
+                is_sent = self.client.send(submission)
+            except Exception as error:  # such as that of a model's name that is a list
+                submission.fail(error)
+                continue
+            if not is_sent:
                 lookup = self._loop.create_task(self.client.send_to_new_model(submission))
                 self._lookups.add(lookup)
                 lookup.add_done_callback(self._lookups.discard)

@@ -5,13 +5,17 @@
 
 All results of a batch arrive in one entry. When one connection is lost, both are opened anew. Entries for
 which Redis has not replied are sent again with the same correlation IDs; a second result for one of them is
-ignored. Reading resumes after the last entry read, so results written in the meantime are found.
+ignored. Reading resumes after the last entry read, so results written in the meantime are found. A connection
+that proves useless, because the server is a replica, say, is lost again at once: the pauses between such
+connections grow all the same.
+
+Requests of many callers are written together. What cannot be encoded fails alone.
 
 With a `durability`, each write of requests ends with a command that makes Redis confirm it, and the next
 requests are written when it has. Those that it does not confirm fail, and nobody knows what becomes of them.
 
 A server that has started again, or another one after a failover, may lack writes that its predecessor had
-accepted. Then all entries without a result are sent again.
+accepted. Then all entries without a result are sent again, and reply streams are read from their starts.
 """
 
 from __future__ import annotations
@@ -19,26 +23,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 from typing import Any, Final, NamedTuple
 
 from carpool.backoff import with_jitter
 from carpool.client.durability import Durability
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
+from carpool.client.reply_reads import READ_BLOCK_MS, ReplyReads, on_trimmed
 from carpool.errors import (
     CarpoolError,
+    InvalidArgumentError,
     PermissionDeniedError,
     ResourceExhaustedError,
     UnavailableError,
     UnconfirmedError,
     UnimplementedError,
 )
-from carpool.store.async_link import AsyncLink
+from carpool.store.async_link import AsyncLink, encoded
 from carpool.store.connection import Argument, Command, CommandError, LinkError
 
 MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
-READ_BLOCK_MS: Final = 2000
-READ_ENTRIES: Final = 64
 SILENCE_MAX_S: Final = 10.0  # several times READ_BLOCK_MS, after which Redis replies even without results
 SILENCE_CHECK_S: Final = 1.0
 TRIM_ENTRIES: Final = 32
@@ -46,6 +49,7 @@ OUTBOX_CHECKED_MIN: Final = 256  # entries
 OUTBOX_BYTES_MAX: Final = 256 * 1024 * 1024  # of bodies that wait until there is a connection
 OUTBOX_REQUESTS_MAX: Final = 1_000_000
 CONGESTION_PAUSE_S: Final = 0.001
+STABLE_S: Final = 1.0  # a connection that lasted as long was no useless one
 _RECONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -74,9 +78,16 @@ class _Confirmation(NamedTuple):
     entries: Sequence[OutgoingEntry]
 
 
+class _Trimming(NamedTuple):
+    """The channel of which Redis is to remove all entries up to this ID."""
+
+    channel: Channel
+    up_to: str
+
+
 # What Redis's reply to a command concerns: an entry of requests, the confirmation of several, a caller of
-# `call`, or nothing.
-_Waiter = OutgoingEntry | _Transaction | _Confirmation | asyncio.Future[Any] | None
+# `call`, a channel that is trimmed, or nothing.
+_Waiter = OutgoingEntry | _Transaction | _Confirmation | _Trimming | asyncio.Future[Any] | None
 
 
 class Transport:
@@ -110,11 +121,10 @@ class Transport:
         self._on_unconfirmed = on_unconfirmed
         self._unanswered = unanswered
         self._server_run: str | None = None  # of the last connection
-        self._channels: list[Channel] = []
+        self._reads = ReplyReads()
         self._outbox: list[OutgoingEntry | SequencesEnded] = []  # to be written with the next flush
         self._commands: list[tuple[Command, asyncio.Future[Any] | None]] = []
         self._waiters: deque[_Waiter] = deque()  # one for each command without a reply, oldest first
-        self._channels_by_stream: dict[bytes, Channel] = {}  # those of the XREAD under way
         self._reconnecting: asyncio.Future[None] | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._unanswered_since_s: float | None = None  # since when the writer has had unanswered commands
@@ -124,6 +134,9 @@ class Transport:
         self.is_full = False  # there is no connection, and no more requests are taken
         self._flush_scheduled = False
         self._connected = False
+        self._connected_at_s = 0.0
+        self._has_accepted = False  # Redis has accepted an entry over this connection
+        self._reconnections = 0  # in a row, without a connection that was of use
         self._closed = False
         self.connection_error: LinkError | None = None  # why there is no connection; None while there is one
         self.losses = 0  # how often a connection was lost, and entries were perhaps sent twice
@@ -162,10 +175,10 @@ class Transport:
 
     def add_channel(self, channel: Channel) -> None:
         """Read this channel's results from now on."""
-        self._channels.append(channel)
+        self._reads.channels.append(channel)
         if not self._connected:
             return
-        if not self._channels_by_stream:
+        if not self._reads.is_under_way:
             self._read_results()
         elif self._reader.identity is not None:  # end the XREAD under way, which lacks the new stream
             self._enqueue_command(("CLIENT", "UNBLOCK", self._reader.identity), None)
@@ -236,20 +249,23 @@ class Transport:
             writer.close()
             raise
         self._writer, self._reader = writer, reader
-        self._connected = True
+        self._connected, self._has_accepted = True, False
+        self._connected_at_s = self._loop.time()
         self.connection_error = None
         self._outbox_requests = self._outbox_bytes = 0
         self.is_full = False
         self._unanswered_since_s = None
-        self._channels_by_stream = {}
         self._is_confirming = False
         self._follow_server(writer.server_run)
         self._read_results()
         self._schedule_flush()
 
     def _follow_server(self, server_run: str | None) -> None:
-        """If this is another server than before, or another run of it: send again what has no result."""
+        """If this is another server than before, or another run of it: send again what has no result, and
+        read reply streams from their starts, because its clock may be behind."""
         before, self._server_run = self._server_run, server_run
+        if server_run is None or before != server_run:
+            self._reads.on_another_server()
         if before is None or server_run is None or before == server_run:
             return
         unsent = set(self._outbox)
@@ -268,6 +284,9 @@ class Transport:
         self._connected = False
         self.losses += 1
         self.connection_error = error
+        self._reads.on_lost()
+        if self._loop.time() - self._connected_at_s > STABLE_S:
+            self._reconnections = 0
         self._writer.close()
         self._reader.close()
         waiters, self._waiters = self._waiters, deque()
@@ -279,8 +298,10 @@ class Transport:
             self._reconnecting = asyncio.ensure_future(self._reconnect())
 
     async def _reconnect(self) -> None:
-        for attempt in count():
-            await asyncio.sleep(with_jitter(_RECONNECT_PAUSES_S[min(attempt, len(_RECONNECT_PAUSES_S) - 1)]))
+        while True:
+            pause_s = _RECONNECT_PAUSES_S[min(self._reconnections, len(_RECONNECT_PAUSES_S) - 1)]
+            self._reconnections += 1
+            await asyncio.sleep(with_jitter(pause_s))
             try:
                 await self._connect()
             except LinkError as error:
@@ -297,8 +318,8 @@ class Transport:
             self._on_connection_lost(
                 LinkError(f"Redis sent nothing for {SILENCE_MAX_S:g} s, so the connection was closed")
             )
-        elif not self._is_confirming and any(channel.untrimmed_entries for channel in self._channels):
-            self._writer.write(self._take_commands(trim=True))
+        elif not self._is_confirming and any(channel.untrimmed_entries for channel in self._reads.channels):
+            self._writer.write(self._take_parts(trim=True))
 
     def _is_silent(self, now_s: float) -> bool:
         """Whether a reply has been due for too long. A connection may be dead without being closed."""
@@ -308,7 +329,7 @@ class Transport:
         elif self._unanswered_since_s is None or unsent_bytes < self._unsent_bytes:  # a slow one may go on
             self._unanswered_since_s = now_s
         self._unsent_bytes = unsent_bytes
-        if self._channels_by_stream and now_s - self._reader.heard_s > SILENCE_MAX_S:
+        if self._reads.is_under_way and now_s - self._reader.heard_s > SILENCE_MAX_S:
             return True
         since_s = self._unanswered_since_s
         return since_s is not None and now_s - max(since_s, self._writer.heard_s) > SILENCE_MAX_S
@@ -333,39 +354,62 @@ class Transport:
             self._flush_scheduled = True
             self._loop.call_later(CONGESTION_PAUSE_S, self._flush)
             return
-        commands = self._take_commands()
-        if commands:
-            self._writer.write(commands)
+        parts = self._take_parts()
+        if parts:
+            self._writer.write(parts)
 
-    def _take_commands(self, *, trim: bool = False) -> list[Command]:
-        """Everything to be written now. Appends a waiter for each command, in the same order."""
-        commands: list[Command] = []
-        written: list[OutgoingEntry] = []
-        for entry in self._outbox:
-            of_entry = entry.commands(self._name)
-            if of_entry:
-                entry.sent = True
-                commands += of_entry
-                self._waiters.append(_waiter(entry, len(of_entry)))
-                if isinstance(entry, OutgoingEntry):
-                    written.append(entry)
-        self._outbox.clear()
+    def _take_parts(self, *, trim: bool = False) -> list[bytes]:
+        """Everything to be written now, encoded. Appends a waiter for each command, in the same order."""
+        parts: list[bytes] = []
+        written = self._take_outbox(parts)
         if written and self._durability.command is not None:
-            commands.append(self._durability.command)
+            parts += encoded([self._durability.command])
             self._waiters.append(_Confirmation(written))
             self._is_confirming = True
-        for command, call in self._commands:
-            commands.append(command)
-            self._waiters.append(call)
-        self._commands.clear()
-        for channel in self._channels:
+        commands, self._commands = self._commands, []
+        for command, call in commands:
+            try:
+                parts += encoded([command])
+            except Exception as error:
+                if call is not None and not call.done():
+                    call.set_exception(_not_encodable(f"the arguments of {command[0]!r}", error))
+            else:
+                self._waiters.append(call)
+        for channel in self._reads.channels:
             if channel.untrimmed_entries >= TRIM_ENTRIES or channel.has_chunks or trim:
-                commands.append(_trim(channel))
-                self._waiters.append(None)
+                parts += encoded([_trim(channel)])
+                self._waiters.append(_Trimming(channel, channel.last_id))
             while channel.withdrawn_ids:
-                commands.append(_withdraw(channel))
+                parts += encoded([_withdraw(channel)])
                 self._waiters.append(None)
-        return commands
+        return parts
+
+    def _take_outbox(self, parts: list[bytes]) -> list[OutgoingEntry]:
+        """Add what is in the outbox to the parts. Returns the entries of requests among it.
+
+        An entry that cannot be encoded fails alone: it would fail each time, and those that are written with
+        it belong to others.
+        """
+        written: list[OutgoingEntry] = []
+        unencodable: list[tuple[OutgoingEntry, InvalidArgumentError]] = []
+        outbox, self._outbox = self._outbox, []
+        for entry in outbox:
+            try:
+                commands = entry.commands(self._name)
+                of_entry = encoded(commands)
+            except Exception as error:
+                if isinstance(entry, OutgoingEntry):
+                    unencodable.append((entry, _not_encodable("the request", error)))
+                continue
+            if commands:
+                entry.sent = True
+                parts += of_entry
+                self._waiters.append(_waiter(entry, len(commands)))
+                if isinstance(entry, OutgoingEntry):
+                    written.append(entry)
+        for failed, why in unencodable:
+            self._on_rejected(failed, why)
+        return written
 
     def _on_reply(self, reply: Any) -> None:
         """Redis's reply to the oldest command without one."""
@@ -379,6 +423,9 @@ class Transport:
             self._on_entry_reply(waiter.entry, waiter.error)
         elif isinstance(waiter, _Confirmation):
             self._on_confirmation(waiter, reply)
+        elif isinstance(waiter, _Trimming):
+            if not isinstance(reply, CommandError):
+                on_trimmed(*waiter)
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
 
@@ -395,17 +442,15 @@ class Transport:
         """Redis accepted or rejected an entry."""
         if isinstance(reply, CommandError):
             self._on_rejected(entry, failure("Redis did not accept the request", reply))
+        else:
+            self._has_accepted = True
 
     # --- reading -------------------------------------------------------------------------------------------
 
     def _read_results(self) -> None:
         """Ask Redis for the next results of every channel; it replies as soon as there are any."""
-        if self._channels and self._connected:
-            self._channels_by_stream = {channel.replies: channel for channel in self._channels}
-            streams, last_ids = self._channels_by_stream, [channel.last_id for channel in self._channels]
-            self._reader.write(
-                [("XREAD", "COUNT", READ_ENTRIES, "BLOCK", READ_BLOCK_MS, "STREAMS", *streams, *last_ids)]
-            )
+        if self._reads.channels and self._connected:
+            self._reader.write(encoded([self._reads.next_command(READ_BLOCK_MS)]))
 
     def _on_read(self, reply: Any) -> None:
         """The reply to XREAD; None if no results arrived within READ_BLOCK_MS."""
@@ -416,10 +461,10 @@ class Transport:
                     self._on_rejected(entry, error)
             self._on_connection_lost(LinkError(f"cannot read the reply stream: {reply}"))
             return
-        for stream, entries in reply or ():
-            channel = self._channels_by_stream[stream]
-            channel.last_id = entries[-1][0].decode()
-            channel.untrimmed_entries += len(entries)
+        taken = self._reads.take(reply)
+        if taken and self._has_accepted:
+            self._reconnections = 0
+        for channel, entries in taken:
             for _, flat in entries:
                 if self._on_results(flat):
                     channel.has_chunks = True
@@ -461,9 +506,13 @@ def _withdraw(channel: Channel) -> Command:
     return ("XADD", channel.keys.requests, "*", "withdraw", " ".join(ids))
 
 
+def _not_encodable(what: str, error: Exception) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{what} cannot be encoded: {error}")
+
+
 def failure(what: str, reply: CommandError) -> CarpoolError:
     """The error for what Redis did not do: `what`, a sentence without its end."""
-    if reply.code == "OOM" or (reply.code == "EXECABORT" and ": OOM " in str(reply)):
+    if reply.code == "OOM":
         return ResourceExhaustedError(f"Redis is out of memory: {reply}")
     kind = PermissionDeniedError if reply.code == "NOPERM" else UnavailableError
     return kind(f"{what}: {reply}")

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -108,11 +108,11 @@ class AsyncLink(asyncio.Protocol):
             self._descriptor = self._transport.get_extra_info("socket").fileno()
             self._transport.set_write_buffer_limits(high=0)
 
-    def write(self, commands: Iterable[Command]) -> None:
-        """Send commands together. If the connection is lost meanwhile, `on_lost` reports it."""
+    def write(self, parts: Sequence[bytes]) -> None:
+        """Send commands that are `encoded`, together. If the connection is lost meanwhile, `on_lost` reports
+        it."""
         if self._transport is None:
             return
-        parts = [part for command in commands for part in pack(tuple(command))]
         if self.congested or (
             self._descriptor is not None and max(map(len, parts), default=0) >= LARGE_BYTES
         ):
@@ -196,12 +196,19 @@ class AsyncLink(asyncio.Protocol):
         self._connection._reader = self._connection._writer = None
 
 
+def encoded(commands: Iterable[Command]) -> list[bytes]:
+    """Commands in Redis's protocol, in parts. Raises TypeError or ValueError for what cannot be encoded."""
+    return [part for command in commands for part in pack(tuple(command))]
+
+
 async def _ask(connection: Any, *command: str) -> Any:
     """Redis's reply to a command; None if the role may not use it: then do without."""
     await connection.send_command(*command)
     try:
         return await connection.read_response()
-    except redis.ResponseError:
+    except redis.ResponseError as error:
+        if command_error(str(error)).code in LINK_ERROR_CODES:
+            raise
         return None
 
 

@@ -29,12 +29,13 @@ class CommandError(Exception):
         self.code = code
 
 
-# Errors of the connection and not of the command: Redis loads its data, is (now) a replica, has lost its
-# cluster, has given a slot away or is about to, or the user's password was changed. To connect again, perhaps
-# to another server under this name, and to repeat the command is right for all of them.
+# Errors of the connection and not of the command: Redis loads its data, runs a script for long, is (now) a
+# replica, has lost its cluster, has given a slot away or is about to, or the user's password was changed. To
+# connect again, perhaps to another server under this name, and to repeat the command is right for all of
+# them. Not so for what an operator has to mend: OOM, MISCONF (the disk), NOREPLICAS.
 LINK_ERROR_CODES: Final = frozenset(
     {
-        *("LOADING", "READONLY", "UNBLOCKED", "MASTERDOWN", "NOAUTH", "WRONGPASS"),
+        *("LOADING", "BUSY", "READONLY", "UNBLOCKED", "MASTERDOWN", "NOAUTH", "WRONGPASS"),
         *("CLUSTERDOWN", "MOVED", "ASK", "TRYAGAIN"),
     }
 )
@@ -47,11 +48,14 @@ _SIGNED_OUT: Final = re.compile(
 _ERROR_IN_SCRIPT: Final = re.compile(
     r"ERR Error running script \(call to f_\w+\): @user_script:\d+: (?:@user_script: \d+: )?-?([A-Z]+) "
 )
+# EXEC of a transaction that Redis refuses as it is executed, not while its commands are sent.
+_ERROR_OF_EXEC: Final = re.compile(r"EXECABORT Transaction discarded because of: ([A-Z]+) ")
 
 
 def command_error(text: str) -> CommandError:
-    in_script = _ERROR_IN_SCRIPT.match(text)
-    return CommandError(text.split(" ", 1)[0] if in_script is None else in_script[1], text)
+    """The error of a reply. Its code is that of the cause, in a script or of a transaction."""
+    cause = _ERROR_IN_SCRIPT.match(text) or _ERROR_OF_EXEC.match(text)
+    return CommandError(text.split(" ", 1)[0] if cause is None else cause[1], text)
 
 
 # Scheme of the URL, pattern of the error, what to do about it. The first that matches is used.
