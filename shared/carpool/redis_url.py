@@ -277,10 +277,9 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _protocol(text: str) -> int:
-    if text != "2":
-        raise ValueError("must be 2: Carpool speaks RESP2; remove it")
-    return 2
+def _without_effect(text: str) -> str:
+    """How redis-py presents replies to the program that calls it: another program may share the URL."""
+    return text
 
 
 def _cert_reqs(text: str) -> str:
@@ -309,7 +308,7 @@ _OPTIONS: Final[Mapping[str, Callable[[str], str | int | bool]]] = {
     "password": _text,
     "sentinel_username": _text,
     "sentinel_password": _text,
-    "protocol": _protocol,
+    **dict.fromkeys(("decode_responses", "encoding", "encoding_errors", "protocol"), _without_effect),
     "ssl_ca_certs": _path,  # a file
     "ssl_ca_path": _path,  # a folder
     "ssl_certfile": _path,
@@ -324,10 +323,6 @@ _SECRETS: Final = frozenset({"password", "sentinel_password", "ssl_password"})
 
 # Options of redis-py that Carpool does not have, and why.
 _REFUSED: Final = {
-    **dict.fromkeys(
-        ("decode_responses", "encoding", "encoding_errors", "legacy_responses"),
-        "is not supported: Carpool reads replies as bytes and decodes bodies itself; remove it",
-    ),
     **dict.fromkeys(
         (
             *("timeout", "socket_timeout", "socket_connect_timeout", "socket_keepalive", "socket_read_size"),

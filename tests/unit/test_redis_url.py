@@ -147,10 +147,6 @@ def test_paths_and_services_are_decoded() -> None:
         ("redis+cluster://a/1", "has database 0 only"),
         ("redis+cluster://a?db=1", "has database 0 only"),
         # Options.
-        ("redis://10.0.0.1?protocol=3", "option protocol must be 2"),
-        ("redis://10.0.0.1?decode_responses=True", "option decode_responses is not supported.*bytes"),
-        ("redis://10.0.0.1?decode_responses=False", "option decode_responses is not supported"),
-        ("redis://10.0.0.1?encoding=latin-1", "option encoding is not supported"),
         ("redis://10.0.0.1?socket_timeout=0.2", "option socket_timeout is not supported.*timeouts"),
         ("redis://10.0.0.1?host=evil", "option host is not supported: name the server before the ."),
         (
@@ -245,3 +241,10 @@ def test_clients_and_links_refuse_a_url_before_they_connect() -> None:
     with pytest.raises(LinkError, match=r"Redis at redis://10.0.0.1:6390: .*percent-encoded") as failed:
         Link(url, name="test")
     assert not re.search("s3cret|:12", str(failed.value))
+
+
+@pytest.mark.parametrize(
+    "options", ["decode_responses=True", "decode_responses=False", "encoding=latin-1", "protocol=3"]
+)
+def test_how_redis_py_presents_replies_to_another_program_has_no_effect(options: str) -> None:
+    assert parse(f"redis://10.0.0.1/1?{options}") == parse("redis://10.0.0.1/1")
