@@ -146,14 +146,17 @@ class BoundReplica(ReplicaLoop[Item]):
         """Receive an outcome, or that a new model process is ready, or that the process died."""
         try:
             if not self.process.ready:
-                self.process.wait_ready()
-                self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+                if self.process.receive_ready() is not None:
+                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
                 return
-            header, payload = self.process.receive()
+            received = self.process.receive()
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection
                 self._replace_process()
             return
+        if received is None:
+            return
+        header, payload = received
         execution = self._first_unfinished()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
         frame = execution.frames[0]

@@ -121,7 +121,9 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             raise
         if writable:
             process.flush()
-        if has_outcome or (of_process is not None and of_process in readable):
+        # Another process that it started may hold its connection open.
+        has_ended = of_process is not None and not (readable or writable or process.alive)
+        if has_outcome or has_ended or (of_process is not None and of_process in readable):
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             self._take_fetched(fetcher.finish())

@@ -255,15 +255,18 @@ class StepReplica(ReplicaLoop[Execution]):
         """Receive a Step, or that a new model process is ready, or that the process died."""
         try:
             if not self.process.ready:
-                self.process.wait_ready()
-                self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
-                self._sent_settings = None
+                if self.process.receive_ready() is not None:
+                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+                    self._sent_settings = None
                 return
-            step = Step.read(self.process.receive_message()[0])
+            received = self.process.receive_message(Step.read)
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection: no request is the cause
                 self._replace_process()
             return
+        if received is None:
+            return
+        step, _ = received
         now_us = self._store.clock.now_us()
         for advance in step.advances:
             request = self._requests.get(advance.key)
