@@ -23,6 +23,7 @@ from typing import Final
 
 from carpool.errors import ABORTED, OK
 from carpool.process_names import name_of_life
+from carpool.shown import trace_of
 from carpool.store.bound import BoundStore
 from carpool.store.results import FencedError
 from carpool.store.worker import WorkerStore
@@ -163,8 +164,11 @@ class BoundReplica(ReplicaLoop[Item]):
         try:
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
-            self._log.exception(
-                "results of the model process unreadable", worker=self.consumer, batch=execution.batch.id
+            self._log.error(
+                "results of the model process unreadable",
+                worker=self.consumer,
+                batch=execution.batch.id,
+                exception=trace_of(error),
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]

@@ -20,6 +20,7 @@ from typing import Final
 
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED
+from carpool.shown import trace_of
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
@@ -211,8 +212,11 @@ class Replica(ReplicaLoop[Execution]):
         try:
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
-            self._log.exception(
-                "results of the model process unreadable", worker=self.consumer, batch=execution.batch.id
+            self._log.error(
+                "results of the model process unreadable",
+                worker=self.consumer,
+                batch=execution.batch.id,
+                exception=trace_of(error),
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]

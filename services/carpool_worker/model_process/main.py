@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
+import structlog
+
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
@@ -32,7 +34,7 @@ from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
-from carpool_worker.model_process.raised import RaisedLog, followed
+from carpool_worker.model_process.raised import RaisedLog, followed, trace_of
 from carpool_worker.model_process.step_loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
@@ -103,7 +105,7 @@ def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
 
     At once: with a broken accelerator, to unload the model or to let its libraries clean up fails or hangs.
     """
-    traceback.print_exception(error)
+    structlog.get_logger().error("model process is unhealthy, and ends", exception=trace_of(error))
     with contextlib.suppress(frames.ProcessGoneError):
         frames.send_message(sock, frames.Ending(str(error)).message())
     sys.stderr.flush()

@@ -42,7 +42,7 @@ class BoundStore(WorkerStore):
         self._link.close()
 
     def fetch(self, process: str, batch_ids: Sequence[str]) -> dict[str, Batch]:
-        """The batches of these that are the process's, by ID. The others were reclaimed, or deleted by hand."""
+        """The batches of these that are the process's, by ID. Others were reclaimed, or deleted by hand."""
         self._assign(process)
         commands: list[Command] = []
         for batch_id in batch_ids:

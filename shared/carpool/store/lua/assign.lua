@@ -9,8 +9,9 @@
 -- ARGV  1 consumer
 -- Returns the number of batches. O(bytes of these batches).
 local COUNT, number = 100, 0
+local fetch = { 'XREADGROUP', 'GROUP', 'workers', ARGV[1], 'COUNT', COUNT, 'STREAMS', KEYS[1], '>' }
 while true do
-  local fetched = redis.call('XREADGROUP', 'GROUP', 'workers', ARGV[1], 'COUNT', COUNT, 'STREAMS', KEYS[1], '>')
+  local fetched = redis.call(unpack(fetch))
   local entries = fetched and fetched[1] and fetched[1][2] or {}
   for _, entry in ipairs(entries) do
     local fields = entry[2]
