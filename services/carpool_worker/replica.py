@@ -53,8 +53,7 @@ class Replica(ReplicaLoop[Execution]):
         clock: RedisClock,
         metrics: WorkerMetrics,
     ) -> None:
-        super().__init__(consumer, process, fetcher, metrics)
-        self._codec = codec
+        super().__init__(consumer, process, codec, fetcher, metrics)
         self._committer = committer
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
@@ -79,6 +78,9 @@ class Replica(ReplicaLoop[Execution]):
         return True
 
     def _executing(self) -> tuple[Hashable, int | None]:
+        example = self.retirement.tried
+        if example is not None:
+            return "example", example.max_execution_ms
         executed = self._executed()
         if executed is None:
             return None, None
@@ -140,8 +142,16 @@ class Replica(ReplicaLoop[Execution]):
     # --- the model process ---------------------------------------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send all frames ahead, in order; those of a suspect execution one at a time, when all is idle."""
-        if not self.process.ready:
+        """Send all frames ahead, in order; those of a suspect execution one at a time, when all is idle.
+
+        If the process may not work any more, first only the example that shows whether it does.
+        """
+        if not self.process.ready or self.retirement.tried is not None:
+            return
+        example = self.retirement.due_example
+        if example is not None:
+            if self._executed() is None:
+                self._send_example(example)
             return
         for execution in self._executions:
             if execution.is_suspect and not execution.is_finished:
@@ -203,6 +213,9 @@ class Replica(ReplicaLoop[Execution]):
         if received is None:
             return
         header, payload = received
+        if self.retirement.tried is not None:
+            self._observe_example({} if header.executed else header.failures)  # it may return exceptions
+            return
         execution = self._executed()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
         frame = execution.frames[0]
@@ -225,8 +238,7 @@ class Replica(ReplicaLoop[Execution]):
         if execution.is_finished and following is not None:
             following.start_at(self._clock.now_us())
             self._busy_since_s = time.monotonic()
-        if self.retirement.observe_outcome(header, execution, frame, time.monotonic()):
-            self._retire_process()
+        self._observe_outcome(header, execution, frame)
 
     def _replace_process(self) -> None:
         """The model process died: start another, to which everything is to be sent again."""

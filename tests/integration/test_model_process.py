@@ -27,7 +27,7 @@ from carpool.rows import Body
 from carpool.store.results import FencedError
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import TensorSpec
-from carpool_worker import process_handle, replica
+from carpool_worker import process_handle, replica, retirement
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
@@ -72,7 +72,15 @@ class Commanded:
         print("loaded on", device)
         self.log = Path(__file__).with_name("log").open("a", buffering=1)
 
+    broken = None
+
     def predict(self, batch):
+        if batch[0] in ("break", "hang"):
+            self.broken = batch[0]
+        elif self.broken == "hang" and batch[0] != 7:
+            threading.Event().wait()
+        if self.broken:
+            raise RuntimeError("nothing works any more")
         self.log.write(" ".join(batch) + "\\n")
         return [self.do(*body.split()) for body in batch]
 
@@ -1070,19 +1078,53 @@ def test_a_process_over_its_time_is_killed_at_once(
     assert "unloaded" not in log() and not (tmp_path / "unloading").exists()
 
 
+@pytest.fixture
+def suspects_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is suspected as soon as enough batches have failed."""
+    monkeypatch.setattr(retirement, "FAILING_S_MIN", 0.0)
+
+
 def test_a_process_of_which_all_fails_is_retired_once_and_nothing_is_blamed(
-    bench: Bench, tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, log: Callable[[], list[str]], suspects_soon: None
 ) -> None:
     pid = bench.replica.process.pid
-    monkeypatch.setattr(bench.replica.retirement, "observe_outcome", lambda *_: True)
-    first, second = bench.take("a"), bench.take("b", "c")
-    bench.step_until(lambda: first.is_finished)
-    monkeypatch.undo()
-    assert bench.finish(first) == ["A"]
-    assert bench.finish(second) == ["B", "C"]
+    assert bench.finish(bench.take("a", "b")) == ["A", "B"]
+    assert bench.finish(bench.take("break")) == ["INTERNAL"]
+    for _ in range(retirement.BATCHES_MIN - 1):
+        assert bench.finish(bench.take("c")) == ["INTERNAL"]
+    # The example fails, too; what comes meanwhile waits for another process
+    following = bench.take("e", "f")
+    assert bench.finish(following) == ["E", "F"]
     assert bench.replica.process.pid != pid
-    assert not second.deaths and not bench.started
-    assert log().count("unloaded") == 1 and log()[-1] == "b c"
+    assert not following.deaths and not bench.started
+    assert log().count("unloaded") == 1 and log()[-2:] == ["unloaded", "e f"]
+
+
+def test_bad_bodies_of_whomever_retire_no_process(
+    bench: Bench, log: Callable[[], list[str]], suspects_soon: None
+) -> None:
+    """It executes what it executed before, once for so many batches."""
+    pid = bench.replica.process.pid
+    assert bench.finish(bench.take("a", "b")) == ["A", "B"]
+    for _ in range(3 * retirement.BATCHES_MIN):
+        assert bench.finish(bench.take(7)) == ["INTERNAL"]
+    assert bench.finish(bench.take("c")) == ["C"]
+    assert bench.replica.process.pid == pid
+    assert log() == ["a b", "a", "a", "a", "c"]
+
+
+def test_a_process_that_hangs_on_the_example_is_replaced_and_nothing_is_blamed(
+    bench: Bench, tmp_path: Path, suspects_soon: None
+) -> None:
+    pid = bench.replica.process.pid
+    assert bench.finish(bench.take("a", max_execution_ms=300)) == ["A"]
+    assert bench.finish(bench.take("hang")) == ["INTERNAL"]
+    for _ in range(retirement.BATCHES_MIN - 1):
+        assert bench.finish(bench.take(7)) == ["INTERNAL"]
+    following = bench.take("b")
+    assert bench.finish(following) == ["B"]
+    assert bench.replica.process.pid != pid
+    assert not following.deaths
 
 
 # --- frames larger than the pipe ---------------------------------------------------------------------------

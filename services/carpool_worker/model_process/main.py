@@ -21,8 +21,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-import structlog
-
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
@@ -105,7 +103,7 @@ def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
 
     At once: with a broken accelerator, to unload the model or to let its libraries clean up fails or hangs.
     """
-    structlog.get_logger().error("model process is unhealthy, and ends", exception=trace_of(error))
+    print(trace_of(error), end="", file=sys.stderr)
     with contextlib.suppress(frames.ProcessGoneError):
         frames.send_message(sock, frames.Ending(str(error)).message())
     sys.stderr.flush()
