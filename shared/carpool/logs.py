@@ -33,7 +33,7 @@ def configure_logs(level: str, service: str) -> None:
             # The console's own traceback would show the values of local variables, and so request bodies.
             structlog.processors.format_exc_info,
             *([_escape] if is_terminal else []),
-            structlog.dev.ConsoleRenderer(pad_event_to=24)
+            structlog.dev.ConsoleRenderer(pad_event_to=24, exception_formatter=structlog.dev.plain_traceback)
             if is_terminal
             else structlog.processors.JSONRenderer(),
         ],

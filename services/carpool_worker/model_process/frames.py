@@ -221,6 +221,8 @@ class MessageReader:
         """The next message, if all of it was read. Raises StrayBytesError."""
         if self._large is not None:
             return self._next_large(self._large)
+        if self._start == self._end:
+            return None
         start, buffered = self._start, self._end - self._start
         if buffered < _HEAD.size:
             if not _BEGIN.startswith(self._buffer[start : min(self._end, start + len(_BEGIN))]):
@@ -239,8 +241,8 @@ class MessageReader:
         payload = head + head_bytes
         end = payload + payload_bytes
         self._start = end + len(_END)
-        fields, data = self._buffer[head:payload], self._buffer[payload:end]
-        return _message(fields, data, self._buffer[end : self._start])
+        is_whole = self._buffer.startswith(_END, end)
+        return _message(self._buffer[head:payload], self._buffer[payload:end], is_whole=is_whole)
 
     def _begin_large(self, head_bytes: int, payload_bytes: int) -> None:
         padding = -head_bytes % _ALIGNMENT_BYTES  # so that the payload is aligned
@@ -257,7 +259,7 @@ class MessageReader:
             return None
         head_bytes, payload_bytes = self._lengths
         self._large, end = None, head_bytes + payload_bytes
-        return _message(large[:head_bytes], large[head_bytes:end], large[end:])
+        return _message(large[:head_bytes], large[head_bytes:end], is_whole=large[end:] == _END)
 
     def _read(self, flags: int) -> bool:
         """Read once. False if nothing has arrived (MSG_DONTWAIT). Raises ProcessGoneError."""
@@ -282,9 +284,9 @@ class MessageReader:
         return True
 
 
-def _message(fields: Buffer, payload: Buffer, end: Buffer) -> tuple[Any, Buffer]:
-    """A message that was read. Raises StrayBytesError if other bytes are in it."""
-    if end != _END:
+def _message(fields: Buffer, payload: Buffer, *, is_whole: bool) -> tuple[Any, Buffer]:
+    """A message that was read. Raises StrayBytesError, also if its end is not where it should be."""
+    if not is_whole:
         raise StrayBytesError
     try:
         return msgpack.unpackb(fields, strict_map_key=False), payload
