@@ -69,7 +69,9 @@ class ClusterBatcher:
 
     def _report_error(self, error: Exception) -> None:
         self._metrics.error(error)
-        self._log.warning("model discovery failed, retrying", reason=str(error), kind=type(error).__name__)
+        self._log.warning(
+            "model discovery failed, retrying", reason=reason_of(error, "batcher"), kind=type(error).__name__
+        )
 
     def unhealthy(self) -> list[str]:
         """What only a restart would mend."""

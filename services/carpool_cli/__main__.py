@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from carpool.errors import UnavailableError
+from carpool.shown import complain
 from carpool_cli.commands import COMMANDS, help_text
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except UnavailableError as error:
-        print(f"carpool {command}: {error.detail}", file=sys.stderr)
+        complain(f"carpool {command}: {error.detail}")
         return 1
     except BrokenPipeError:  # the reader closed the pipe; keep Python from reporting that again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

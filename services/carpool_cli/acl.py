@@ -15,6 +15,7 @@ from pydantic import Field
 
 from carpool.keys import DEFAULT_PREFIX
 from carpool.settings import CarpoolSettings, Prefix, read_settings
+from carpool.shown import complain
 from carpool_cli.roles import ROLES, rules
 
 PASSWORD_BYTES: Final = 32
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
                 "then ACL LOAD."
             )
     except (OSError, ValueError) as error:
-        print(f"carpool acl: {error}", file=sys.stderr)
+        complain(f"carpool acl: {error}")
         return 1
     if settings.redis == "6":
         notify(_WITHOUT_SELECTORS)

@@ -25,6 +25,7 @@ from carpool.errors import OK, CarpoolError, Unhealthy
 from carpool.messages import JSON, Result
 from carpool.plugins import UnusableError
 from carpool.settings import Devices, read_settings
+from carpool.shown import complain
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.content_types import ACCEPT, canonical, is_value
 from carpool_cli.infer import BodySettings, read_body
@@ -94,7 +95,7 @@ class _NotCheckedError(Exception):
 
 
 def _failed(error: str) -> int:
-    print(f"carpool check: {error}", file=sys.stderr)
+    complain(f"carpool check: {error}")
     return 1
 
 

@@ -6,10 +6,8 @@ The active batcher may reject them; then its report says so (rules: `carpool_bat
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
@@ -20,6 +18,7 @@ from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 from carpool.errors import UnavailableError
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.shown import complain, printable_json
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
 from carpool.wire.kinds import kind_of
@@ -109,10 +108,10 @@ def main(argv: Sequence[str]) -> int:
         else:
             report = _read_report(directory.overview(settings.model))
     except ConfigError as error:
-        print(f"carpool config: {error}", file=sys.stderr)
+        complain(f"carpool config: {error}")
         return 2
     except (UnavailableError, CommandError) as error:
-        print(f"carpool config: {explain(error)}", file=sys.stderr)
+        complain(f"carpool config: {explain(error)}")
         return 1
     finally:
         directory.close()
@@ -120,9 +119,9 @@ def main(argv: Sequence[str]) -> int:
     notes = [note for note in (*doubts, describe_policy(policy, report)) if note]
     status = 2 if settings.change and report is not None and report.unheeded else 0
     if settings.as_json:
-        print(json.dumps({name: setting._asdict() for name, setting in effective.items()}))
+        print(printable_json({name: setting._asdict() for name, setting in effective.items()}))
         for line in notes:
-            print(f"carpool config: {line}", file=sys.stderr)
+            complain(f"carpool config: {line}")
         return status
     screen = Screen()
     if settings.change:

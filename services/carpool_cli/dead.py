@@ -16,6 +16,7 @@ from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 from carpool.keys import Keys
 from carpool.messages import JSON, KeptDeadLetter
 from carpool.settings import ConnectionSettings, Seconds, read_settings
+from carpool.shown import complain, printable, printable_json
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory
@@ -108,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(error: str, status: int = 1) -> int:
-    print(f"carpool dead: {error}", file=sys.stderr)
+    complain(f"carpool dead: {error}")
     return status
 
 
@@ -124,7 +125,7 @@ def _list(settings: DeadSettings, link: Link) -> int:
         for letter, now_ms in _chosen(settings, link, model)
     ]
     if settings.as_json:
-        print(json.dumps([letter._asdict() for letter in listed]))
+        print(printable_json([letter._asdict() for letter in listed]))
     elif listed:
         Screen().print_table(build_table([_HEADINGS, *map(_row, listed)], has_prose=True))
     else:
@@ -137,7 +138,7 @@ def _list(settings: DeadSettings, link: Link) -> int:
 def _tell_dropped(model: str, dropped: Mapping[str, int]) -> None:
     if dropped:
         by_setting = ", ".join(f"{number:,} over {name}" for name, number in dropped.items())
-        print(f"carpool dead: older ones of {model} were dropped: {by_setting}", file=sys.stderr)
+        complain(f"carpool dead: older ones of {model} were dropped: {by_setting}")
 
 
 def _chosen(settings: DeadSettings, link: Link, model: str) -> Iterator[tuple[KeptDeadLetter, int]]:
@@ -184,11 +185,11 @@ def _show(settings: DeadSettings, link: Link) -> int:
     fields = {name: letter.text(name) for name in letter.fields if name != "body"}
     shown = {"id": letter.id, "reason": letter.reason, "attempts": letter.attempts, **fields}
     if settings.as_json:
-        print(json.dumps({**shown, **_body_as_json(letter)}))
+        print(printable_json({**shown, **_body_as_json(letter)}))
         return 0
     screen = Screen()
     for name, value in shown.items():
-        screen.print(f"{name + ':':<16} {value}")
+        screen.print(f"{printable(name) + ':':<16} {printable(str(value))}")
     screen.print(f"{'body:':<16} {_body_as_text(letter)}")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,6 +11,7 @@ from pydantic_settings import CliPositionalArg
 
 from carpool.keys import Keys
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory
 from carpool.store.removal import Removal, Removed, Use
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(error: str) -> int:
-    print(f"carpool forget: {error}", file=sys.stderr)
+    complain(f"carpool forget: {error}")
     return 1
 
 
@@ -67,9 +67,9 @@ def _forget(settings: ForgetSettings, link: Link) -> int:
         return _fail(f"{settings.model} is not removed: {_describe_use(removed)}; --force removes it anyway")
     if not (removed.was_registered or removed.keys):
         return _fail(describe_unregistered(settings.model, models))
-    print(f"{settings.model} is removed: {_describe(removed)}")
+    print(printable_lines(f"{settings.model} is removed: {_describe(removed)}"))
     if use.model_processes:
-        print(f"a worker still serves it, and will register it again: {_names(use)}")
+        print(printable_lines(f"a worker still serves it, and will register it again: {_names(use)}"))
     return 0
 
 

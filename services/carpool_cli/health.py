@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import sys
 from collections.abc import Sequence
 
 from pydantic import Field
 
 from carpool.settings import CarpoolSettings, Seconds, read_settings
+from carpool.shown import complain, printable_lines
 
 
 class HealthSettings(CarpoolSettings):
@@ -34,12 +34,12 @@ def main(argv: Sequence[str]) -> int:
         response = connection.getresponse()
         answer = response.read(10_000).decode("utf-8", "replace").strip()
     except (OSError, http.client.HTTPException) as error:
-        print(f"carpool health: nothing answers at {host}:{settings.http_port}: {error}", file=sys.stderr)
+        complain(f"carpool health: nothing answers at {host}:{settings.http_port}: {error}")
         return 1
     finally:
         connection.close()
     if response.status != http.HTTPStatus.OK:
-        print(f"carpool health: not {'alive' if settings.alive else 'ready'}: {answer}", file=sys.stderr)
+        complain(f"carpool health: not {'alive' if settings.alive else 'ready'}: {answer}")
         return 1
-    print(answer)
+    print(printable_lines(answer))
     return 0

@@ -19,6 +19,7 @@ from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import CarpoolSettings, ConnectionSettings, Seconds, read_settings
+from carpool.shown import complain, printable_lines
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.content_types import canonical
 from carpool_cli.refused import explain
@@ -146,7 +147,7 @@ def _hint(settings: InferSettings) -> str:
 
 
 def _failed(error: str) -> int:
-    print(f"carpool infer: {error}", file=sys.stderr)
+    complain(f"carpool infer: {error}")
     return 1
 
 
@@ -183,13 +184,29 @@ async def _print_result(settings: InferSettings, body: Any) -> None:
     async with _client(settings) as client:
         result = await client.infer(settings.model, body, **settings.options)
     as_bytes = isinstance(result, bytes | np.ndarray) if settings.raw else isinstance(result, bytes)
-    sys.stdout.buffer.write(encode_body(RAW, result) if as_bytes else encode_body(JSON, result) + b"\n")
+    data = encode_body(RAW, result) if as_bytes else encode_body(JSON, result) + b"\n"
+    if _is_read_by_people(settings):
+        data = _as_text(data).encode() + (b"\n" if as_bytes else b"")
+    sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
+
+
+def _is_read_by_people(settings: InferSettings) -> bool:
+    """Whether the output goes to a terminal, which would obey the control characters in it."""
+    return sys.stdout.isatty() and not settings.raw
+
+
+def _as_text(data: bytes) -> str:
+    """What people see of a result, or of a chunk."""
+    try:
+        return printable_lines(data.decode())
+    except UnicodeDecodeError:
+        return f"({len(data):,} bytes; --raw, a pipe or a file gets them)"
 
 
 async def _print_chunks(settings: InferSettings, body: Any) -> None:
     """If this is interrupted, or nobody reads standard output any more, the request is withdrawn."""
-    printer = _ChunkPrinter(sys.stdout.buffer)
+    printer = _ChunkPrinter(sys.stdout.buffer, is_read_by_people=_is_read_by_people(settings))
     async with _client(settings) as client, client.stream(settings.model, body, **settings.options) as stream:
         try:
             async for chunk in stream:
@@ -199,10 +216,14 @@ async def _print_chunks(settings: InferSettings, body: Any) -> None:
 
 
 class _ChunkPrinter:
-    """Prints each chunk at once: texts and bytes end to end, any other value as a line of JSON."""
+    """Prints each chunk at once: texts and bytes end to end, any other value as a line of JSON.
 
-    def __init__(self, output: BinaryIO) -> None:
+    `is_read_by_people`: control characters are escaped.
+    """
+
+    def __init__(self, output: BinaryIO, *, is_read_by_people: bool = False) -> None:
         self._output = output
+        self._is_read_by_people = is_read_by_people
         self._in_text = False  # the last line has no end yet
 
     def print(self, chunk: Any) -> None:
@@ -222,5 +243,5 @@ class _ChunkPrinter:
             self._write(b"\n")
 
     def _write(self, data: bytes) -> None:
-        self._output.write(data)
+        self._output.write(_as_text(data).encode() if self._is_read_by_people else data)
         self._output.flush()

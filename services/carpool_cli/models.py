@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -18,6 +16,7 @@ from carpool.errors import CANCELLED
 from carpool.keys import Keys
 from carpool.model_settings import ModelKind
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.shown import complain, printable, printable_json
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory, take_snapshot
@@ -102,18 +101,18 @@ def main(argv: Sequence[str]) -> int:
         states, unserved = read_models(link, settings.prefix)
         warning = eviction_warning(link)
     except (LinkError, CommandError) as error:
-        print(f"carpool models: {explain(error)}", file=sys.stderr)
+        complain(f"carpool models: {explain(error)}")
         return 1
     finally:
         link.close()
     if settings.as_json:
-        print(json.dumps([state.as_json() for state in states]))
+        print(printable_json([state.as_json() for state in states]))
     else:
         show(states, Screen())
     for stream in unserved:
-        print(f"carpool models: {_why_unserved(stream, states)}", file=sys.stderr)
+        complain(f"carpool models: {_why_unserved(stream, states)}")
     if warning:
-        print(f"carpool models: {warning}", file=sys.stderr)
+        complain(f"carpool models: {warning}")
     return 0
 
 
@@ -129,10 +128,11 @@ def read_models(link: Link, prefix: str) -> tuple[list[ModelState], list[Unserve
 
 def _why_unserved(stream: Unserved, states: Sequence[ModelState]) -> str:
     """What is wrong with a request stream that nobody reads."""
-    waiting = f"requests in {stream.key} are read by nobody: "
+    waiting = f"requests in {printable(stream.key)} are read by nobody: "
     names = [state.model for state in states]
     if not stream.has_braces:
-        return f"{waiting}the name of the model needs braces, as in carpool:{{{stream.model}}}:requests"
+        braced = f"carpool:{{{printable(stream.model)}}}:requests"
+        return f"{waiting}the name of the model needs braces, as in {braced}"
     similar = difflib.get_close_matches(stream.model, names, n=1)
     hint = f"; did you mean {similar[0]!r}?" if similar else ", and none loads it"
     return f"{waiting}no worker has registered a model {stream.model!r}{hint}"
@@ -207,7 +207,7 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
         if state.unheeded:
             screen.print(
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
-                f"{state.unheeded}"
+                f"{printable(state.unheeded)}"
             )
         if state.failed:
             screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
@@ -227,13 +227,13 @@ def _failures(state: ModelState) -> str:
         return f"{numbers}, since the batcher became active"
     ago = duration(state.last_error_ms / 1000)
     return (
-        f"{numbers}, since the batcher became active. The last error, {ago} ago: {state.last_error}; "
-        "the log of its worker says more"
+        f"{numbers}, since the batcher became active. The last error, {ago} ago: "
+        f"{printable(state.last_error)}; the log of its worker says more"
     )
 
 
 def _numbers(requests: Mapping[str, int]) -> str:
-    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(requests.items()))
+    return ", ".join(f"{number:,} {printable(reason)}" for reason, number in sorted(requests.items()))
 
 
 def _row(state: ModelState) -> tuple[str, ...]:

@@ -112,7 +112,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("refuse.lua: delete large bodies", "unlink", "body"),
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
         Grant("dispatch.lua: add batches", "xadd", "batches"),
-        Grant("inbox.lua: deliver the batches of a bound model", "xreadgroup xgroup|create", "batches"),
         Grant("inbox.lua: tell a process of a bound model", "xadd pexpire", "inbox"),
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
         Grant("dispatch.lua: whether the process of a bound model has left", "zscore", "workers"),
@@ -132,15 +131,19 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
-            "the scripts join, leave, renew, reclaim, answer, commit, release, step, hand_over, drain, "
-            "bound_dead",
+            "the scripts join, leave, renew, reclaim, assign, answer, commit, release, step, hand_over, "
+            "drain, bound_dead",
             "evalsha eval",
             "workers batches settled registration config progress dead dead_dropped order held result "
             "replies body sequence sequences draining",
         ),
         Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
         Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
-        Grant("see which worker has a batch; reclaim.lua, renew.lua: claim it", "xpending xclaim", "batches"),
+        Grant(
+            "see which worker has a batch; reclaim.lua, renew.lua, assign.lua: claim it",
+            "xpending xclaim",
+            "batches",
+        ),
         Grant("step.lua: how much of a stream is unread", "llen", "result"),
         Grant("step.lua: how much of a stream is unread", "xlen", "replies"),
         Grant("load large bodies", "getrange", "body"),

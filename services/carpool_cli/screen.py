@@ -2,6 +2,9 @@
 
 Programs read the output too. In a pipe, in a file and on a dumb terminal it is therefore plain text: no
 escape codes, no trailing blanks, and nothing is wrapped or cut. NO_COLOR (no-color.org) turns off all styles.
+
+Control characters in texts are escaped, here and there: a producer may have chosen them. Cells are one line
+each; elsewhere `carpool.shown.printable` keeps a text of others on its line.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
+
+from carpool.shown import printable, printable_lines
 
 _REDRAW_INTERVAL_S: Final = 0.1  # of a progress bar on a terminal
 _LINE_INTERVAL_S: Final = 5.0  # between the progress lines written elsewhere
@@ -63,11 +68,11 @@ class Screen:
 
     def print(self, text: str = "", *, style: str = "") -> None:
         """Write a line and flush it. It is not wrapped, so that commands in it can be copied."""
-        self.console.print(text, style=style, soft_wrap=True)
+        self.console.print(printable_lines(text), style=style, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Write a part of a line and flush it."""
-        self.console.print(text, end="", soft_wrap=True)
+        self.console.print(printable_lines(text), end="", soft_wrap=True)
 
     def title(self, text: str) -> None:
         """Write the heading of a section."""
@@ -186,6 +191,7 @@ def build_table(rows: Sequence[Sequence[str]], *, has_prose: bool = False) -> Ta
 
     With `has_prose` the last column is text, which wraps on a narrow terminal. No other cell is ever cut.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     heading, *_ = rows
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for at, cells in enumerate(zip(*rows, strict=True)):

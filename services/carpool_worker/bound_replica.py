@@ -23,13 +23,14 @@ from typing import Final
 
 from carpool.errors import ABORTED, OK
 from carpool.process_names import name_of_life
+from carpool.shown import trace_of
 from carpool.store.bound import BoundStore
 from carpool.store.results import FencedError
 from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import SequenceEnded
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
-from carpool_worker.execution import Execution
+from carpool_worker.execution import EXAMPLE_SEQUENCE, Execution
 from carpool_worker.inbox import BatchLost, Inbox, Item
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.bound_frames import End
@@ -58,12 +59,11 @@ class BoundReplica(ReplicaLoop[Item]):
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
-        super().__init__(consumer, process, inbox, metrics)
+        super().__init__(consumer, process, codec, inbox, metrics)
         self.is_member = False  # it joins when its process is ready, in each of its lives
         self.can_be_revived = False
         self._name = consumer
         self._life = 1
-        self._codec = codec
         self._store = store
         self._committer = committer
         self._clock = store.clock
@@ -82,6 +82,7 @@ class BoundReplica(ReplicaLoop[Item]):
         if self._is_over and self._first_unfinished() is None:
             self._end_life()
         self._commit_finished()
+        self._send_example_if_due()
         if not self.is_member and self.process.ready and not self._draining:
             self._join()
         if self._draining and self._has_drained():
@@ -91,7 +92,15 @@ class BoundReplica(ReplicaLoop[Item]):
             return not self._fetch()
         return True
 
+    def _send_example_if_due(self) -> None:
+        example = self.retirement.due_example
+        if example is not None and self.process.ready and self._first_unfinished() is None:
+            self._send_example(example)
+
     def _executing(self) -> tuple[Hashable, int | None]:
+        example = self.retirement.tried
+        if example is not None:
+            return "example", example.max_execution_ms
         execution = self._first_unfinished()
         if execution is None:
             return None, None
@@ -146,13 +155,20 @@ class BoundReplica(ReplicaLoop[Item]):
         """Receive an outcome, or that a new model process is ready, or that the process died."""
         try:
             if not self.process.ready:
-                self.process.wait_ready()
-                self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+                if self.process.receive_ready() is not None:
+                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
                 return
-            header, payload = self.process.receive()
+            received = self.process.receive()
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection
                 self._replace_process()
+            return
+        if received is None:
+            return
+        header, payload = received
+        if self.retirement.tried is not None:
+            self.process.send_message(End([EXAMPLE_SEQUENCE]).message())
+            self._observe_example({} if header.executed else header.failures)  # it may return exceptions
             return
         execution = self._first_unfinished()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
@@ -160,16 +176,18 @@ class BoundReplica(ReplicaLoop[Item]):
         try:
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
-            self._log.exception(
-                "results of the model process unreadable", worker=self.consumer, batch=execution.batch.id
+            self._log.error(
+                "results of the model process unreadable",
+                worker=self.consumer,
+                batch=execution.batch.id,
+                exception=trace_of(error),
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]
         following = self._first_unfinished()
         if not execution.frames and following is not None:
             following.start_at(self._clock.now_us())
-        if self.retirement.observe_outcome(header, execution, frame, time.monotonic()):
-            self._retire_process()
+        self._observe_outcome(header, execution, frame)
 
     def _replace_process(self) -> None:
         """The model process died, and the states with it: start another."""

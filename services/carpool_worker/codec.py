@@ -40,12 +40,13 @@ from carpool.wire.tensors import (
     tensor_head,
     to_bytes,
 )
-from carpool_worker.execution import Execution, Frame
+from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
 from carpool_worker.raising_producers import RaisingProducers
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
+EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
 _OTHER_KIND: Final = (
     "the model was replaced by one that {}, and the request was dispatched before: send it again"
@@ -286,6 +287,24 @@ class Codec:
             states, initial = execution.states, self._initial_state  # those that start have none yet
             payload += [states.get(position, initial) for position in positions]
         return Frame(positions, header, payload)
+
+    def example_of(self, execution: Execution, position: int) -> Example | None:
+        """A request that succeeded as an example; None if it is too large, or goes on with a sequence."""
+        run, index = execution.locate(position)
+        body, part = run.bodies[index], run.sequence
+        if isinstance(body, StoredBody) or len(body) > EXAMPLE_BYTES_MAX or (part and not part.starts):
+            return None
+        try:
+            parts, value = self._decode(run.content_type, bytes(body))
+        except Exception:  # it was decoded before, as rows
+            return None
+        request = (run.correlation_ids[index], execution.batch.lane, run.extra or {})
+        fields: list[Any] = []
+        if self.wants_requests:
+            fields = [(*request, EXAMPLE_SEQUENCE, True, True)] if self._takes_sequences else [request]
+        payload = b"".join([*_payload(parts, [value]), self._initial_state])
+        batch = execution.batch
+        return Example(FrameHeader(0, 1, parts, fields), payload, request, batch.cost, batch.max_execution_ms)
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 

@@ -28,10 +28,11 @@ from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
-from carpool_worker.model_process.frames import FrameHeader
+from carpool_worker.model_process.frames import FrameHeader, RequestFields
 
 EXPIRED: Final = "expired: a worker received its batch after the request's deadline"
 DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
+EXAMPLE_SEQUENCE: Final = "(example)"  # no sequence of a producer: names of these have no brackets
 PRODUCERS_TOLD_MAX: Final = 16  # of a batch: those with the most requests that were not executed
 
 
@@ -48,6 +49,19 @@ class Frame(NamedTuple):
     header: FrameHeader
     payload: Sequence[Buffer]
     is_apart: bool = False
+
+
+class Example(NamedTuple):
+    """A request that succeeded, to be executed again when it is in doubt whether a model process works.
+
+    Its frame has it alone. Of a model of sequences, it starts and ends one of its own, `EXAMPLE_SEQUENCE`.
+    """
+
+    header: FrameHeader
+    payload: bytes
+    request: RequestFields
+    cost: int
+    max_execution_ms: int | None
 
 
 class ResultCounts(NamedTuple):

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
+
+import structlog
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
@@ -23,12 +26,16 @@ from carpool_worker.model_process.frames import (
     OutcomeHeader,
     ProcessGoneError,
     Ready,
+    StrayBytesError,
     message_parts,
-    receive_load_result,
+    read_load_result,
 )
 
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
 STOP_S: Final = 10.0
+_ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whether its process is alive
+_WROTE: Final = "its model wrote into the connection to its worker"
+Message = TypeVar("Message")
 
 
 class ModelLoadError(Exception):
@@ -51,6 +58,9 @@ class ProcessHandle:
     `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
     cannot take the next frame before it has sent its outcome: both would wait. Frames for a process that has
     ended are lost, and `receive` reports it.
+
+    Nor does receiving wait: a process may stop within a message. One that sends what is no message is ended.
+    Its model wrote into the connection, for example to a descriptor that it had closed.
     """
 
     def __init__(self, location: str, device: str, load_s_max: float | None = None) -> None:
@@ -96,17 +106,24 @@ class ProcessHandle:
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
-        try:
-            if self._reader is None or self.descriptor is None:
-                raise ProcessGoneError("not started")
+        while (ready := self.receive_ready()) is None:
+            self.check_loading()
             left_s = self._load_s_left()
-            if left_s is not None and not wait_until_ready([self.descriptor], [], left_s)[0]:
-                self._give_up_loading()
-            result = receive_load_result(self._reader)
+            assert self.descriptor is not None  # it was started
+            wait_until_ready([self.descriptor], [], _ALIVE_S if left_s is None else min(_ALIVE_S, left_s))
+        return ready
+
+    def receive_ready(self) -> Ready | None:
+        """What the model declares, once it is loaded; None: it is still loading. Raises ModelLoadError."""
+        try:
+            message = self._receive(read_load_result)
         except ProcessGoneError:
             reason = f"the model process ended ({self.exit_cause()}) while it loaded the model"
             self.close(wait_s=0)
             raise ModelLoadError(reason, trace="") from None
+        if message is None:
+            return None
+        result, _ = message
         if isinstance(result, LoadFailed):
             self.close()
             raise ModelLoadError(result.reason, result.trace)
@@ -180,31 +197,63 @@ class ProcessHandle:
         except OSError:
             backlog.clear()
 
-    def receive(self) -> tuple[OutcomeHeader, Buffer]:
-        """The outcome of the oldest frame that has none.
+    def receive(self) -> tuple[OutcomeHeader, Buffer] | None:
+        """The outcome of the oldest frame that has none; None if it has not arrived yet.
 
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
         """
-        fields, payload = self.receive_message()
-        header = OutcomeHeader(*fields)
+        message = self.receive_message(OutcomeHeader.read)
+        if message is None:
+            return None
+        header, payload = message
         self._received += 1
         if header.number != self._received or header.number > self._sent:
-            self.close(wait_s=0)
-            raise ProcessGoneError(f"outcome {header.number} received for frame {self._received}")
+            self._end("it sent an outcome out of order, as a process does that the model forked")
         return header, payload
 
-    def receive_message(self) -> tuple[Any, Buffer]:
-        """The next message's header and payload, whatever it answers. Raises ProcessGoneError, also if the
-        process tells that it ends."""
-        if self._reader is None:
+    def receive_message(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
+        """The next message, as `read` makes it from its header's fields, and its payload; None if it has not
+        arrived yet. Raises ProcessGoneError, also if the process tells that it ends."""
+
+        def read_or_end(fields: Sequence[Any]) -> Message:
+            ending = Ending.read(fields)
+            if ending is not None:
+                self._ended_because = f"unhealthy, {ending.reason}"
+                raise ProcessGoneError(self._ended_because)
+            return read(fields)
+
+        return self._receive(read_or_end)
+
+    def _receive(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
+        reader = self._reader
+        if reader is None:
             raise ProcessGoneError("not started")
-        fields, payload = self._reader.receive()
-        ending = Ending.read(fields)
-        if ending is not None:
-            self._ended_because = f"unhealthy, {ending.reason}"
-            raise ProcessGoneError(self._ended_because)
-        return fields, payload
+        try:
+            message = reader.receive_arrived()
+            if message is None:
+                if self.alive:
+                    return None
+                # It has ended, and another process that it started holds the connection open.
+                message = reader.receive_arrived()  # what it sent last
+                if message is None:
+                    raise ProcessGoneError("the process ended")
+            fields, payload = message
+            return read(fields), payload
+        except MemoryError:
+            self._end("its worker has not enough memory for what it sent")
+        except (StrayBytesError, LookupError, TypeError, ValueError):
+            structlog.get_logger().error(
+                "model wrote into the connection to its worker, ending its process",
+                model=self._location,
+                pid=self.pid,
+            )
+            self._end(_WROTE)
+
+    def _end(self, reason: str) -> NoReturn:
+        """End a process of which nothing more can be read."""
+        self.kill(reason)
+        raise ProcessGoneError(reason)
 
     def exit_cause(self) -> str:
         """How the process ended, for logs and errors."""

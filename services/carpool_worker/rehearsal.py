@@ -19,7 +19,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.description import description_of, kind_of
 from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
-from carpool_worker.model_process.raised import followed, trace_of
+from carpool_worker.model_process.raised import followed, whole_trace_of
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepper import Stepper
 
@@ -105,7 +105,7 @@ class Rehearsal:
             self._keep(error)
 
     def _keep(self, error: BaseException) -> None:
-        self.traces.setdefault(trace_of(error))
+        self.traces.setdefault(whole_trace_of(error))
 
 
 def _run_of(template: BatchedRun, number: int, body: bytes, keeps_states: bool) -> BatchedRun:

@@ -20,6 +20,7 @@ from typing import Final
 
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED
+from carpool.shown import trace_of
 from carpool.store.results import FencedError
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
@@ -52,8 +53,7 @@ class Replica(ReplicaLoop[Execution]):
         clock: RedisClock,
         metrics: WorkerMetrics,
     ) -> None:
-        super().__init__(consumer, process, fetcher, metrics)
-        self._codec = codec
+        super().__init__(consumer, process, codec, fetcher, metrics)
         self._committer = committer
         self._clock = clock
         self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
@@ -78,6 +78,9 @@ class Replica(ReplicaLoop[Execution]):
         return True
 
     def _executing(self) -> tuple[Hashable, int | None]:
+        example = self.retirement.tried
+        if example is not None:
+            return "example", example.max_execution_ms
         executed = self._executed()
         if executed is None:
             return None, None
@@ -139,8 +142,16 @@ class Replica(ReplicaLoop[Execution]):
     # --- the model process ---------------------------------------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send all frames ahead, in order; those of a suspect execution one at a time, when all is idle."""
-        if not self.process.ready:
+        """Send all frames ahead, in order; those of a suspect execution one at a time, when all is idle.
+
+        If the process may not work any more, first only the example that shows whether it does.
+        """
+        if not self.process.ready or self.retirement.tried is not None:
+            return
+        example = self.retirement.due_example
+        if example is not None:
+            if self._executed() is None:
+                self._send_example(example)
             return
         for execution in self._executions:
             if execution.is_suspect and not execution.is_finished:
@@ -191,13 +202,19 @@ class Replica(ReplicaLoop[Execution]):
         """Receive an outcome, or that a new model process is ready, or that the process died."""
         try:
             if not self.process.ready:
-                self.process.wait_ready()
-                self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+                if self.process.receive_ready() is not None:
+                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
                 return
-            header, payload = self.process.receive()
+            received = self.process.receive()
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection: no request is the cause
                 self._replace_process()
+            return
+        if received is None:
+            return
+        header, payload = received
+        if self.retirement.tried is not None:
+            self._observe_example({} if header.executed else header.failures)  # it may return exceptions
             return
         execution = self._executed()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
@@ -208,8 +225,11 @@ class Replica(ReplicaLoop[Execution]):
         try:
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
-            self._log.exception(
-                "results of the model process unreadable", worker=self.consumer, batch=execution.batch.id
+            self._log.error(
+                "results of the model process unreadable",
+                worker=self.consumer,
+                batch=execution.batch.id,
+                exception=trace_of(error),
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
         del execution.frames[0]
@@ -218,8 +238,7 @@ class Replica(ReplicaLoop[Execution]):
         if execution.is_finished and following is not None:
             following.start_at(self._clock.now_us())
             self._busy_since_s = time.monotonic()
-        if self.retirement.observe_outcome(header, execution, frame, time.monotonic()):
-            self._retire_process()
+        self._observe_outcome(header, execution, frame)
 
     def _replace_process(self) -> None:
         """The model process died: start another, to which everything is to be sent again."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
 from carpool.readiness import wait_until_ready
+from carpool_worker.codec import Codec
+from carpool_worker.execution import Example, Execution, Frame
 from carpool_worker.execution_watch import Due, ExecutionWatch
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.model_process.frames import Failure, OutcomeHeader
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.retirement import Retirement
 
@@ -51,6 +54,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self,
         consumer: str,
         process: ProcessHandle,
+        codec: Codec,
         fetcher: Fetches[Fetched],
         metrics: WorkerMetrics,
     ) -> None:
@@ -60,6 +64,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         # Live ones of this model, in all workers, as of the last heartbeat; 0: unknown.
         self.model_processes = 0
         self.process = process
+        self._codec = codec
         self._fetcher: Fetches[Fetched] = fetcher
         self._draining = False
         self._drained = threading.Event()
@@ -121,7 +126,9 @@ class ReplicaLoop(ABC, Generic[Fetched]):
             raise
         if writable:
             process.flush()
-        if has_outcome or (of_process is not None and of_process in readable):
+        # Another process that it started may hold its connection open.
+        has_ended = of_process is not None and not (readable or writable or process.alive)
+        if has_outcome or has_ended or (of_process is not None and of_process in readable):
             self._receive()
         if fetcher.waiting and (of_fetch is None or of_fetch in readable):
             self._take_fetched(fetcher.finish())
@@ -145,6 +152,31 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.retirement.retired(time.monotonic())
         self._let_go_of_process()
         self.process.hang_up()
+
+    def _remember_example(self, execution: Execution, position: int | None, now_s: float) -> None:
+        """A request of this execution has succeeded: it may be what a process is tried with later."""
+        of_worker = self.retirement.of_worker
+        if position is not None and of_worker.wants_example(now_s):
+            of_worker.take_example(self._codec.example_of(execution, position), now_s)
+
+    def _observe_outcome(self, outcome: OutcomeHeader, execution: Execution, frame: Frame) -> None:
+        """Follow whether what the process executes succeeds."""
+        now_s = time.monotonic()
+        self.retirement.observe_outcome(outcome, execution.batch.id, now_s)
+        failures = outcome.failures
+        if len(failures) < outcome.size:
+            index = 0 if not failures else next(at for at in range(outcome.size) if at not in failures)
+            self._remember_example(execution, frame.positions[index], now_s)
+
+    def _send_example(self, example: Example) -> None:
+        """Send the process, which is idle, what it should be able to execute."""
+        self.retirement.example_sent(example)
+        self.process.send(example.header, example.payload)
+
+    def _observe_example(self, failures: Mapping[int, Failure]) -> None:
+        """Retire the process if the model has raised on the example, too."""
+        if self.retirement.observe_example(failures, time.monotonic()):
+            self._retire_process()
 
     @abstractmethod
     def _let_go_of_process(self) -> None:

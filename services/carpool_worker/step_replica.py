@@ -68,8 +68,7 @@ class StepReplica(ReplicaLoop[Execution]):
         finishes: bool = False,
     ) -> None:
         """`finishes`: when it drains, it finishes its requests instead of handing them over."""
-        super().__init__(consumer, process, fetcher, metrics)
-        self._codec = codec
+        super().__init__(consumer, process, codec, fetcher, metrics)
         self._store = store
         self._committer = committer
         self._settings = settings
@@ -86,6 +85,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._suspects: list[StepExecution] = []  # that are still to take steps alone
         self._alone: StepExecution | None = None  # the one that does
         self._is_paused = False  # the process waits for a Resume
+        self._example_key: int | None = None  # of the last example that the process got
         self._running = 0  # requests that have a slot, as its last Step says
         self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
@@ -115,7 +115,9 @@ class StepReplica(ReplicaLoop[Execution]):
     def _executing(self) -> tuple[Hashable, int | None]:
         """A process that steps sends something now and then, unless it waits for this worker."""
         is_waiting = (self._is_paused and self._alone is None) or not self._is_receiving()
-        if is_waiting or not any(request.is_sent and not request.has_ended for request in self._held()):
+        has_example = self.retirement.tried is not None
+        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._held())
+        if is_waiting or not is_busy:
             return None, None
         return (self._steps, self._alone and self._alone.key), self._settings.max_execution_ms
 
@@ -211,7 +213,18 @@ class StepReplica(ReplicaLoop[Execution]):
         if self._is_paused:
             self._is_paused = False
             self.process.put_message(Resume().message())
+        self._put_example_if_due()
         self.process.flush()  # together, so that the process begins them together
+
+    def _put_example_if_due(self) -> None:
+        """Have the process begin what it should be able to. Its first chunk, being streamed, shows that."""
+        example = self.retirement.due_example
+        if example is None:
+            return
+        self.retirement.example_sent(example)
+        self._example_key = next(self._keys)
+        admit = Admit(self._example_key, example.header.parts, example.request, example.cost, True)
+        self.process.put_message(admit.message(), example.payload)
 
     def _configure_process(self) -> None:
         """Send the limits of slots and results, if an operator changed them."""
@@ -258,15 +271,18 @@ class StepReplica(ReplicaLoop[Execution]):
         """Receive a Step, or that a new model process is ready, or that the process died."""
         try:
             if not self.process.ready:
-                self.process.wait_ready()
-                self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
-                self._sent_settings = None
+                if self.process.receive_ready() is not None:
+                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
+                    self._sent_settings = None
                 return
-            step = Step.read(self.process.receive_message()[0])
+            received = self.process.receive_message(Step.read)
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection: no request is the cause
                 self._replace_process()
             return
+        if received is None:
+            return
+        step, _ = received
         now_us = self._store.clock.now_us()
         for advance in step.advances:
             request = self._requests.get(advance.key)
@@ -279,24 +295,25 @@ class StepReplica(ReplicaLoop[Execution]):
         self._running = step.running
         self._steps += 1
         self._metrics.stepped(step)
-        if self._is_to_retire(step):
-            self._retire_process()
+        self._follow_failures(step)
 
-    def _is_to_retire(self, step: Step) -> bool:
-        """Whether the process is to be retired, because nothing that it steps succeeds."""
+    def _follow_failures(self, step: Step) -> None:
+        """Retire the process if nothing that it steps succeeds, not even the example."""
         now_s = time.monotonic()
-        if any(advance.chunk or advance.output is not None for advance in step.advances):
-            self.retirement.succeeded(now_s)
-            return False
-        failed = [
-            (advance.failure, self._requests[advance.key].execution)
-            for advance in step.advances
-            if advance.failure is not None and advance.key in self._requests
-        ]
-        is_due = False
-        for failure, execution in failed:
-            is_due |= self.retirement.observe_failure(failure, execution, now_s)
-        return is_due
+        for advance in step.advances:
+            request = self._requests.get(advance.key)
+            has_succeeded = bool(advance.chunk) or advance.output is not None
+            if advance.key == self._example_key:
+                if has_succeeded or advance.failure is not None:
+                    self._example_key = None
+                    self.process.send_message(Drop([advance.key]).message())
+                    self._observe_example({} if advance.failure is None else {0: advance.failure})
+            elif has_succeeded:
+                self.retirement.succeeded(now_s)
+                if request is not None:
+                    self._remember_example(request.execution, 0, now_s)
+            elif advance.failure is not None and request is not None:
+                self.retirement.observe_failure(advance.failure, request.execution.batch.id, now_s)
 
     def _replace_process(self) -> None:
         """The model process died: start another, which goes on from the chunks in Redis."""
@@ -321,7 +338,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._suspects = [request for request in self._held() if request in suspects]
         self._lost += self._begun()
         self._alone, self._is_paused = None, False
-        self._running = 0
+        self._running, self._example_key = 0, None
         for request in self._held():
             request.is_sent = False
 

@@ -233,7 +233,10 @@ class Worker:
                 self.failed.set()
             else:
                 self._log.warning(
-                    "loop failed, retrying", loop=loop, reason=str(error), kind=type(error).__name__
+                    "loop failed, retrying",
+                    loop=loop,
+                    reason=reason_of(error, "worker"),
+                    kind=type(error).__name__,
                 )
 
         return report

@@ -1,4 +1,8 @@
-"""Logs: JSON lines on standard error, or readable lines if that is a terminal. Bodies are never logged."""
+"""Logs: JSON lines on standard error, or readable lines if that is a terminal.
+
+Bodies are never logged, nor are texts of exceptions that may quote one (`carpool.shown`). On a terminal,
+control characters are escaped.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+
+from carpool.shown import printable, printable_lines
 
 
 def configure_logs(level: str, service: str) -> None:
@@ -24,8 +30,9 @@ def configure_logs(level: str, service: str) -> None:
             structlog.processors.TimeStamper(
                 fmt="%H:%M:%S.%f" if is_terminal else "iso", utc=not is_terminal
             ),
-            *([] if is_terminal else [structlog.processors.format_exc_info]),  # the console renderer does it
-            # structlog's default traceback shows the values of local variables, and so request bodies.
+            # The console's own traceback would show the values of local variables, and so request bodies.
+            structlog.processors.format_exc_info,
+            *([_escape] if is_terminal else []),
             structlog.dev.ConsoleRenderer(pad_event_to=24, exception_formatter=structlog.dev.plain_traceback)
             if is_terminal
             else structlog.processors.JSONRenderer(),
@@ -34,3 +41,11 @@ def configure_logs(level: str, service: str) -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _escape(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Escape what a terminal would obey. Other values than texts are shown by their `repr`, which does so."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = printable_lines(value) if name == "exception" else printable(value)
+    return event

@@ -577,6 +577,8 @@ FORBIDDEN: Final = {
         "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
         f"XACK {B} {W} 1-1", f"XREAD STREAMS {D} 0",
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZREMRANGEBYRANK {Z} 0 1",
+        f"XREADGROUP GROUP {W} me STREAMS {B} >", f"XGROUP CREATE {B} me 0", f"XAUTOCLAIM {B} {W} me 0 0",
+        f"XGROUP CREATECONSUMER {B} {W} me", f"XPENDING {B} {W}", f"XGROUP SETID {B} {W} 0",
         f"XRANGE {D} - +", f"BLPOP {A} 1", f"LRANGE {A} 0 -1", f"XTRIM {R} MAXLEN 0",
         "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"DEL {D}",
         f"GETRANGE {G} 0 1", "MULTI", "SCAN 0",

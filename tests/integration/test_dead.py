@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +17,7 @@ from typing import Any, Final
 import pytest
 
 from carpool.keys import Keys
-from support.command import Done, carpool
+from support.command import Done, carpool, clean_environment
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -179,3 +185,64 @@ def test_wrong_arguments_are_explained(stack: Stack, arguments: list[str], error
 def test_what_does_not_exist_is_named(stack: Stack, arguments: list[str], error: str) -> None:
     done = run(stack, *arguments)
     assert done.returncode == 1 and error in done.stderr
+
+
+# --- what a terminal would obey
+
+
+EVIL: Final = "\x1b]52;c;cm0=\x07\x1b[2J\x9b31m\u202e\r\nfake: 0 dead letters"
+
+
+def on_a_terminal(url: str, *arguments: str) -> bytes:
+    """What a command writes that runs on a terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", url]
+    with subprocess.Popen(
+        command, env={**clean_environment(), "TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs
+    ):
+        os.close(theirs)
+        output = b""
+        with contextlib.suppress(OSError):  # at the end
+            while data := os.read(ours, 65536):
+                output += data
+    os.close(ours)
+    return output
+
+
+def test_what_a_producer_chose_is_escaped_on_a_terminal_and_in_a_pipe(stack: Stack, cause: Path) -> None:
+    letter_id = give_up(stack, cause, "a", note=EVIL, **{EVIL: "x"})
+    (written,) = write_letters(stack, EVIL)
+    stream, notice = f"carpool:{{{EVIL}}}:requests", f"carpool:{{{EVIL}}}:loading"
+    stack.redis.xadd(stream, {"body": "1"})
+    stack.redis.hset(notice, "worker", "w")
+    try:
+        for arguments in (
+            ("dead", "show", MODEL, letter_id),
+            ("dead", "show", MODEL, letter_id, "--json"),
+            ("dead", "show", MODEL, written),
+            ("dead", "list"),
+            ("dead", "list", EVIL),
+            ("models",),
+            ("models", "--json"),
+            ("config", EVIL),
+            ("forget", EVIL),
+            ("top", "--once"),
+            ("top", "--model", EVIL),
+        ):
+            done = carpool(stack.url, *arguments)
+            for output in (done.output, done.errors, on_a_terminal(stack.url, *arguments)):
+                text = re.sub(r"\x1b\[[0-9;?]*m", "", output.decode().replace("\r\n", "\n"))  # colours
+                obeyed = {letter for letter in text if letter != "\n" and not letter.isprintable()}
+                assert not obeyed, (arguments, text)
+                assert "\nfake" not in text, (arguments, text)
+    finally:
+        stack.redis.delete(stream, notice)
+
+
+def test_raw_bytes_are_written_where_they_are_asked_for(stack: Stack) -> None:
+    (letter_id,) = write_letters(stack, "x")
+    letter = stack.redis.xrange(KEYS.dead)[0][1]
+    evil_id = stack.redis.xadd(KEYS.dead, {**letter, b"body": EVIL.encode()}).decode()
+    assert run(stack, "show", MODEL, evil_id, "--raw").output == EVIL.encode()
+    assert "--raw writes them" in succeed(stack, "show", MODEL, evil_id)
+    succeed(stack, "drop", MODEL, letter_id)

@@ -7,10 +7,12 @@ from typing import Final
 
 import pytest
 
+from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.messages import Dispatch, Entry, SlotFreed
 from carpool.store.batcher import BatcherStore
-from carpool.store.connection import Link
+from carpool.store.bound import BoundStore
+from carpool.store.connection import CommandError, Link
 from carpool.wire.batches import decode_batch
 from carpool.wire.inbox import BatchSent, InboxMessage, SequenceEnded, decode_message
 from carpool.wire.requests import decode_entry
@@ -27,6 +29,7 @@ class Bound:
         self.keys = Keys("m")
         self.link = Link(url, name="test")
         self.store = BatcherStore(self.link, self.keys)
+        self.processes = BoundStore(self.link, self.keys, RedisClock())
         self.link.call("FLUSHALL")
         self.link.call("XGROUP", "CREATE", self.keys.batches, "workers", "0", "MKSTREAM")
 
@@ -45,7 +48,8 @@ class Bound:
         return [decode_message(flat) for _, flat in entries]
 
     def pending(self, process: str) -> list[str]:
-        """The batches that are in the pending list of a process, each delivered once."""
+        """The batches that are in the pending list of a process once one has looked, each delivered once."""
+        self.processes.pending("another")
         pending = self.link.call("XPENDING", self.keys.batches, "workers", "-", "+", 10, process)
         assert all(delivered == 1 for *_, delivered in pending)
         return [batch_id.decode() for batch_id, *_ in pending]
@@ -90,7 +94,31 @@ def test_a_process_is_told_nothing_of_a_batch_whose_requests_are_missing(bound: 
 def test_a_batch_is_delivered_although_the_group_was_deleted(bound: Bound) -> None:
     bound.link.call("DEL", bound.keys.batches)
     batch_id = bound.dispatch("p", bound.add("1"))
+    with pytest.raises(CommandError, match="NOGROUP"):  # whoever gets this registers again
+        bound.processes.fetch("p", [str(batch_id)])
+    bound.processes.register({"max_batch_size": "1"})
     assert bound.pending("p") == [batch_id]
+
+
+def test_a_process_gets_its_batch_whoever_looks_first_and_no_other_does(bound: Bound) -> None:
+    ids = [str(bound.dispatch(process, bound.add("1"))) for process in ("p", "q", "", "p")]
+    assert list(bound.processes.fetch("q", ids)) == [ids[1], ids[2]]  # one is for no process
+    assert list(bound.processes.fetch("p", ids)) == [ids[0], ids[3]]
+    assert [batch.epoch for batch in bound.processes.pending("p")] == [1, 1]
+
+
+def test_a_batch_of_a_process_that_died_before_it_looked_is_reclaimed(bound: Bound) -> None:
+    batch_id = bound.dispatch("p", bound.add("1"))
+    reclaimed = bound.processes.reclaim("q", lease_ms=0)
+    assert reclaimed is not None
+    assert (reclaimed.batch.id, reclaimed.batch.process, reclaimed.batch.epoch) == (batch_id, "p", 2)
+
+
+def test_any_number_of_batches_is_assigned_at_once(bound: Bound) -> None:
+    ids = [str(bound.dispatch(f"p{number % 3}", bound.add("1"))) for number in range(250)]
+    bound.processes.pending("another")
+    for number in range(3):
+        assert len(bound.processes.fetch(f"p{number}", ids)) == len(ids[number::3])
 
 
 def test_a_process_is_told_in_order_what_has_no_slot_any_more(bound: Bound) -> None:

@@ -12,37 +12,55 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from carpool.clock import RedisClock
 from carpool.lifecycle import Loop
 from carpool.messages import JSON, MSGPACK, Batch, BatchedRun
+from carpool.parts import Buffer
+from carpool.readiness import wait_until_ready
 from carpool.rows import Body
 from carpool.store.results import FencedError
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import TensorSpec
-from carpool_worker import process_handle, replica
+from carpool_worker import process_handle, replica, retirement
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import FrameHeader, ProcessGoneError, pack_values, unpack_values
+from carpool_worker.model_process.frames import (
+    FrameHeader,
+    OutcomeHeader,
+    ProcessGoneError,
+    message_parts,
+    pack_values,
+    unpack_values,
+)
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
+from support.stack import RESULT_S
 from support.waiting import Stopwatch, wait_until
 
 MODELS = '''
-import os, signal, socket, sys, threading, time
+import contextlib, ctypes, os, signal, socket, stat, sys, threading, time
 from pathlib import Path
 import numpy as np
 from carpool import Unhealthy
 from carpool.wire.tensors import TensorSpec
 
 print("imported")
+
+def to_worker():
+    """The connection to the worker, which a model has no business with."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                return socket.socket(fileno=os.dup(int(name)))
 
 class Commanded:
     """Executes the command in each body, logs each batch, and returns the commands in capitals."""
@@ -54,7 +72,15 @@ class Commanded:
         print("loaded on", device)
         self.log = Path(__file__).with_name("log").open("a", buffering=1)
 
+    broken = None
+
     def predict(self, batch):
+        if batch[0] in ("break", "hang"):
+            self.broken = batch[0]
+        elif self.broken == "hang" and batch[0] != 7:
+            threading.Event().wait()
+        if self.broken:
+            raise RuntimeError("nothing works any more")
         self.log.write(" ".join(batch) + "\\n")
         return [self.do(*body.split()) for body in batch]
 
@@ -74,7 +100,7 @@ class Commanded:
             while not Path(where).exists():
                 sum(range(300_000))
         elif verb == "hang-up":  # as a process does that ends in an orderly way
-            socket.socket(fileno=os.dup(int(sys.argv[2]))).shutdown(socket.SHUT_RDWR)
+            to_worker().shutdown(socket.SHUT_RDWR)
         elif verb == "unhealthy" and not Path(where).exists():
             Path(where).touch()
             raise Unhealthy("the sensor is gone")
@@ -82,6 +108,24 @@ class Commanded:
             raise RuntimeError("CUDA error: device-side assert triggered")
         elif verb == "variables":
             return [name for name in os.environ if name.startswith(where)]
+        elif verb == "write":
+            to_worker().sendall(bytes.fromhex(where))
+        elif verb == "write-and-wait":
+            to_worker().sendall(bytes.fromhex(where))
+            threading.Event().wait()
+        elif verb == "write-later":  # from another thread, once a file is there
+            def write(connection):
+                while not Path(where).exists():
+                    time.sleep(0.001)
+                connection.sendall(b"a line of a log\\n")
+            threading.Thread(target=write, args=(to_worker(),), daemon=True).start()
+        elif verb == "fork-and-die":  # as a library does it, of which Python knows nothing
+            libc = ctypes.CDLL(None)
+            if libc.fork() == 0:
+                libc.alarm(int(where))
+                libc.pause()
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
         elif verb == "print":
             print("printed by the model")
             sys.stderr.write("written to stderr\\n")
@@ -128,6 +172,17 @@ class HangsWhileLoading(Unloadable):
     def load(self, device):
         threading.Event().wait()
 
+class WritesWhileLoading(Unloadable):
+    def load(self, device):
+        to_worker().sendall(b"loading ...")
+        threading.Event().wait()
+
+class StopsWhileItTells(Unloadable):
+    """A part of a message is sent, and no more."""
+    def load(self, device):
+        to_worker().sendall(bytes.fromhex("HALF"))
+        threading.Event().wait()
+
 class KilledWhileLoading(Unloadable):
     def load(self, device):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -154,12 +209,14 @@ class LoadsOnce(Commanded):
 '''
 
 Start = Callable[[str], ProcessHandle]
+MESSAGE: Final = b"".join(message_parts(OutcomeHeader(0, 1, 1, 1, {}), pack_values(["forged"])))
+WROTE: Final = "model wrote into the connection to its worker, ending its process"
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     file = tmp_path / "process_models.py"
-    file.write_text(MODELS)
+    file.write_text(MODELS.replace("HALF", MESSAGE[:-1].hex()))
     return file
 
 
@@ -186,9 +243,17 @@ def log(tmp_path: Path) -> Callable[[], list[str]]:
 def execute(process: ProcessHandle, *bodies: Any) -> Any:
     """Execute one frame. Returns its results."""
     process.send(FrameHeader(first=0, size=len(bodies)), pack_values(bodies))
-    header, payload = process.receive()
+    header, payload = received(process)
     assert header.failures == {}
     return unpack_values(payload)
+
+
+def received(process: ProcessHandle) -> tuple[OutcomeHeader, Buffer]:
+    """The next outcome, once it is there. Raises ProcessGoneError."""
+    while (outcome := process.receive()) is None:
+        assert process.descriptor is not None
+        assert wait_until_ready([process.descriptor], [], RESULT_S)[0], "no outcome"
+    return outcome
 
 
 # --- the process -------------------------------------------------------------------------------------------
@@ -218,7 +283,7 @@ def test_frames_are_executed_in_order(process_of: Start) -> None:
     for number in range(3):
         process.send(FrameHeader(first=number, size=1), pack_values([f"word{number}"]))
     for number in range(3):
-        header, payload = process.receive()
+        header, payload = received(process)
         assert (header.size, header.first, header.failures) == (1, number, {})
         assert header.compute_us >= 0
         assert unpack_values(payload) == [f"WORD{number}"]
@@ -304,7 +369,7 @@ def test_killed_process_is_reported_and_can_be_started_again(process_of: Start) 
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ProcessGoneError):
-        process.receive()
+        received(process)
     assert process.exit_cause() == "SIGKILL"
     assert not process.alive
     process.send(FrameHeader(0, 0), b"")  # is lost
@@ -360,6 +425,26 @@ def test_process_that_ends_while_loading_is_reported_with_the_cause(
         ModelLoadError, match=rf"the model process ended \({cause}\) while it loaded the model"
     ):
         process_of(name).start()
+
+
+def test_a_model_that_writes_into_the_connection_while_it_loads_is_reported(
+    process_of: Start, models: Path
+) -> None:
+    with capture_logs() as logs, pytest.raises(ModelLoadError, match="its model wrote into the connection"):
+        process_of("WritesWhileLoading").start()
+    assert [line["model"] for line in logs if line["event"] == WROTE] == [f"{models}:WritesWhileLoading"]
+
+
+def test_loading_that_stops_within_its_message_is_given_up(models: Path) -> None:
+    process = ProcessHandle(f"{models}:StopsWhileItTells", "cpu", load_s_max=1.5)
+    with pytest.raises(ModelLoadError, match=r"not loaded within 1\.5 s"):
+        process.start()
+    process.spawn()
+    assert process.descriptor is not None
+    assert wait_until_ready([process.descriptor], [], RESULT_S)[0]
+    assert process.receive_ready() is None  # it does not wait for the rest
+    assert not wait_until_ready([process.descriptor], [], 0)[0]
+    process.close(wait_s=0)
 
 
 def test_syntax_error_in_a_models_file_is_reported(models: Path, process_of: Start) -> None:
@@ -677,6 +762,65 @@ def test_request_that_kills_two_processes_is_dead_lettered_and_others_are_served
     assert bench.replica.process.pid != pid
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(bytes(64), id="zeros"),
+        pytest.param(b"\xff" * 64, id="ones"),
+        pytest.param(b"warning: something happened\n", id="text"),
+        pytest.param(b"!", id="a byte"),
+        pytest.param(b"x" * 200_000, id="more than a buffer"),
+        pytest.param(MESSAGE[:3], id="the begin of a mark"),
+        pytest.param(MESSAGE[:30], id="half a message"),
+        pytest.param(b"".join(message_parts([], b"")), id="a message of nothing"),
+        pytest.param(b"".join(message_parts({"a": 1}, b"")), id="a message of another shape"),
+        pytest.param(b"".join(message_parts(7, b"")), id="a message of a number"),
+        pytest.param(b"".join(message_parts((0, 1, "1", 1, {}, [], 1, [], "", []))), id="a wrong type"),
+    ],
+)
+def test_a_model_that_writes_into_its_connection_ends_its_process_and_no_other_request(
+    bench: Bench, models: Path, written: bytes
+) -> None:
+    with capture_logs() as logs:
+        writing = bench.take("a", f"write {written.hex()}", "b", max_execution_ms=60_000)
+        following = bench.take("c")
+        # The process dies on the batch, and then on one of its requests alone
+        assert bench.finish(writing) == ["A", "ABORTED", "B"]
+        assert bench.finish(following) == ["C"]
+    (letter,) = writing.dead_letters
+    assert letter.attempts == 2 and letter.reason.endswith(
+        "its model wrote into the connection to its worker"
+    )
+    assert [line["model"] for line in logs if line["event"] == WROTE] == [f"{models}:Commanded"] * 2
+
+
+def test_a_thread_of_a_model_that_writes_while_nothing_is_executed_ends_the_process(
+    bench: Bench, tmp_path: Path
+) -> None:
+    pid = bench.replica.process.pid
+    assert bench.finish(bench.take(f"write-later {tmp_path / 'now'}")) == ["WRITE-LATER"]
+    with capture_logs() as logs:
+        (tmp_path / "now").touch()
+        bench.step_until(lambda: bench.replica.process.ready and bench.replica.process.pid != pid)
+    assert WROTE in [line["event"] for line in logs]
+    assert bench.finish(bench.take("a")) == ["A"]
+
+
+@pytest.mark.parametrize("bytes_sent", [1, 20, len(MESSAGE) - 1])
+def test_a_process_that_stops_within_a_message_has_no_more_than_its_time(
+    bench: Bench, bytes_sent: int
+) -> None:
+    stopping = bench.take(f"write-and-wait {MESSAGE[:bytes_sent].hex()}", max_execution_ms=200)
+    assert bench.finish(stopping) == ["ABORTED"]
+    (letter,) = stopping.dead_letters
+    assert letter.reason.endswith("it took longer than max_execution_ms, 200 ms")
+
+
+def test_a_process_whose_child_holds_its_connection_open_is_found_dead(bench: Bench) -> None:
+    assert bench.finish(bench.take("fork-and-die 30")) == ["ABORTED"]
+    assert bench.finish(bench.take("a")) == ["A"]
+
+
 def test_a_request_that_hangs_is_given_up_and_others_are_served(
     bench: Bench, tmp_path: Path, log: Callable[[], list[str]]
 ) -> None:
@@ -934,19 +1078,53 @@ def test_a_process_over_its_time_is_killed_at_once(
     assert "unloaded" not in log() and not (tmp_path / "unloading").exists()
 
 
+@pytest.fixture
+def suspects_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is suspected as soon as enough batches have failed."""
+    monkeypatch.setattr(retirement, "FAILING_S_MIN", 0.0)
+
+
 def test_a_process_of_which_all_fails_is_retired_once_and_nothing_is_blamed(
-    bench: Bench, tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, log: Callable[[], list[str]], suspects_soon: None
 ) -> None:
     pid = bench.replica.process.pid
-    monkeypatch.setattr(bench.replica.retirement, "observe_outcome", lambda *_: True)
-    first, second = bench.take("a"), bench.take("b", "c")
-    bench.step_until(lambda: first.is_finished)
-    monkeypatch.undo()
-    assert bench.finish(first) == ["A"]
-    assert bench.finish(second) == ["B", "C"]
+    assert bench.finish(bench.take("a", "b")) == ["A", "B"]
+    assert bench.finish(bench.take("break")) == ["INTERNAL"]
+    for _ in range(retirement.BATCHES_MIN - 1):
+        assert bench.finish(bench.take("c")) == ["INTERNAL"]
+    # The example fails, too; what comes meanwhile waits for another process
+    following = bench.take("e", "f")
+    assert bench.finish(following) == ["E", "F"]
     assert bench.replica.process.pid != pid
-    assert not second.deaths and not bench.started
-    assert log().count("unloaded") == 1 and log()[-1] == "b c"
+    assert not following.deaths and not bench.started
+    assert log().count("unloaded") == 1 and log()[-2:] == ["unloaded", "e f"]
+
+
+def test_bad_bodies_of_whomever_retire_no_process(
+    bench: Bench, log: Callable[[], list[str]], suspects_soon: None
+) -> None:
+    """It executes what it executed before, once for so many batches."""
+    pid = bench.replica.process.pid
+    assert bench.finish(bench.take("a", "b")) == ["A", "B"]
+    for _ in range(3 * retirement.BATCHES_MIN):
+        assert bench.finish(bench.take(7)) == ["INTERNAL"]
+    assert bench.finish(bench.take("c")) == ["C"]
+    assert bench.replica.process.pid == pid
+    assert log() == ["a b", "a", "a", "a", "c"]
+
+
+def test_a_process_that_hangs_on_the_example_is_replaced_and_nothing_is_blamed(
+    bench: Bench, tmp_path: Path, suspects_soon: None
+) -> None:
+    pid = bench.replica.process.pid
+    assert bench.finish(bench.take("a", max_execution_ms=300)) == ["A"]
+    assert bench.finish(bench.take("hang")) == ["INTERNAL"]
+    for _ in range(retirement.BATCHES_MIN - 1):
+        assert bench.finish(bench.take(7)) == ["INTERNAL"]
+    following = bench.take("b")
+    assert bench.finish(following) == ["B"]
+    assert bench.replica.process.pid != pid
+    assert not following.deaths
 
 
 # --- frames larger than the pipe ---------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class ProcessInside:
         self.descriptor: int | None = self._ours.fileno()
         self.has_backlog = False
         self.pid = 1
+        self.alive = True  # its connection says when it has ended
         self.is_dead = False
         self.spawn()
         self.ready = True
@@ -87,8 +88,9 @@ class ProcessInside:
         self._stepper = Stepper(self._model)
         self._steps: deque[Step] = deque()
 
-    def wait_ready(self) -> None:
+    def receive_ready(self) -> object:
         self.ready = True
+        return self
 
     def check_loading(self) -> None:
         pass
@@ -103,10 +105,10 @@ class ProcessInside:
     def has_buffered(self) -> bool:
         return bool(self._steps) or self.is_dead or not self.ready
 
-    def receive_message(self) -> tuple[Any, Buffer]:
+    def receive_message(self, read: Callable[[Any], Any]) -> tuple[Any, Buffer]:
         if not self._steps:
             raise ProcessGoneError("killed")
-        return msgpack.unpackb(msgpack.packb(self._steps.popleft()), use_list=True), b""
+        return read(msgpack.unpackb(msgpack.packb(self._steps.popleft()), use_list=True)), b""
 
     def send_message(self, header: object, *payload: Buffer) -> None:
         self.put_message(header, *payload)

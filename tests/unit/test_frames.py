@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
@@ -22,6 +23,7 @@ from carpool_worker.model_process.frames import (
     MessageReader,
     ProcessGoneError,
     Ready,
+    StrayBytesError,
     send_message,
 )
 
@@ -53,7 +55,7 @@ class Trickle:
         self.chunks = list(chunks)
         self.calls = 0
 
-    def recv_into(self, view: memoryview) -> int:
+    def recv_into(self, view: memoryview, _size: int = 0, _flags: int = 0) -> int:
         self.calls += 1
         size = min(len(view), self.chunks.pop(0) if self.chunks else len(self.data), len(self.data))
         view[:size], self.data = self.data[:size], self.data[size:]
@@ -166,6 +168,54 @@ def large_wire_bytes(*messages: tuple[Any, bytes]) -> bytes:
     for header, payload in messages:
         send_message(sink, header, payload)  # type: ignore[arg-type]
     return sink.data
+
+
+@pytest.mark.parametrize("stray", [b"\0", b"\xff", b"\xc1", b"a line of a log\n", bytes(70_000)])
+@pytest.mark.parametrize("payload_bytes", [3, 100_000])
+def test_bytes_that_were_written_into_a_message_are_noticed(stray: bytes, payload_bytes: int) -> None:
+    """Wherever they are, no message with other contents is read."""
+    message = ({"number": 1}, bytes(range(1, 251)) * (payload_bytes // 250) or b"abc")
+    data, other = large_wire_bytes(message), large_wire_bytes(({"number": 2}, b"next"))
+    step = 1 if payload_bytes < 100 else 997
+    for at in (*range(0, len(data), step), len(data) - 1, len(data)):
+        written = data[:at] + stray + data[at:]
+        reader, got = Reader(Trickle(written + other)), []
+        with pytest.raises(StrayBytesError):
+            while True:
+                got.append(reader.receive())
+        assert got == ([message] if written.startswith(data) else []), at
+
+
+def test_what_has_arrived_is_received_without_waiting_for_the_rest(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    theirs.settimeout(0)  # else a wait would never end
+    messages = [({"number": 1}, b"abc"), ({}, bytes(range(250)) * 300), ({"number": 3}, b"")]
+    data = large_wire_bytes(*messages)
+    reader, got = MessageReader(theirs), []
+    cuts = [*range(60), *range(60, len(data), 991), len(data)]
+    for start, end in itertools.pairwise(cuts):
+        ours.sendall(data[start:end])
+        while (message := reader.receive_arrived()) is not None:
+            got.append((message[0], bytes(message[1])))
+            assert end >= len(large_wire_bytes(*messages[: len(got)]))
+        assert not reader.has_buffered
+    assert got == messages
+    ours.close()
+    with pytest.raises(ProcessGoneError, match="closed the connection"):
+        reader.receive_arrived()
+
+
+def test_payloads_of_any_size_are_aligned(pair: tuple[socket.socket, socket.socket]) -> None:
+    """As a model's tensors have to be."""
+    ours, theirs = pair
+    for name in ("", "a", "abc", "some longer name"):
+        sender = threading.Thread(target=send_message, args=(ours, {"name": name}, bytes(800_000)))
+        sender.start()
+        _, payload = MessageReader(theirs).receive()
+        sender.join()
+        assert np.frombuffer(payload, np.float64).flags.aligned
 
 
 def test_received_payload_is_not_overwritten_by_the_next() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Protocol
@@ -75,3 +76,18 @@ def test_events_below_the_minimum_level_are_not_logged(set_up_logs: SetUp) -> No
     structlog.get_logger().info("batches")
     structlog.get_logger().warning("lease lost")
     assert [json.loads(line)["event"] for line in stderr.getvalue().splitlines()] == ["lease lost"]
+
+
+def test_a_terminal_obeys_nothing_in_a_line(set_up_logs: SetUp) -> None:
+    """But for the colours of the log itself."""
+    stderr = set_up_logs("info", is_terminal=True)
+    evil = "\x1b]52;c;cm0=\x07\x1b[2J\x9b\u202e\r\n"
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        structlog.get_logger().exception(evil, tenant=evil, names=[evil], of={evil: evil})
+    written = re.sub(r"\x1b\[[0-9;]*m", "", stderr.getvalue())
+    assert written.count("x1b]52") == 6
+    assert not [letter for letter in written if letter != "\n" and not letter.isprintable()]
+    first, *_ = written.splitlines()
+    assert "of={" in first  # the ends of lines in it do not begin another

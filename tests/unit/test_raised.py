@@ -11,6 +11,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from carpool.errors import ResourceExhaustedError, Unhealthy
+from carpool.logs import configure_logs
 from carpool_worker.model_process.frames import OutcomeHeader, pack_values
 from carpool_worker.model_process.model import SteppingModel, adapt, load_model
 from carpool_worker.model_process.raised import NAMES_MAX, TRACE_INTERVAL_S, RaisedLog, followed, name_of
@@ -78,6 +79,45 @@ def test_traceback_is_logged_without_the_lines_of_the_worker(model_of: Callable[
     )  # fmt: skip
     assert 'body["speed"]' in line["exception"]
     assert "carpool_worker" not in line["exception"]
+
+
+@pytest.mark.parametrize(("level", "has_text"), [("info", False), ("debug", True)])
+def test_the_text_may_quote_a_body_and_is_logged_at_debug_only(
+    capsys: pytest.CaptureFixture[str], level: str, has_text: bool
+) -> None:
+    configure_logs(level, "model")
+
+    def model(batch: Any) -> Any:
+        try:
+            return [float(body) for body in batch]
+        except ValueError as error:
+            raise RuntimeError(f"no number: {batch}") from error
+
+    raised = RaisedLog()
+    raised_by(model, raised, "4111 1111")
+    assert ("4111 1111" in capsys.readouterr().err) is has_text
+    assert "4111" not in raised.named(OUTCOME).error
+
+
+@pytest.mark.parametrize("hook", ["begin", "step", "end"])
+def test_a_stepping_model_that_raises_logs_no_body(hook: str) -> None:
+    def fail(requests: Any) -> None:
+        raise ValueError("4111 1111")
+
+    def finish(requests: Any) -> None:
+        for request in requests:
+            request.finish()
+
+    hooks: dict[str, Any] = {"begin": lambda _: None, "step": finish, "end": lambda _: None, hook: fail}
+    model = load_model(type("Steps", (), {name: staticmethod(call) for name, call in hooks.items()}), "cpu")
+    assert isinstance(model, SteppingModel)
+    with capture_logs() as logs:
+        stepper = Stepper(model)
+        for key in range(2):
+            stepper.admit(Admit(key, (), ("a", "", {}), 1, False), pack_values(["4111 1111"]))
+        while stepper.has_next:
+            stepper.advance()
+    assert logs and "4111" not in str(logs)
 
 
 def test_flood_is_one_line_and_then_a_number(model_of: Callable[[str], Any]) -> None:

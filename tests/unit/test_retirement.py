@@ -5,52 +5,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from carpool.errors import INTERNAL, INVALID_ARGUMENT, UNAVAILABLE
-from carpool_worker.execution import Frame
+from carpool_worker.execution import Example
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.retirement import (
     BATCHES_MIN,
+    EXAMPLE_S_MAX,
     FAILING_S_MIN,
     PAUSE_S_MAX,
     PAUSE_S_MIN,
-    PRODUCERS_MIN,
     LastSuccess,
     Retirement,
 )
-from support.executions import execution_of, request_of
 
-PRODUCERS = [f"producer-{number}" for number in range(PRODUCERS_MIN)]
+EXAMPLE = Example(FrameHeader(0, 1), b"", ("id", "", {}), 1, None)
 STEP_S = FAILING_S_MIN / 2
 
 
 class Process:
-    """A process whose batches succeed or fail, one every `STEP_S`, each of another producer than the last."""
+    """A process whose batches succeed or fail, one every `STEP_S`, and the example with `example_status`."""
 
-    def __init__(self, of_worker: LastSuccess | None = None) -> None:
+    def __init__(self, of_worker: LastSuccess | None = None, example_status: str | None = INTERNAL) -> None:
         self.retirement = Retirement()
+        self.example_status = example_status
+        self.examples = 0  # that it executed
         if of_worker is not None:
             self.retirement.of_worker = of_worker
         self.now_s = 100.0
         self.number = 0
 
     def execute(
-        self,
-        statuses: Sequence[str | None] = (None,),
-        *,
-        batch: str = "",
-        producers: Sequence[str] = PRODUCERS,
-        executed: int = 0,
+        self, statuses: Sequence[str | None] = (None,), *, batch: str = "", executed: int = 0
     ) -> bool:
-        """Execute a frame with the statuses of its failures, None for a success. Whether to retire then."""
+        """Execute a frame with the statuses of its failures, None for a success; and the example if it is
+        due. Whether to retire then."""
         self.now_s += STEP_S
         self.number += 1
-        of_producer = producers[self.number % len(producers)]
-        requests = [request_of(0)._replace(reply_to=of_producer) for _ in statuses]
-        execution = execution_of(*requests)
-        execution.batch.id = batch or f"{self.number}-0"
         failures = {at: (status, "") for at, status in enumerate(statuses) if status is not None}
-        frame = Frame(range(len(statuses)), FrameHeader(0, len(statuses)), ())
         outcome = OutcomeHeader(0, len(statuses), self.number, 1, failures, executed=executed)
-        return self.retirement.observe_outcome(outcome, execution, frame, self.now_s)
+        self.retirement.observe_outcome(outcome, batch or f"{self.number}-0", self.now_s)
+        if None in statuses and self.retirement.of_worker.wants_example(self.now_s):
+            self.retirement.of_worker.take_example(EXAMPLE, self.now_s)
+        example = self.retirement.due_example
+        if example is None:
+            return False
+        self.examples += 1
+        self.retirement.example_sent(example)
+        assert self.retirement.due_example is None
+        of_example = {} if self.example_status is None else {0: (self.example_status, "")}
+        return self.retirement.observe_example(of_example, self.now_s)
 
     def fail(self, times: int, **more: object) -> list[bool]:
         return [self.execute([INTERNAL], **more) for _ in range(times)]  # type: ignore[arg-type]
@@ -111,11 +113,52 @@ def test_bodies_that_are_refused_say_nothing() -> None:
     assert process.execute([INVALID_ARGUMENT, INTERNAL])  # the one that was not refused failed
 
 
-def test_one_producer_may_send_only_bad_bodies() -> None:
+def test_bad_bodies_of_any_number_of_names_retire_nothing() -> None:
+    """Whoever sends them: the process executes what it has executed before."""
+    process = Process(example_status=None)
+    process.execute()
+    assert not any(process.fail(10 * BATCHES_MIN))
+    assert process.examples == 10  # each time, failures have to come together anew
+
+
+def test_an_example_that_is_refused_says_nothing() -> None:
+    process = Process(example_status=INVALID_ARGUMENT)
+    process.execute()
+    assert not any(process.fail(10 * BATCHES_MIN))
+    assert process.examples == 10
+
+
+def test_without_an_example_nothing_is_retired() -> None:
+    """Every request that succeeded was too large to be kept."""
     process = Process()
     process.execute()
-    assert not any(process.fail(10 * BATCHES_MIN, producers=PRODUCERS[:1]))
-    assert process.fail(2, producers=PRODUCERS)[-1]
+    process.retirement.of_worker.example = None
+    assert not any(process.fail(10 * BATCHES_MIN))
+    process.retirement.of_worker.example = EXAMPLE
+    assert process.fail(1) == [True]
+
+
+def test_a_success_beside_the_example_counts() -> None:
+    """Of a stepping model, which steps both."""
+    process = Process()
+    process.execute()
+    process.fail(BATCHES_MIN - 1)
+    process.now_s += STEP_S
+    process.retirement.observe_failure((INTERNAL, ""), "another", process.now_s)
+    assert process.retirement.due_example is EXAMPLE
+    process.retirement.example_sent(EXAMPLE)
+    process.retirement.succeeded(process.now_s)
+    assert not process.retirement.observe_example({0: (INTERNAL, "")}, process.now_s)
+
+
+def test_an_example_is_replaced_seldom() -> None:
+    of_worker = LastSuccess()
+    assert of_worker.wants_example(0.0)
+    of_worker.take_example(None, 0.0)
+    assert of_worker.wants_example(0.0)
+    of_worker.take_example(EXAMPLE, 0.0)
+    assert not of_worker.wants_example(EXAMPLE_S_MAX - 1)
+    assert of_worker.wants_example(EXAMPLE_S_MAX)
 
 
 def test_frames_of_one_batch_count_once() -> None:

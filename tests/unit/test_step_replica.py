@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 from unittest.mock import Mock
 
@@ -60,8 +60,8 @@ class Process:
             self.sent.append(self._backlog)
             self._backlog = []
 
-    def receive_message(self) -> tuple[Any, bytes]:
-        return self.steps.pop(0), b""
+    def receive_message(self, read: Callable[[Any], Any]) -> tuple[Any, bytes]:
+        return read(self.steps.pop(0)), b""
 
     def close(self) -> None:
         self._socket.close()

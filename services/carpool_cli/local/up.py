@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from carpool.settings import (
     Seconds,
     read_settings,
 )
+from carpool.shown import complain
 from carpool.store.connection import CommandError, UnsupportedServerError
 from carpool_batcher.policies import load_policies
 from carpool_cli.local import paste
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         load_policies(settings.policies)  # only to refuse those that the batcher could not use
         supervisor = Supervisor(settings.plan())
     except ValueError as error:
-        print(f"carpool up: {error}", file=sys.stderr)
+        complain(f"carpool up: {error}")
         return 2
     configure_logs(settings.log_level, "supervisor")
     stop = stop_on_signals()
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         ended_by_themselves = supervisor.stop()
     if failure is not None:  # printed last, below the services' own errors
-        print(f"carpool up: {_explain(failure, settings)}", file=sys.stderr)
+        complain(f"carpool up: {_explain(failure, settings)}")
         return 1
     screen.print(
         "Stopped."

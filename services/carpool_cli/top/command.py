@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from carpool.address import without_password
 from carpool.errors import UnavailableError
 from carpool.settings import ConnectionSettings, read_settings
+from carpool.shown import complain, printable_json
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.store.eviction import eviction_warning
@@ -102,12 +101,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         warning = eviction_warning(link)
         if warning and settings.as_json:
-            print(f"carpool top: {warning}", file=sys.stderr)
+            complain(f"carpool top: {warning}")
         _run(settings, warning, lambda: take_sample(directory, settings.model))
     except KeyboardInterrupt:
         return 0  # the usual way to end it
     except (UnavailableError, CommandError, TopError) as error:
-        print(f"carpool top: {explain(error)}", file=sys.stderr)
+        complain(f"carpool top: {explain(error)}")
         return 1
     finally:
         directory.close()
@@ -193,5 +192,5 @@ def compare(before: Sample, now: Sample) -> list[Figures]:
 def as_json(models: Sequence[Figures], error: str = "") -> str:
     """One sample, or the error that prevented it, on one line."""
     if error:
-        return json.dumps({"error": error})
-    return json.dumps({"models": [model.as_json() for model in models]})
+        return printable_json({"error": error})
+    return printable_json({"models": [model.as_json() for model in models]})

@@ -19,6 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from carpool.shown import printable
 from carpool_cli.screen import build_table, clip, count, duration
 from carpool_cli.top.figures import Figures, Requests, Sequences, Stepping
 
@@ -69,7 +70,7 @@ class Page:
             f"Redis does not answer, so these figures are old. Reason: {self.error}" if self.error else ""
         )
         if self.warning:
-            yield Text(f"{self.warning}\n")
+            yield Text(f"{printable(self.warning)}\n")
         if not self.models:
             yield _line("no model is registered; `carpool up square` serves one")
             return
@@ -99,7 +100,7 @@ def _stepping_models(models: Sequence[Figures]) -> Iterator[tuple[Figures, Stepp
 
 
 def _line(text: str) -> Text:
-    return Text(text, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
 # --- the table ---------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def _details(model: Figures, options: ConsoleOptions) -> Table:
     columns = options.max_width if options.is_terminal else min(options.max_width, _DETAIL_COLUMNS)
     grid.width = columns
     for label, parts in _labelled(model):
-        grid.add_row(f"  {label}", Columns([Text(part) for part in parts], padding=(0, 2, 0, 0)))
+        grid.add_row(f"  {label}", Columns([Text(printable(part)) for part in parts], padding=(0, 2, 0, 0)))
     return grid
 
 

@@ -6,7 +6,6 @@ Also what `carpool simulate` and `carpool tune` share as commands: connection, e
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from carpool.keys import Keys
 from carpool.messages import BatchSettled
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings
+from carpool.shown import complain
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
@@ -68,10 +68,10 @@ def run_command(command: str, run: Callable[[], None]) -> int:
     try:
         run()
     except (ConfigError, TraceError, UnavailableModelError) as error:
-        print(f"carpool {command}: {error}", file=sys.stderr)
+        complain(f"carpool {command}: {error}")
         return 2
     except (CarpoolError, CommandError, OSError) as error:
-        print(f"carpool {command}: {explain(error)}", file=sys.stderr)
+        complain(f"carpool {command}: {explain(error)}")
         return 1
     return 0
 

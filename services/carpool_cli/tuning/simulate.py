@@ -5,7 +5,6 @@ With --record it simulates nothing, but records when requests of a live model ar
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, Milliseconds, read_settings
+from carpool.shown import printable_json
 from carpool.wire.report import BatcherReport
 from carpool_batcher.core.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
@@ -179,7 +179,7 @@ def _simulate(settings: SimulateSettings) -> None:
     result = simulation.run(arrivals(rate, requests, settings.seed, expiration_us))
     progress.end()
     if settings.as_json:
-        print(json.dumps(figures(result, model, observed)))
+        print(printable_json(figures(result, model, observed)))
         return
     screen = Screen()
     show(result, model, world, observed, screen)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import structlog
 
 from carpool.errors import INTERNAL, AbortedError
+from carpool.shown import name_of
 from carpool_worker.model_process.executor import Items, Outcome, results_of, take_failures, validate
 from carpool_worker.model_process.failures import failure_of
 from carpool_worker.model_process.model import BoundModel, BoundSequence, RequestInfo
@@ -94,10 +95,11 @@ class BoundExecutor:
         try:
             self._model.end(sequence)
         except BaseException as error:
+            failure_of(error, INTERNAL)  # raises Unhealthy
             self._log.error(
                 "the model's end raised",
                 sequence_id=sequence.sequence_id,
-                error=failure_of(error, INTERNAL)[1],
+                error=name_of(error),
             )
 
 

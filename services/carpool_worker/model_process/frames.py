@@ -4,6 +4,10 @@ A model process first sends the result of loading: Ready or LoadFailed. Then eac
 is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. A message is a
 msgpack header and a payload of raw bytes, over a socket pair.
 
+A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
+ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
+before or into a message move its marks.
+
 No pickle: data from a producer is never executed. Stacked tensors are sent as they lie in memory, so neither
 side copies or converts single numbers.
 """
@@ -24,7 +28,15 @@ from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
 
-_LENGTHS: Final = struct.Struct("<II")  # of header and payload
+# Neither is text: 0xC1 is in no UTF-8, and begins nothing in msgpack.
+_BEGIN: Final = b"\xc1Cp\x8e\x1d\xf2\xc1>"
+_END: Final = b"<\xc1\xd7\x0b\x94Cp\xc1"
+_HEAD: Final = struct.Struct("<8sIII")  # a mark; the lengths of header and payload, and their check
+_CHECK: Final = 0x5AC3_0F96
+_ALIGNMENT_BYTES: Final = 64  # of large payloads, which may be tensors
+_READS_MAX: Final = (
+    64  # for one look at what has arrived: another process may write faster than this one reads
+)
 _BUFFER_BYTES: Final = 64 * 1024
 _ONE_WRITE_BYTES_MAX: Final = 64 * 1024  # payloads below this are joined to their header: one system call
 _TENSOR: Final = 1  # msgpack extension type
@@ -103,6 +115,16 @@ class OutcomeHeader(NamedTuple):
     error: str = ""
     refused: Sequence[int] = ()
 
+    @classmethod
+    def read(cls, fields: Sequence[Any]) -> Self:
+        """The header of which these are the fields. Raises ValueError if they are not those of one."""
+        if [type(field) for field in fields] != _OUTCOME_TYPES:
+            raise ValueError("these are not the fields of an outcome")
+        return cls(*fields)
+
+
+_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, str, list]
+
 
 class Ending(NamedTuple):
     """Model process to worker, in place of an outcome or a Step: it is unhealthy, and ends now."""
@@ -116,7 +138,7 @@ class Ending(NamedTuple):
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self | None:
         """The message of which these are the header's fields; None if it is another one."""
-        return cls(*fields[1:]) if fields[0] == _ENDING else None
+        return cls(*fields[1:]) if fields and fields[0] == _ENDING else None
 
 
 class ProcessGoneError(ConnectionError):
@@ -131,6 +153,13 @@ def too_large(result_bytes_max: int) -> Failure:
     )
 
 
+class StrayBytesError(ProcessGoneError):
+    """What arrived is no message of the other process, so nothing that follows it can be read."""
+
+    def __init__(self) -> None:
+        super().__init__("something else wrote into the connection to the other process")
+
+
 # An exception's text may have lone surrogates. Threads may share this: packing plain values runs no Python.
 _HEADER_PACKER: Final = msgpack.Packer(unicode_errors="replace")
 
@@ -140,12 +169,12 @@ _HEADER_PACKER: Final = msgpack.Packer(unicode_errors="replace")
 
 def message_parts(header: Any, *payload: Buffer) -> list[Buffer]:
     """One message as pieces to be sent one after the other; those of a large payload are not copied."""
-    head = _HEADER_PACKER.pack(header)
+    fields = _HEADER_PACKER.pack(header)
     payload_bytes = sum(map(len, payload))
-    lengths = _LENGTHS.pack(len(head), payload_bytes)
+    head = _HEAD.pack(_BEGIN, len(fields), payload_bytes, len(fields) ^ payload_bytes ^ _CHECK)
     if payload_bytes < _ONE_WRITE_BYTES_MAX:
-        return [b"".join((lengths, head, *payload))]
-    return [lengths + head, *payload]
+        return [b"".join((head, fields, *payload, _END))]
+    return [head + fields, *payload, _END]
 
 
 def send_message(sock: socket.socket, header: Any, *payload: Buffer) -> None:
@@ -158,7 +187,10 @@ def send_message(sock: socket.socket, header: Any, *payload: Buffer) -> None:
 
 
 class MessageReader:
-    """Reads messages from a socket: small ones with one system call, large payloads without a copy."""
+    """Reads messages from a socket: small ones with one system call, large payloads without a copy.
+
+    `receive` waits for a message, and `receive_arrived` does not: what has arrived of one is kept.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -166,58 +198,110 @@ class MessageReader:
         self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
+        self._large: memoryview | None = None  # a message that does not fit into the buffer, without its head
+        self._filled = 0  # how much of that has arrived
+        self._lengths = (0, 0)  # of its header and payload
+        self._is_waiting = False  # the socket has to be readable before there can be another message
 
     @property
     def has_buffered(self) -> bool:
         """Whether a message, or a part of one, was read from the socket with the one before it."""
-        return self._start < self._end
+        return self._start < self._end and not self._is_waiting
 
     def receive(self) -> tuple[Any, Buffer]:
         """The next message's header (a NamedTuple arrives as a list) and payload.
 
-        Raises ProcessGoneError at the end of the stream.
+        Raises ProcessGoneError at the end of the stream, and StrayBytesError.
         """
-        if self._end - self._start < _LENGTHS.size:
-            self._fill(_LENGTHS.size)
-        head_bytes, payload_bytes = _LENGTHS.unpack_from(self._buffer, self._start)
-        self._start += _LENGTHS.size
-        header = msgpack.unpackb(self._take(head_bytes), strict_map_key=False)
-        return header, self._take(payload_bytes)
+        while (message := self._next()) is None:
+            self._read(0)
+        return message
 
-    def _take(self, size_bytes: int) -> Buffer:
-        if size_bytes > _BUFFER_BYTES:
-            return self._take_large(size_bytes)
-        if self._end - self._start < size_bytes:
-            self._fill(size_bytes)
-        start = self._start
-        self._start = end = start + size_bytes
-        return self._buffer[start:end]
+    def receive_arrived(self) -> tuple[Any, Buffer] | None:
+        """The same, if all of it has arrived; else None. Never waits."""
+        message = self._next()
+        reads = 0
+        while message is None and reads < _READS_MAX and self._read(socket.MSG_DONTWAIT):
+            message = self._next()
+            reads += 1
+        self._is_waiting = message is None
+        return message
 
-    def _fill(self, size_bytes: int) -> None:
-        """Read until at least `size_bytes` are buffered."""
-        buffered = self._end - self._start
-        self._view[:buffered] = self._view[self._start : self._end]
-        self._start, self._end = 0, buffered
-        while self._end < size_bytes:
-            self._end += self._receive_into(self._view[self._end :])
+    def _next(self) -> tuple[Any, Buffer] | None:
+        """The next message, if all of it was read. Raises StrayBytesError."""
+        if self._large is not None:
+            return self._next_large(self._large)
+        if self._start == self._end:
+            return None
+        start, buffered = self._start, self._end - self._start
+        if buffered < _HEAD.size:
+            if not _BEGIN.startswith(self._buffer[start : min(self._end, start + len(_BEGIN))]):
+                raise StrayBytesError
+            return None
+        begin, head_bytes, payload_bytes, check = _HEAD.unpack_from(self._buffer, start)
+        if begin != _BEGIN or check != head_bytes ^ payload_bytes ^ _CHECK:
+            raise StrayBytesError
+        after_bytes = head_bytes + payload_bytes + len(_END)
+        if _HEAD.size + after_bytes > _BUFFER_BYTES:
+            self._begin_large(head_bytes, payload_bytes)
+            return None
+        if buffered < _HEAD.size + after_bytes:
+            return None
+        head = start + _HEAD.size
+        payload = head + head_bytes
+        end = payload + payload_bytes
+        self._start = end + len(_END)
+        is_whole = self._buffer.startswith(_END, end)
+        return _message(self._buffer[head:payload], self._buffer[payload:end], is_whole=is_whole)
 
-    def _take_large(self, size_bytes: int) -> Buffer:
-        view: memoryview = np.empty(size_bytes, np.uint8).data  # a bytearray would be filled with zeros first
-        filled = self._end - self._start
-        view[:filled] = self._buffer[self._start : self._end]
+    def _begin_large(self, head_bytes: int, payload_bytes: int) -> None:
+        padding = -head_bytes % _ALIGNMENT_BYTES  # so that the payload is aligned
+        size = padding + head_bytes + payload_bytes + len(_END)
+        view: memoryview = np.empty(size, np.uint8).data  # a bytearray would be filled with zeros first
+        self._large, self._lengths = view[padding:], (head_bytes, payload_bytes)
+        self._start += _HEAD.size
+        self._filled = self._end - self._start
+        self._large[: self._filled] = self._view[self._start : self._end]
         self._start = self._end = 0
-        while filled < size_bytes:
-            filled += self._receive_into(view[filled:])
-        return view
 
-    def _receive_into(self, view: memoryview) -> int:
+    def _next_large(self, large: memoryview) -> tuple[Any, Buffer] | None:
+        if self._filled < len(large):
+            return None
+        head_bytes, payload_bytes = self._lengths
+        self._large, end = None, head_bytes + payload_bytes
+        return _message(large[:head_bytes], large[head_bytes:end], is_whole=large[end:] == _END)
+
+    def _read(self, flags: int) -> bool:
+        """Read once. False if nothing has arrived (MSG_DONTWAIT). Raises ProcessGoneError."""
+        large = self._large
+        if large is None and self._start:
+            buffered = self._end - self._start
+            self._view[:buffered] = self._view[self._start : self._end]
+            self._start, self._end = 0, buffered
         try:
-            received = self._sock.recv_into(view)
+            space = self._view[self._end :] if large is None else large[self._filled :]
+            received = self._sock.recv_into(space, 0, flags)
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise ProcessGoneError(str(error)) from error
         if not received:
             raise ProcessGoneError("the other process closed the connection")
-        return received
+        if large is None:
+            self._end += received
+        else:
+            self._filled += received
+        return True
+
+
+def _message(fields: Buffer, payload: Buffer, *, is_whole: bool) -> tuple[Any, Buffer]:
+    """A message that was read. Raises StrayBytesError, also if its end is not where it should be."""
+    if not is_whole:
+        raise StrayBytesError
+    try:
+        return msgpack.unpackb(fields, strict_map_key=False), payload
+    except ValueError:  # as all that msgpack raises
+        raise StrayBytesError from None
 
 
 def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
@@ -233,8 +317,13 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
 
 
 def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
-    """Receive the first message of a model process. Raises ProcessGoneError."""
-    (kind, *fields), _ = reader.receive()
+    """Wait for the first message of a model process. Raises ProcessGoneError."""
+    return read_load_result(reader.receive()[0])
+
+
+def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
+    """The first message of a model process, from its header."""
+    kind, *fields = header
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
     settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state = fields

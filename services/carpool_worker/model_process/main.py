@@ -10,7 +10,10 @@ renewing and committing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
+import secrets
 import signal
 import socket
 import sys
@@ -29,10 +32,11 @@ from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
-from carpool_worker.model_process.raised import RaisedLog, followed
+from carpool_worker.model_process.raised import RaisedLog, followed, trace_of
 from carpool_worker.model_process.step_loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
+DESCRIPTORS_MAX: Final = 4096  # that of the socket is below: the kernel keeps a table up to the highest
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,11 +48,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent(int(parent))
     keep_freed_memory()
     _leave_signals_to_the_worker()
-    sock = socket.socket(fileno=int(descriptor))
-    # Processes that the model starts must not inherit the socket: they could write to it, and while they hold
-    # it open, the worker does not notice that this process died.
-    sock.set_inheritable(False)
-    os.register_at_fork(after_in_child=sock.close)
+    sock = _set_apart(int(descriptor))
     os.dup2(2, 1)  # what a model prints goes to the logs
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for models that log with structlog
     try:
@@ -70,6 +70,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _set_apart(descriptor: int) -> socket.socket:
+    """The socket to the worker under another descriptor, that the model is not likely to write to.
+
+    A program that writes to a descriptor which it does not own, or closes one twice, means a low one: the
+    kernel gives out the lowest. This one is not known to it beforehand.
+
+    Processes that the model starts must not inherit the socket: they could write to it, and while they hold
+    it open, the end of this process does not end the connection.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else min(soft, DESCRIPTORS_MAX)
+    lowest = limit // 2 + secrets.randbelow(max(1, limit // 4))
+    sock = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest))
+    os.close(descriptor)
+    os.register_at_fork(after_in_child=sock.close)
+    return sock
+
+
 def _serve(sock: socket.socket, model: LoadedModel | SteppingModel, raised: RaisedLog) -> None:
     """Serve until the worker closes the connection. Raises Unhealthy."""
     if isinstance(model, SteppingModel):
@@ -85,7 +103,7 @@ def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
 
     At once: with a broken accelerator, to unload the model or to let its libraries clean up fails or hangs.
     """
-    traceback.print_exception(error)
+    print(trace_of(error), end="", file=sys.stderr)
     with contextlib.suppress(frames.ProcessGoneError):
         frames.send_message(sock, frames.Ending(str(error)).message())
     sys.stderr.flush()

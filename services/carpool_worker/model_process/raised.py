@@ -1,21 +1,25 @@
 """What a model raises: its traceback in the log, and its name for whoever watches the model.
 
 A name is the exception's class and the line that raised it, such as `KeyError at model.py:14`. It tells
-nothing of a request, as the exception's text may, so it is shown to operators who may not see bodies.
+nothing of a request, as the exception's text may, so it is shown to operators who may not see bodies. For the
+same reason the log has the traceback without texts, except at the level debug.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
 
+from carpool import shown
 from carpool.errors import CarpoolError, Unhealthy
 from carpool_worker.model_process.failures import Observe
 from carpool_worker.model_process.frames import OutcomeHeader
@@ -55,7 +59,8 @@ class RaisedLog:
         self._logged_at_s[name] = now_s
         left_out = self._left_out.pop(name, 0)
         more = {"left_out": left_out} if left_out else {}
-        self._log.error("model raised", error=name, **more, exception=trace_of(error))
+        trace = whole_trace_of(error) if self._log.is_enabled_for(logging.DEBUG) else trace_of(error)
+        self._log.error("model raised", error=name, **more, exception=trace)
 
     def named(self, message: Message) -> Message:
         """An outcome or a Step, with the name of what was raised since the last one."""
@@ -85,23 +90,17 @@ def _followed(hook: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
     return call
 
 
-def name_of(error: BaseException) -> str:
-    """The exception's class, and where the model raised it."""
-    kind, places = type(error).__name__, _stack_of(error)
-    if not places:
-        return kind
-    return f"{kind} at {Path(places[-1].filename).name}:{places[-1].lineno}"
+def _is_of_model(place: traceback.FrameSummary) -> bool:
+    return not place.filename.startswith(_PACKAGE)
 
 
-def trace_of(error: BaseException) -> str:
-    """The traceback, without the lines of this package before the model's."""
+# The class, and where the model raised it; the traceback without texts. Neither has lines of this package.
+name_of: Final = partial(shown.name_of, keep=_is_of_model)
+trace_of: Final = partial(shown.trace_of, keep=_is_of_model)
+
+
+def whole_trace_of(error: BaseException) -> str:
+    """The traceback with the text, which may quote a body: for the author of a model, who asked for it."""
     described = traceback.TracebackException.from_exception(error)
-    described.stack = _stack_of(error)
+    described.stack = traceback.StackSummary.from_list([at for at in described.stack if _is_of_model(at)])
     return "".join(described.format())
-
-
-def _stack_of(error: BaseException) -> traceback.StackSummary:
-    frames = traceback.extract_tb(error.__traceback__)
-    return traceback.StackSummary.from_list(
-        [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-    )

@@ -132,6 +132,6 @@ class Step(NamedTuple):
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
-        """A header that the process sent."""
+        """A header that the process sent. Raises TypeError or ValueError if it is no Step."""
         step_us, begin_us, size, running, advances, error = fields
         return cls(step_us, begin_us, size, running, [Advance(*advance) for advance in advances], error)

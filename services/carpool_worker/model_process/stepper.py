@@ -15,6 +15,7 @@ import structlog
 
 from carpool.errors import INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
+from carpool.shown import name_of
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import StackedItems
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
@@ -157,10 +158,11 @@ class Stepper:
         except BaseException as error:
             self._observe(error)
             if len(generations) > 1:
+                failure_of(error, INTERNAL)  # raises Unhealthy
                 self._log.warning(
                     "model raised on several requests: they are begun anew singly",
                     requests=len(generations),
-                    error=failure_of(error, INTERNAL)[1],
+                    error=name_of(error),
                 )
                 return False
             generations[0].reject(failure_of(error, INTERNAL))
@@ -191,10 +193,11 @@ class Stepper:
         try:
             self._model.end(generation)
         except BaseException as error:
+            failure_of(error, INTERNAL)  # raises Unhealthy
             self._log.error(
                 "the model's end raised",
                 correlation_id=generation.correlation_id,
-                error=failure_of(error, INTERNAL)[1],
+                error=name_of(error),
             )
 
     def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:

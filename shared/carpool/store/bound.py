@@ -9,7 +9,7 @@ from carpool.keys import WORKERS_GROUP
 from carpool.messages import Batch
 from carpool.store.connection import Command, CommandError, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX
-from carpool.store.worker import WorkerStore
+from carpool.store.worker import Reclaimed, WorkerStore
 from carpool.wire.batches import decode_batch
 from carpool.wire.inbox import InboxMessage, decode_message
 
@@ -17,6 +17,7 @@ INBOX_START: Final = "0"  # the ID after which the first message is
 _MESSAGES_MAX: Final = 100  # in one reply
 _PENDING_MAX: Final = 100
 _DRAIN: Final = Script("drain")
+_ASSIGN: Final = Script("assign")
 
 
 class BoundStore(WorkerStore):
@@ -41,10 +42,8 @@ class BoundStore(WorkerStore):
         self._link.close()
 
     def fetch(self, process: str, batch_ids: Sequence[str]) -> dict[str, Batch]:
-        """The batches of these that are the process's, by ID. The others were reclaimed, or deleted by hand.
-
-        Not with XREADGROUP, which would count it as a delivery, and change the epoch.
-        """
+        """The batches of these that are the process's, by ID. Others were reclaimed, or deleted by hand."""
+        self._assign(process)
         commands: list[Command] = []
         for batch_id in batch_ids:
             commands.append(("XPENDING", self._batches, WORKERS_GROUP, batch_id, batch_id, 1, process))
@@ -63,6 +62,7 @@ class BoundStore(WorkerStore):
     def pending(self, process: str) -> list[Batch]:
         """Batches that the process has, oldest first, at most 100."""
         try:
+            self._assign(process)
             pending = self._link.call(
                 "XPENDING", self._batches, WORKERS_GROUP, "-", "+", _PENDING_MAX, process
             )
@@ -71,6 +71,15 @@ class BoundStore(WorkerStore):
                 raise
             return []
         return list(self.fetch(process, [batch_id.decode() for batch_id, *_ in pending]).values())
+
+    def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
+        """As of any model: also a batch whose process died before it learned of it."""
+        self._assign(consumer)
+        return super().reclaim(consumer, lease_ms)
+
+    def _assign(self, process: str) -> None:
+        """Put what was dispatched into the pending lists of the processes that it is for."""
+        self._link.run(_ASSIGN, [self._batches], [process])
 
     def drain(self, process: str) -> None:
         """The process begins no more sequences."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from carpool import Unhealthy
+from carpool import StateSpec, Unhealthy
 
 if TYPE_CHECKING:
-    from carpool_worker.model_process.model import BoundSequence
+    from carpool_worker.model_process.model import BoundSequence, RequestInfo
     from carpool_worker.model_process.stepping import StepRequest
 
 ASSERT = (
@@ -91,16 +91,77 @@ class SaysSo(OnDevice):
             raise Unhealthy("the sensor is gone") from None
 
 
-class Silent:
-    """Echoes bodies. The body "break" breaks it in a way that nobody knows."""
-
-    max_batch_size = 2
+class Handle:
+    """What models use that fail in a way which nobody knows. The body "break" breaks it, and "bad" fails. To
+    others a file may be added, which gets a line each time."""
 
     def __init__(self) -> None:
         self._is_broken = False
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        self._is_broken |= "break" in batch
-        if self._is_broken:
+    def use(self, body: Any) -> Any:
+        verb, *files = str(body).split()
+        self._is_broken |= verb == "break"
+        if self._is_broken or verb == "bad":
             raise RuntimeError("handle 17 is not valid")
-        return batch
+        for file in files:
+            with Path(file).open("a") as lines:
+                lines.write(f"{verb}\n")
+        return body
+
+
+class Silent:
+    """Echoes bodies."""
+
+    max_batch_size = 2
+
+    def __init__(self) -> None:
+        self._handle = Handle()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [self._handle.use(body) for body in batch]
+
+
+class SilentSteps:
+    """Emits the body twice."""
+
+    max_batch_size = 2
+
+    def __init__(self) -> None:
+        self._handle = Handle()
+
+    def begin(self, requests: Sequence[StepRequest]) -> None:
+        for request in requests:
+            request.state = 0
+
+    def step(self, requests: Sequence[StepRequest]) -> None:
+        for request in requests:
+            request.emit(self._handle.use(request.body))
+            request.state += 1
+            if request.state == 2:
+                request.finish()
+
+
+class SilentStates:
+    """Echoes bodies of sequences, whose states are in Redis."""
+
+    max_batch_size = 2
+    states = (StateSpec("number", "INT64", (-1,)),)
+
+    def __init__(self) -> None:
+        self._handle = Handle()
+
+    def predict(self, batch: list[Any], requests: Sequence[RequestInfo], states: Any) -> Any:
+        return [self._handle.use(body) for body in batch], {"number": states["number"] + 1}
+
+
+class SilentSlots:
+    """Echoes bodies of sequences, whose states are in its slots."""
+
+    max_batch_size = 2
+    binds_sequences = True
+
+    def __init__(self) -> None:
+        self._handle = Handle()
+
+    def predict(self, batch: list[Any], requests: Sequence[RequestInfo | None]) -> list[Any]:
+        return [body if body is None else self._handle.use(body) for body in batch]

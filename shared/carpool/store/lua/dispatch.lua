@@ -14,8 +14,8 @@
 -- A request that was sent again may have its result already. Its batch names it in a field `answered`, and the worker
 -- does not execute it.
 --
--- A batch of a bound model is for one process: it is in the pending list of its consumer at once, as if that had
--- fetched it, and in its inbox.
+-- A batch of a bound model is for one process, which is told so in its inbox. It names the process, so that a worker
+-- puts it into the pending list of that (see assign.lua): a batcher may not fetch batches.
 --
 -- KEYS  1 requests   2 batches   3 held   4 order   5 batcher and 6 workers, if ARGV[2] is not ''   .. inboxes
 -- ARGV  1 entries to put into the order, '' if none
@@ -87,7 +87,7 @@ for b, batch in ipairs(cmsgpack.unpack(take())) do
       fields[#fields + 1] = table.concat(missing_here, ' ')
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
-    if batch[PROCESS] ~= '' then deliver_to_process(KEYS[2], batch[PROCESS], KEYS[batch[INBOX]], batch_ids[b]) end
+    if batch[PROCESS] ~= '' then tell_process(KEYS[batch[INBOX]], 'batch', batch_ids[b]) end
   end
 end
 

@@ -11,15 +11,3 @@ local function tell_process(inbox, field, value)
   redis.pcall('XADD', inbox, 'MAXLEN', '~', INBOX_MESSAGES_MAX, '*', field, value)
   redis.call('PEXPIRE', inbox, INBOX_TTL_MS)
 end
-
--- deliver_to_process(batches, process, inbox, id): the batch that was added last is for this process. What others have
--- added and nobody fetched, such as before the model was a bound one, is delivered to it, too. O(bytes of the batch).
-local function deliver_to_process(batches, process, inbox, id)
-  local fetch = { 'XREADGROUP', 'GROUP', 'workers', process, 'STREAMS', batches, '>' }
-  local fetched = redis.pcall(unpack(fetch))
-  if fetched and fetched.err then  -- the group was deleted with the stream
-    redis.pcall('XGROUP', 'CREATE', batches, 'workers', '0')
-    redis.pcall(unpack(fetch))
-  end
-  tell_process(inbox, 'batch', id)
-end
