@@ -66,8 +66,7 @@ class FrameHeader(NamedTuple):
     For a model that keeps states, the payload ends with the states of all requests.
 
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
-    `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one, or where
-    there is but one request.
+    `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
     """
 
     first: int
