@@ -586,7 +586,7 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
         if type(item) is Run:
             refusals += scheduler.offer(item, now_us)
         elif type(item) is Refusal:
-            refusals.append(scheduler.refuse_malformed(item))
+            refusals += scheduler.refuse_malformed(item)
     return refusals
 
 

@@ -132,9 +132,12 @@ def test_malformed_copy_is_removed_without_an_answer() -> None:
     for at in range(2):
         harness.offer("in-flight")
         assert bool(harness.poll(at)) == (not at)
-    assert statuses([scheduler.refuse_malformed(malformed("in-flight"))]) == ["removed in-flight"]
+    assert statuses(scheduler.refuse_malformed(malformed("in-flight"))) == ["removed in-flight"]
     for one in (malformed("other"), malformed("in-flight", "me")):
-        assert scheduler.refuse_malformed(one) is one
+        assert list(scheduler.refuse_malformed(one)) == [one]
+    columns = malformed("a")._replace(correlation_ids=["a", "in-flight", "b", "a"], body_names=["x"])
+    answered = list(scheduler.refuse_malformed(columns))
+    assert statuses(answered) == ["removed in-flight a", "INVALID_ARGUMENT a b"]
 
 
 def test_request_that_is_being_withdrawn_is_no_first_copy() -> None:

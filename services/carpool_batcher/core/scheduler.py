@@ -198,19 +198,18 @@ class Scheduler:
             return False
         return request in self._queue.ids or request in self._ids_in_flight
 
-    def refuse_malformed(self, refused: Refusal) -> Refusal:
-        """A request arrived that could not be decoded. Returns its Refusal: one without an answer, if it is
-        a request sent again that waits or is in flight, which the model's limits may have allowed before."""
-        part, (name, *_) = refused.breaks, refused.correlation_ids
-        if self._has_sequences:
-            is_again = part is not None and self.sequences.is_sent_again(part, name)
-        else:
-            is_again = self._is_sent_again((refused.reply_to, name))
-        if is_again:
-            return refused._replace(status=UNANSWERED, reason="duplicate", detail="", breaks=None)
+    def refuse_malformed(self, refused: Refusal) -> Iterable[Refusal]:
+        """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
+        an answer for those that were sent again, and wait or are in flight. A limit of the model that they
+        exceed now may have been a higher one before."""
+        if not self._has_sequences:
+            return self._answer_once(refused, set())
+        part = refused.breaks
+        if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
+            return (_unanswered(refused, refused.correlation_ids),)
         if part is not None:
-            self.refuse_arrival(part, name)
-        return refused
+            self.refuse_arrival(part, refused.correlation_ids[0])
+        return (refused,)
 
     def is_body_in_use(self, name: str) -> bool:
         """Whether a request that waits or is in flight has this stored body."""
@@ -463,23 +462,32 @@ class Scheduler:
             known.update((run.reply_to, name) for run in dispatched for name in run.correlation_ids)
         decided: list[Decision] = []
         for one in decisions:
-            if type(one) is Refusal and one.run is not None:
-                decided += self._answer_once(one, one.run, known)
+            if type(one) is Refusal:
+                decided += self._answer_once(one, known)
             else:
                 decided.append(one)
         return decided
 
-    def _answer_once(
-        self, refused: Refusal, run: Run, known: set[tuple[str | None, str]]
-    ) -> Iterable[Refusal]:
-        requests = [(run.reply_to, name) for name in run.correlation_ids]
-        again = [at for at, one in enumerate(requests) if one in known or self._is_sent_again(one)]
-        known.update(requests)
+    def _answer_once(self, refused: Refusal, known: set[tuple[str | None, str]]) -> Iterable[Refusal]:
+        """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
+        they are `known`, to which they are added, or were sent again."""
+        again: list[int] = []
+        for at, name in enumerate(refused.correlation_ids):
+            request = (refused.reply_to, name)
+            if request in known or self._is_sent_again(request):
+                again.append(at)
+            known.add(request)
         if not again:
             return (refused,)
-        if len(again) == len(run):
-            return (duplicate(run),)
-        return duplicate(run.take(again)), refused._replace(correlation_ids=run.correlation_ids)
+        names, run = refused.correlation_ids, refused.run
+        if len(again) == len(names):
+            return (_unanswered(refused, names),)
+        if run is not None:
+            copies = run.take(again)
+            return duplicate(copies), refused._replace(correlation_ids=run.correlation_ids)
+        removed = frozenset(again)
+        others = [name for at, name in enumerate(names) if at not in removed]
+        return _unanswered(refused, [names[at] for at in again]), refused._replace(correlation_ids=others)
 
     def _release(self, now_us: int) -> None:
         """Let delayed runs take part from now on, if their time has come."""
@@ -534,6 +542,13 @@ class Scheduler:
             doubtful=size - planned_size(dispatch.runs),
             producers=self._producers.remembered(dispatch.runs),
         )
+
+
+def _unanswered(refused: Refusal, names: Sequence[str]) -> Refusal:
+    """A Refusal of these of its requests, which get no answer and break no sequence."""
+    return refused._replace(
+        correlation_ids=names, status=UNANSWERED, reason="duplicate", detail="", breaks=None
+    )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:
