@@ -38,6 +38,7 @@ from carpool.messages import (
     tickets_of_each,
 )
 from carpool.model_settings import ModelKind
+from carpool.rows import Rows, StoredBody
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
@@ -473,7 +474,9 @@ class ModelBatcher:
         ttl_ms = scheduler.settings.result_ttl_ms
         answered: list[Refusal] = []
         for part in divide(refusals, emptied, changes_of_sequences, freed):
-            changes = self._store.refuse(part.refusals, part.emptied, ttl_ms, part.changes, part.freed)
+            changes = self._store.refuse(
+                part.refusals, part.emptied, ttl_ms, part.changes, part.freed, scheduler.is_body_in_use
+            )
             self._follow(session, changes)
             missing = set(changes.missing)
             answered += [
@@ -643,9 +646,7 @@ def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> lis
         if type(item) is Run:
             refusals += scheduler.offer(item, now_us)
         elif type(item) is Refusal:
-            refusals.append(item)
-            if item.breaks is not None:
-                scheduler.refuse_arrival(item.breaks, item.correlation_ids[0])
+            refusals += scheduler.refuse_malformed(item)
     return refusals
 
 
@@ -676,11 +677,12 @@ def _as_in_flight(batch: Batch) -> tuple[str, Dispatch, int]:
 
 
 def _as_run(batched: BatchedRun, cost: int) -> Run:
-    """A run in flight as the scheduler knows it; its bodies are not needed any more."""
+    """A run in flight as the scheduler knows it; of its bodies only the names of stored ones are needed."""
+    bodies = batched.bodies
     return Run(
         Entry(batched.entry_id, batched.arrival_us),
         batched.correlation_ids,
-        [],
+        [] if isinstance(bodies, Rows) else [body for body in bodies if type(body) is StoredBody],
         batched.content_type,
         batched.reply_to,
         batched.arrival_us,

@@ -399,8 +399,6 @@ class _ResultHead(NamedTuple):
 def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int | None]]:
     """Those of the requests at these positions, for a frame."""
     batch = execution.batch
-    if len(positions) == 1:
-        return ()
     if len(positions) == batch.size:
         deadlines = [(len(run.correlation_ids), run.deadline_us) for run in batch.runs]
     else:

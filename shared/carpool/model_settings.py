@@ -72,11 +72,13 @@ def _integer(lowest: int, units: Mapping[str, int] = _NO_UNITS, *, highest: int 
     return Kind(read)
 
 
-def _number(lowest: float, units: Mapping[str, int] = _NO_UNITS) -> Kind:
+def _number(lowest: float, units: Mapping[str, int] = _NO_UNITS, *, highest: float = _NUMBER_MAX - 1) -> Kind:
+    valid = f"of at least {lowest:g}" if highest == _NUMBER_MAX - 1 else f"from {lowest:g} to {highest:g}"
+
     def read(value: Any) -> float:
         number = _to_float(value, units)
-        if number is None or not lowest <= number < _NUMBER_MAX:
-            raise ValueError(f"must be a number of at least {lowest:g}{_or_with_a_unit(units)}")
+        if number is None or not lowest <= number <= highest:
+            raise ValueError(f"must be a number {valid}{_or_with_a_unit(units)}")
         return int(number) if number.is_integer() else number
 
     return Kind(read)
@@ -255,6 +257,11 @@ class ModelSettings:
         _integer(1, BYTES),
         "maximum bytes of requests that may wait; further requests are refused",
     )
+    max_delayed_share: float = _setting(
+        0.5,
+        _number(0, highest=1),
+        "share of max_queue_size and max_queue_bytes that delayed requests (not_before) may take",
+    )
     max_body_bytes: int = _setting(8 * 1024 * 1024, _integer(1, BYTES), "largest body of a request")
     max_result_bytes: int = _setting(
         RESULT_BYTES_DEFAULT,
@@ -353,6 +360,11 @@ class ModelSettings:
         if asked_ms is None or not may_override:
             return default_ms
         return min(asked_ms, self.max_expiration_ms)
+
+    def queue_size_of(self, priority: int) -> int | None:
+        """How many requests of this priority may wait; None: as many as of the model."""
+        policy = self.priority_policies.get(priority) if self.priority_policies else None
+        return None if policy is None else policy.max_queue_size
 
     def delays_expired(self, priority: int) -> bool:
         """Whether an expired request of this priority is executed after all others, and not refused."""
@@ -467,6 +479,7 @@ class ModelSettings:
 
 
 _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
+    "max_delayed_share": (ModelKind.PLAIN, ModelKind.STEPPING),
     "max_prefill_cost": (ModelKind.STEPPING,),
     "stream_buffer": (ModelKind.STEPPING,),
     "reader_idle_ms": (ModelKind.STEPPING,),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from carpool import AsyncClient, Client
 from carpool.errors import InvalidArgumentError
 from carpool.keys import Keys
+from carpool.model_settings import ModelSettings
+from carpool.store.connection import Link
+from carpool.store.worker import WorkerStore
+from carpool_cli.local.embedded import EmbeddedRedis
 from conftest import SERVERS
+from support.proxy import Proxy
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -84,6 +91,36 @@ async def test_clients_delay_requests(stack: Stack) -> None:
         for not_before in (15, 60.0, -1, float("nan"), "soon"):
             with pytest.raises(InvalidArgumentError, match="not_before: "):
                 await client.infer(MODEL, 7, not_before=not_before)  # type: ignore[arg-type]
+
+
+async def test_request_that_is_sent_again_has_what_is_left(server: Path) -> None:
+    """Given a server that was replaced by another one, which lacks the request, expect it there with the rest
+    of its delay and of its timeout: otherwise it could be delayed until after its producer gave up."""
+    with EmbeddedRedis(binary=server) as before, EmbeddedRedis(binary=server) as after:
+        redis: list[Any] = [Redis.from_url(one.url, protocol=2) for one in (before, after)]
+        for one in (before, after):
+            link = Link(one.url, name="test")
+            WorkerStore(link, KEYS).register(ModelSettings().as_text())
+            link.close()
+        with Proxy(before.port) as proxy:
+            async with AsyncClient(proxy.url) as client:
+                waiting = client.submit(MODEL, 7, not_before=10, timeout=15)
+                await asyncio.to_thread(
+                    wait_until, lambda: redis[0].xlen(KEYS.requests), description="it waits"
+                )
+                proxy.port = after.port
+                redis[0].client_kill_filter(_type="normal", skipme=True)
+                await asyncio.to_thread(
+                    wait_until, lambda: redis[1].xlen(KEYS.requests), description="it waits"
+                )
+                waiting.cancel()
+        (first,), (second,) = [one.xrange(KEYS.requests, count=1) for one in redis]
+        times = [
+            [int(fields[name]) for name in (b"expiration", b"not_before")] for _, fields in (first, second)
+        ]
+    assert times[0] == [15_000, 10_000]
+    assert times[1][0] < 15_000
+    assert times[1][0] - times[1][1] == 5000
 
 
 def test_blocking_client_delays_requests(stack: Stack) -> None:

@@ -104,7 +104,7 @@ def ignore_cost_of_all_but_one(patch: Patch) -> None:
 
 @FAULTS.found(examples=10)
 def admit_more_than_fits(patch: Patch) -> None:
-    def admit_part(queue: Queue, run: Run, _settings: object) -> list[Refusal]:
+    def admit_part(queue: Queue, run: Run, *_: object, **__: object) -> list[Refusal]:
         queue._insert(run, 0)
         return []
 

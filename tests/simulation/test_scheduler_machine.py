@@ -475,11 +475,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _entry(self, runs: list[tuple[Traits, list[str]]], entry_id: str | None = None) -> Entry:
         self.number += 1
         entry = Entry(entry_id or f"{self.number}-0", self.now_us)
-        entry.runs = [self._run(entry, fields, names) for fields, names in runs]
+        # What is read again has another address: `test_any_fields.py` is about requests sent again.
+        reply_to = None if entry_id is None else f"{self.number}"
+        entry.runs = [self._run(entry, fields, names, reply_to) for fields, names in runs]
         self.copies.append((entry.id, runs))
         return entry
 
-    def _run(self, entry: Entry, fields: Traits, names: list[str] | None = None) -> Run:
+    def _run(
+        self, entry: Entry, fields: Traits, names: list[str] | None = None, reply_to: str | None = None
+    ) -> Run:
         names = self._names(fields) if names is None else names
         arrival_us = self.now_us - fields.ago_us
         sizes = fields.sizes_bytes
@@ -491,6 +495,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             entry,
             names,
             bodies,
+            reply_to=reply_to,
             arrival_us=arrival_us,
             deadline_us=None if fields.expiration_us is None else arrival_us + fields.expiration_us,
             priority=fields.priority,

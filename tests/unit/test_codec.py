@@ -302,12 +302,13 @@ def test_byte_that_is_no_bool_in_a_model_that_takes_anything() -> None:
 
 
 def test_frame_has_the_deadlines_of_its_requests() -> None:
-    """For the model process, which executes the halves of a batch on which the model raised."""
+    """For the model process, which takes it when it is idle, and executes the halves of a batch on which the
+    model raised."""
     dated = [request_of([1])._replace(deadline_us=NOW_US + number) for number in (1, 2)]
     undated, alone = request_of([1]), request_of([1, 2])._replace(deadline_us=NOW_US + 3)
     execution = prepared(codec_of(ANY), dated[0], alone, undated, dated[1])
     deadlines = [(frame.positions, frame.header.deadlines) for frame in execution.frames]
-    assert deadlines == [([0, 2, 3], [(1, NOW_US + 1), (1, None), (1, NOW_US + 2)]), ([1], ())]
+    assert deadlines == [([0, 2, 3], [(1, NOW_US + 1), (1, None), (1, NOW_US + 2)]), ([1], [(1, NOW_US + 3)])]
     (frame,) = prepared(codec_of(ANY), undated, undated).frames
     assert frame.header.deadlines == ()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import Refusal, Run
+from carpool.messages import UNANSWERED, Dispatch, Refusal, Run
 from support.scheduler_harness import MS, SchedulerHarness, run
 
 
@@ -54,13 +55,83 @@ def test_delayed_request_stands_behind_those_that_arrived_before_its_time() -> N
 
 
 def test_delayed_requests_count_against_the_limits() -> None:
-    harness = SchedulerHarness(max_queue_size=2)
+    harness = SchedulerHarness(max_queue_size=4)
     assert harness.offer_runs([delayed("a b", 50)], at=0) == []
-    (refused,) = harness.offer("c")
-    assert refused.status == "RESOURCE_EXHAUSTED"
-    assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes > 0) == (2, True)
+    assert [one.correlation_ids for one in harness.offer("c d e")] == [["e"]]
+    assert harness.scheduler.waiting == 4
+    assert harness.poll(0) == ["idle: c d"]
+    harness.settle(1)
     assert harness.poll(50) == ["idle: a b"]
     assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "priority"),
+    [
+        ({"max_queue_size": 8}, 4),
+        ({"max_queue_bytes": 8}, 4),
+        ({"priority_policies": {9: {"max_queue_size": 8}}}, 9),
+        ({"max_queue_size": 40, "max_delayed_share": 0.1}, 4),
+    ],
+)
+def test_delayed_requests_have_a_share_of_each_limit(settings: Any, priority: int) -> None:
+    """So others always have space, whatever the producers of delayed ones do."""
+    harness = SchedulerHarness(processes=0, **settings)
+    one = delayed("a b c d e", 3_600_000, priority=priority)
+    (refused,) = harness.offer_runs([one], at=0)
+    assert (refused.status, refused.reason) == ("RESOURCE_EXHAUSTED", "delayed")
+    assert refused.detail.startswith("not_before: ") and "max_delayed_share" in refused.detail
+    assert "4 of 4 bytes wait" in refused.detail
+    assert (refused.correlation_ids, one.correlation_ids) == (["e"], ["a", "b", "c", "d"])
+    assert harness.offer("v w x y", priority=priority) == []
+    harness.withdraw("b")
+    assert harness.offer_runs([delayed("f", 3_600_000, priority=priority)], at=0) == []
+
+
+def test_share_of_a_short_queue_is_one_and_of_0_none() -> None:
+    harness = SchedulerHarness(processes=0, max_queue_size=1)
+    assert harness.offer_runs([delayed("a", 50)], at=0) == []
+    harness = SchedulerHarness(processes=0, max_delayed_share=0)
+    (refused,) = harness.offer_runs([delayed("a", 50)], at=0)
+    assert refused.reason == "delayed"
+
+
+def test_requests_whose_time_has_come_are_not_delayed_any_more() -> None:
+    """Also when the next batcher reads them: those that were accepted are not refused."""
+    harness = SchedulerHarness(processes=0, max_queue_size=4)
+    for names in ("ab", "cd"):
+        for name in names:
+            assert harness.offer_runs([delayed(name, 50)], at=60) == []
+    harness = SchedulerHarness(processes=0, max_queue_size=4)
+    assert harness.offer_runs([delayed("a b", 50)], at=0) == []
+    harness.poll(50)
+    assert harness.offer_runs([delayed("c d", 90)], at=50) == []
+
+
+def test_copy_of_a_delayed_request_waits_no_longer_than_the_first() -> None:
+    harness = SchedulerHarness(max_queue_size=4)
+    assert harness.offer_runs([delayed("a", 50)], at=0) == []
+    assert harness.offer_runs([delayed("a", 60)], at=10) == []
+    (refused,) = harness.offer_runs([delayed("a", 70)], at=20)
+    assert refused.status == UNANSWERED
+    (decision,) = harness.scheduler.poll(50_000)
+    assert isinstance(decision, Dispatch)
+    harness.scheduler.launch("1", decision, 50_000)
+    (copy,) = harness.scheduler.take_duplicates(decision.runs, (), 50_000)
+    assert copy.status == UNANSWERED and harness.scheduler.waiting == 0
+
+
+def test_request_that_expires_before_its_time_is_served_behind_all_others() -> None:
+    """Of a producer that writes an `arrival` which is long ago."""
+    harness = SchedulerHarness(processes=0, expiration_action="delay")
+    harness.offer_runs([delayed("a", 50, deadline=10)], at=0)
+    harness.offer("b", at=0, expiration=20)
+    assert harness.poll(30) == []
+    harness.offer("c", at=40)
+    assert harness.poll(50) == []
+    harness.scheduler.model_processes = 1
+    assert harness.poll(51) == ["idle: c b a"]
+    assert not harness.scheduler._queue._expired_outside
 
 
 def test_delayed_request_can_be_withdrawn_or_removed() -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
+import msgpack
 import numpy as np
 import pytest
 
 from carpool.errors import InvalidArgumentError, NotFoundError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.executor import ListItems, Outcome, Stacked, StackedItems, execute
-from carpool_worker.model_process.frames import Failure
+from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
+
+HOUR_US: Final = 3_600_000_000
 
 
 def run(
@@ -86,6 +91,31 @@ def test_only_those_that_are_awaited_are_executed_again() -> None:
 
 def test_late_requests_of_a_batch_that_did_not_raise_get_their_results() -> None:
     assert run_late(Counting(), 3, lambda index: True) == Outcome({}, [0, -1, -2], executed=3)
+
+
+@pytest.mark.parametrize(
+    ("ago_us", "late"),
+    [((1, None, None), (0,)), ((None, 1, 1), (1, 2)), ((1, 1, 1), (0, 1, 2)), ((-HOUR_US, None, None), ())],
+)
+def test_request_that_expired_while_its_frame_waited_is_not_executed(
+    ago_us: tuple[int | None, ...], late: tuple[int, ...]
+) -> None:
+    """The worker sends frames ahead. Nobody waits for the result of a request that expired meanwhile."""
+    called: list[list[int]] = []
+
+    def predict(batch: list[int]) -> list[int]:
+        called.append(list(batch))
+        return batch
+
+    redis_ahead_us = 7_000_000
+    redis_us = time.monotonic_ns() // 1000 + redis_ahead_us
+    deadlines = [(1, None if ago is None else redis_us - ago) for ago in ago_us]
+    frame = FrameHeader(0, 3, deadlines=deadlines, redis_ahead_us=redis_ahead_us)
+    header, _ = execute_frame(LoadedModel(lambda batch, _: predict(batch)), frame, msgpack.packb([1, 2, 3]))
+    in_time = [number + 1 for number in range(3) if number not in late]
+    assert called == ([in_time] if in_time else [])
+    assert tuple(header.failures) == late and header.executed == len(in_time)
+    assert {status for status, _ in header.failures.values()} <= {"DEADLINE_EXCEEDED"}
 
 
 def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:

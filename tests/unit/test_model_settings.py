@@ -44,6 +44,7 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "preferred_batch_sizes",
         "max_queue_size",
         "max_queue_bytes",
+        "max_delayed_share",
         "max_body_bytes",
         "max_result_bytes",
         "default_expiration_ms",

@@ -10,7 +10,7 @@ import pytest
 
 from carpool.client import retries
 from carpool.client.options import RequestOptions
-from carpool.client.retries import with_retries
+from carpool.client.retries import left_of, with_retries
 from carpool.errors import (
     AbortedError,
     CarpoolError,
@@ -88,6 +88,32 @@ async def test_timeout_is_for_all_attempts(pauses: list[float]) -> None:
     assert pauses == [0.1, 0.2]
     assert sender.options[0] == {"timeout": 0.35}
     assert all(0 < options["timeout"] < 0.35 for options in sender.options[1:])  # type: ignore[operator]
+
+
+async def test_delay_is_counted_from_the_first_attempt() -> None:
+    sender = Sender([InternalError(str(number)) for number in range(3)])
+    assert await retry(sender, {"retries": 3, "timeout": 5.0, "not_before": 4.9}) == "sent"
+    first, *later = sender.options
+    assert first == {"timeout": 5.0, "not_before": 4.9}
+    for options in later:
+        assert options["timeout"] - options["not_before"] == pytest.approx(0.1)  # type: ignore[operator]
+        assert options["not_before"] < 4.9  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("options", "timeout_s", "left"),
+    [
+        ({"lane": "a"}, None, {"lane": "a"}),
+        ({"not_before": 3}, None, {"not_before": 1}),
+        ({"not_before": 3, "timeout": 5}, 5, {"not_before": 1, "timeout": 3}),
+        ({"not_before": 1.5}, 5, {"not_before": 0, "timeout": 3}),
+        ({"timeout": 1}, 1, {"timeout": retries.TIMEOUT_S_MIN}),
+        ({"not_before": "soon"}, None, {"not_before": "soon"}),  # which is refused when it is sent
+        ({"not_before": -1}, None, {"not_before": -1}),
+    ],
+)
+def test_what_is_left_of_options(options: Any, timeout_s: float | None, left: Any) -> None:
+    assert left_of(options, timeout_s, 2) == left
 
 
 async def test_closed_client_sends_nothing_again(pauses: list[float]) -> None:

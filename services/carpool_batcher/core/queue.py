@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages import PRIORITY_LEVELS, Refusal, Run
@@ -16,7 +16,7 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
 from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.delayed import DelayedRuns
-from carpool_batcher.core.duplicates import WaitingIds
+from carpool_batcher.core.duplicates import BodiesInUse, WaitingIds, repeated_in
 from carpool_batcher.core.fairness import Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.sequences import Decided, Sequences
@@ -24,6 +24,15 @@ from carpool_batcher.core.withdrawals import ArrivedLater
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 _Pop = Callable[[BatchLimits, Mapping[str, float]], PoppedBatch]
+_IsSentAgain = Callable[[tuple[str | None, str]], bool]
+
+
+class _Limit(NamedTuple):
+    """A limit on what may wait: how many more requests, or bytes, may; and why a request is refused by it."""
+
+    space: int
+    reason: str
+    detail: Callable[[Sequence[int]], str]  # of the sizes, in bytes, of the requests that are refused
 
 
 class Queue:
@@ -34,7 +43,8 @@ class Queue:
     (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that changed
     since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
     process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
-    put them off; they count, too.
+    put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names of stored
+    bodies.
     """
 
     def __init__(self, sequences: Sequences | None = None) -> None:
@@ -46,9 +56,11 @@ class Queue:
         self.changed: set[str] = set()
         self.delayed = DelayedRuns()
         self.ids = WaitingIds()
+        self.bodies = BodiesInUse()
         self._count_by_priority = [0] * PRIORITY_LEVELS
         self._sequences = Sequences() if sequences is None else sequences
-        self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
+        # In no lane yet, followers and delayed runs: to be served behind all others when they are in one.
+        self._expired_outside: set[Run] = set()
         self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
 
     def __contains__(self, run: Run) -> bool:
@@ -70,35 +82,63 @@ class Queue:
 
     # --- admitting -----------------------------------------------------------------------------------------
 
-    def admit(self, run: Run, settings: ModelSettings) -> list[Refusal]:
+    def admit(
+        self,
+        run: Run,
+        settings: ModelSettings,
+        now_us: int = 0,
+        is_sent_again: _IsSentAgain = lambda request: False,
+    ) -> list[Refusal]:
         """Admit a run, or as much of it as the limits allow. Returns the Refusals of the others, which are
-        taken out of the run; if none is admitted, the Refusal is of the run itself."""
+        taken out of the run; if none is admitted, one of the Refusals is of the run itself.
+
+        A request that is not admitted and `is_sent_again` gets no answer: the first copy of it has one. The
+        later copies of requests give their places to others, so there may be Refusals of other runs.
+        """
+        refusals: list[Refusal] = []
+        if len(run.correlation_ids) > 1 and (repeats := _repeats(run)):
+            refusals.append(duplicate(run.take(repeats)))
         if settings.max_batch_cost is not None and run.cost > settings.max_batch_cost:
             detail = f"cost: {run.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
-            return [refusal(run, INVALID_ARGUMENT, "cost", detail)]
-        size_bytes, count = bytes_of(run), len(run.correlation_ids)
-        if (
-            self.count + self.withheld + count > settings.max_queue_size
-            or self.bytes + size_bytes > settings.max_queue_bytes
-            or (settings.priority_policies and count > self._priority_space(run.priority, settings))
-        ):
-            return self._admit_part(run, settings)
-        self._insert(run, size_bytes)
-        return []
+            return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
+        is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
+        size_bytes = bytes_of(run)
+        if self._has_space(run, size_bytes, settings, is_delayed=is_delayed):
+            self._insert(run, size_bytes, is_delayed=is_delayed)
+            return refusals
+        copies = _part(run, _sent_again(run, is_sent_again))
+        if copies is not None:
+            refusals.append(duplicate(copies))
+        if copies is run:
+            return refusals
+        refusals += self._drop_copies()
+        return refusals + self._admit_part(run, settings, is_delayed=is_delayed)
 
-    def _insert(self, run: Run, size_bytes: int) -> None:
+    def _has_space(self, run: Run, size_bytes: int, settings: ModelSettings, *, is_delayed: bool) -> bool:
+        """Whether all of a run may wait."""
+        count = len(run.correlation_ids)
+        return (
+            self.count + self.withheld + count <= settings.max_queue_size
+            and self.bytes + size_bytes <= settings.max_queue_bytes
+            and (not settings.priority_policies or count <= self._priority_space(run.priority, settings))
+            and (not is_delayed or self.delayed.have_space(run, size_bytes, settings))
+        )
+
+    def _insert(self, run: Run, size_bytes: int, *, is_delayed: bool = False) -> None:
         if run.sequence is not None:
             self._sequences.add(run)
-        elif run.not_before_ms:
-            self.delayed.add(run)
         else:
-            self._enter_lane(run, run.lane, size_bytes)
+            if is_delayed:
+                self.delayed.add(run)
+            else:
+                self._enter_lane(run, run.lane, size_bytes)
             self.ids.add(run)
         count = len(run.correlation_ids)
         self.count += count
         if not run.is_doubtful:
             self.arrived += count
         self.bytes += size_bytes
+        self.bodies.add(run)
         self._count_by_priority[run.priority] += count
 
     def release(self, now_us: int) -> list[Run]:
@@ -106,7 +146,7 @@ class Queue:
         released = self.delayed.due(now_us)
         for run in released:
             self._enter_lane(run, run.lane, bytes_of(run))
-            self.ids.add(run)
+            self._move_if_expired(run)
         return released
 
     def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
@@ -123,46 +163,61 @@ class Queue:
         self._lanes_of.setdefault(process, set()).add(name)
         return Lane(name, run.lane, process)
 
-    def _admit_part(self, run: Run, settings: ModelSettings) -> list[Refusal]:
+    def _admit_part(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> list[Refusal]:
         """Admit the requests of a run in order, each if there is space for it."""
-        queue_space = settings.max_queue_size - self.count - self.withheld
-        count_max = min(queue_space, self._priority_space(run.priority, settings))
-        bytes_max = settings.max_queue_bytes - self.bytes
+        by_number, by_bytes = self._limits_of(run, settings, is_delayed=is_delayed)
+        bytes_max = by_bytes.space
         admitted = 0
         over_count: list[int] = []
         over_bytes: list[int] = []
         sizes = sizes_bytes(run)
         for at, size_bytes in enumerate(sizes):
-            if admitted >= count_max:
+            if admitted >= by_number.space:
                 over_count.append(at)
             elif size_bytes > bytes_max:
                 over_bytes.append(at)
             else:
                 admitted += 1
                 bytes_max -= size_bytes
-        refused_sizes = [sizes[at] for at in over_bytes]
-        # Those over the count are at the end, so the other indexes stay valid.
-        by_count = _part(run, over_count)
-        by_bytes = _part(run, over_bytes)
-        if admitted:
-            self._insert(run, bytes_of(run))
         refusals: list[Refusal] = []
-        if by_bytes is not None:
-            detail = self._full_of_bytes(refused_sizes)
-            refusals.append(refusal(by_bytes, RESOURCE_EXHAUSTED, "queue_bytes", detail))
-        if by_count is not None:
-            is_queue_full = queue_space <= count_max
-            detail = self._full_of_requests() if is_queue_full else _full_for_priority(run.priority)
-            refusals.append(refusal(by_count, RESOURCE_EXHAUSTED, "queue_size", detail))
+        # Those over the count are at the end, so the other indexes stay valid.
+        refused = [
+            (by_number, over_count, _part(run, over_count)),
+            (by_bytes, over_bytes, _part(run, over_bytes)),
+        ]
+        if admitted:
+            self._insert(run, bytes_of(run), is_delayed=is_delayed)
+        for limit, indexes, part in reversed(refused):
+            if part is not None:
+                detail = limit.detail([sizes[at] for at in indexes])
+                refusals.append(refusal(part, RESOURCE_EXHAUSTED, limit.reason, detail))
         return refusals
+
+    def _limits_of(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
+        """How many more requests like those of a run may wait, and of how many bytes."""
+        numbers = [
+            _Limit(
+                settings.max_queue_size - self.count - self.withheld, "queue_size", self._full_of_requests
+            ),
+            _Limit(
+                self._priority_space(run.priority, settings),
+                "queue_size",
+                lambda sizes: _full_for_priority(run.priority),
+            ),
+        ]
+        sizes = [_Limit(settings.max_queue_bytes - self.bytes, "queue_bytes", self._full_of_bytes)]
+        if is_delayed:
+            number, size_bytes = self.delayed.space(run.priority, settings)
+            numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full(settings)))
+            sizes.append(_Limit(size_bytes, "delayed", lambda sizes: self.delayed.full(settings)))
+        return min(numbers, key=lambda limit: limit.space), min(sizes, key=lambda limit: limit.space)
 
     def _priority_space(self, priority: int, settings: ModelSettings) -> int:
         """How many more requests of a priority may wait by the limit of this priority."""
-        policy = settings.priority_policies.get(priority)
-        limit = None if policy is None else policy.max_queue_size
+        limit = settings.queue_size_of(priority)
         return NO_LIMIT if limit is None else limit - self._count_by_priority[priority]
 
-    def _full_of_requests(self) -> str:
+    def _full_of_requests(self, refused_sizes: Sequence[int]) -> str:
         content = f"{self.count} requests wait"
         if self.withheld:
             content += f", {self.withheld} results are withheld until earlier ones are done"
@@ -193,6 +248,7 @@ class Queue:
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
             self._count_by_priority[run.priority] -= len(run.correlation_ids)
+            self.bodies.remove(run, is_popped=True)
         self.ids.remove(batch.runs)
         self._drop_if_empty(lane)
         if self._sequences:
@@ -209,8 +265,9 @@ class Queue:
         size_bytes = bytes_of(run)
         self._count_removed(run, size_bytes)
         if self._is_follower(run):
-            self._followers_expired.discard(run)
+            self._expired_outside.discard(run)
         elif run in self.delayed:
+            self._expired_outside.discard(run)
             self.delayed.remove(run)
         else:
             lane = self._lane_of(run)
@@ -241,6 +298,7 @@ class Queue:
         names = frozenset(arrived_later)
         named = [run for run in self.runs() if not names.isdisjoint(run.correlation_ids)]
         refusals: list[Refusal] = []
+        answered: set[tuple[str | None, str]] = set()
         for run in named:
             indexes = [
                 at
@@ -249,19 +307,32 @@ class Queue:
             ]
             if indexes:
                 taken = self.take(run, indexes)
-                refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
+                copies = _part(taken, repeated_in(taken, answered))
+                if copies is not None:
+                    refusals.append(duplicate(copies))
+                if copies is not taken:
+                    refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
         return refusals
 
     def take_duplicates(self, dispatched: Iterable[Run]) -> list[Refusal]:
         """Remove the requests that repeat one of these, which are in flight now. They get no answer of their
         own: that of the first copy is theirs."""
+        return self._remove_copies(self.ids.later_copies(dispatched))
+
+    def _drop_copies(self) -> list[Refusal]:
+        """Remove what waits more than once, except for its first copy. O(copies)."""
+        if not self.ids.repeated:
+            return []
+        refusals = self._remove_copies(self.ids.all_later())
+        self.ids.forget_later()
+        return refusals
+
+    def _remove_copies(self, copies: Mapping[Run, set[str]]) -> list[Refusal]:
         refusals: list[Refusal] = []
-        for run in dispatched:
-            for name in self.ids.repeated.keys() & run.correlation_ids:
-                for other in self.ids.repeated.get(name, ()):
-                    if other.reply_to == run.reply_to and other in self:
-                        indexes = [at for at, found in enumerate(other.correlation_ids) if found == name]
-                        refusals.append(duplicate(self.take(other, indexes)))
+        for run, names in copies.items():
+            indexes = [at for at, name in enumerate(run.correlation_ids) if name in names]
+            if indexes:
+                refusals.append(duplicate(self.take(run, indexes)))
         return refusals
 
     def forget(self, runs: Iterable[Run]) -> None:
@@ -276,6 +347,7 @@ class Queue:
         self.bytes -= size_bytes
         self._count_by_priority[run.priority] -= count
         self.ids.remove((run,))
+        self.bodies.remove(run)
 
     def _drop_if_empty(self, lane: Lane) -> None:
         self.changed.add(lane.name)
@@ -298,19 +370,17 @@ class Queue:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
             self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
-            if run in self._followers_expired:
-                self._followers_expired.remove(run)
-                self.move_expired(run)
+            self._move_if_expired(run)
         for refused in decided.refusals:
             if refused.run is not None:
-                self._followers_expired.discard(refused.run)
+                self._expired_outside.discard(refused.run)
                 self._count_removed(refused.run, bytes_of(refused.run))
 
     def follow_again(self, head: Run) -> None:
         """A head becomes a follower, because its model process is gone, or drains."""
         lane = self._lane_of(head)
         if head in lane.expired:
-            self._followers_expired.add(head)
+            self._expired_outside.add(head)
         lane.remove(head, bytes_of(head))
         self._drop_if_empty(lane)
 
@@ -329,19 +399,25 @@ class Queue:
         self.changed.add(lane.name)
 
     def move_expired(self, run: Run) -> None:
-        """A waiting run expired, and is served behind all others."""
-        if self._is_follower(run):
-            self._followers_expired.add(run)
+        """A waiting run expired, and is served behind all others. One in no lane is so once it is in one."""
+        if self._is_follower(run) or run in self.delayed:
+            self._expired_outside.add(run)
             return
         lane = self._lane_of(run)
         lane.move_expired(run)
         self.changed.add(lane.name)
 
+    def _move_if_expired(self, run: Run) -> None:
+        """A run that is in a lane now: whether it expired before."""
+        if run in self._expired_outside:
+            self._expired_outside.remove(run)
+            self.move_expired(run)
+
     def has_expired(self, run: Run) -> bool:
         """Whether a waiting run is served behind all others, because it expired."""
-        if self._is_follower(run):
-            return run in self._followers_expired
-        return run not in self.delayed and run in self._lane_of(run).expired
+        if self._is_follower(run) or run in self.delayed:
+            return run in self._expired_outside
+        return run in self._lane_of(run).expired
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -368,6 +444,25 @@ def _part(run: Run, indexes: Sequence[int]) -> Run | None:
     if not indexes:
         return None
     return run if len(indexes) == len(run) else run.take(indexes)
+
+
+def _repeats(run: Run) -> list[int]:
+    """The indexes of requests that are in this run before. Requests of sequences are alone in theirs."""
+    names = run.correlation_ids
+    return [] if len(set(names)) == len(names) else repeated_in(run, set())
+
+
+def _sent_again(run: Run, is_sent_again: _IsSentAgain) -> list[int]:
+    if run.sequence is not None:
+        return []
+    return [at for at, name in enumerate(run.correlation_ids) if is_sent_again((run.reply_to, name))]
+
+
+def _refuse(run: Run, is_sent_again: _IsSentAgain, status: str, reason: str, detail: str) -> list[Refusal]:
+    """The Refusals of all requests of a run."""
+    copies = _part(run, _sent_again(run, is_sent_again))
+    refusals = [] if copies is None else [duplicate(copies)]
+    return refusals if copies is run else [*refusals, refusal(run, status, reason, detail)]
 
 
 def _full_for_priority(priority: int) -> str:

@@ -25,7 +25,9 @@
    dispatch for its deadline; in flight it has no deadline.
 5. A request that would exceed `max_queue_size` (of the model or of its priority) or `max_queue_bytes` is
    refused on arrival: always the newest, never one that waits. A withheld result counts as a waiting request.
-   A request whose cost alone exceeds `max_batch_cost` is refused on arrival, too.
+   A request whose cost alone exceeds `max_batch_cost` is refused on arrival, too. Of each limit delayed
+   requests (rule 10) take only a share. A request that was sent again is never refused while another copy of
+   it waits or is in flight: it is removed without an answer. Later copies give way to other requests.
 6. The unit is the run: requests of one entry that differ only in correlation ID and body. Every rule has the
    outcome that it would have for each request by itself. A run is cut where a batch ends, where another
    tenant's turn begins, and where some of its requests are withdrawn or refused.
@@ -53,8 +55,10 @@ from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages import (
+    UNANSWERED,
     Dispatch,
     DispatchReason,
+    Entry,
     ExecutedOf,
     Refusal,
     Run,
@@ -68,7 +72,7 @@ from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.doubtful_producers import DoubtfulProducers, planned_size
-from carpool_batcher.core.duplicates import Separated, separate
+from carpool_batcher.core.duplicates import IdsInFlight, Separated, separate
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence_refusals import ended_by_force
 from carpool_batcher.core.sequences import Sequences
@@ -101,6 +105,7 @@ class Scheduler:
         self._dispatcher = Dispatcher(self._queue, self.capacity, self.processes)
         self._withdrawals = PendingWithdrawals()
         self._streams = RequestsInFlight()  # of a stepping model
+        self._ids_in_flight = IdsInFlight()  # not of sequences, which know their duplicates themselves
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
 
@@ -179,12 +184,36 @@ class Scheduler:
                 return [refused]
         if self._producers:
             run.is_doubtful = self._producers.is_doubtful(run.producer)
-        refusals = self._queue.admit(run, self._settings)
+        refusals = self._queue.admit(run, self._settings, now_us, self._is_sent_again)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
         if refusals and run.sequence is not None:
             self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
+
+    def _is_sent_again(self, request: tuple[str | None, str]) -> bool:
+        """Whether another copy of a request, by address and correlation ID, waits or is in flight. What is
+        being withdrawn does not count: its producer may send a new request under the same ID."""
+        if self._withdrawals.arrived_later and request[1] in self._withdrawals.arrived_later:
+            return False
+        return request in self._queue.ids or request in self._ids_in_flight
+
+    def refuse_malformed(self, refused: Refusal) -> Iterable[Refusal]:
+        """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
+        an answer for those that were sent again, and wait or are in flight. A limit of the model that they
+        exceed now may have been a higher one before."""
+        if not self._has_sequences:
+            return self._answer_once(refused, set())
+        part = refused.breaks
+        if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
+            return (_unanswered(refused, refused.correlation_ids),)
+        if part is not None:
+            self.refuse_arrival(part, refused.correlation_ids[0])
+        return (refused,)
+
+    def is_body_in_use(self, name: str) -> bool:
+        """Whether a request that waits or is in flight has this stored body."""
+        return name in self._queue.bodies
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
@@ -211,20 +240,27 @@ class Scheduler:
     def withdraw(self, withdrawal: Withdrawal) -> None:
         """A producer withdraws requests. `carry_out_withdrawals` says which of them are found, and when."""
         self._withdrawals.add(withdrawal)
-        self._cancelled += self._streams.cancel(withdrawal.correlation_ids)
+        self._cancel(withdrawal.correlation_ids)
+
+    def _cancel(self, correlation_ids: Iterable[str]) -> None:
+        """Answer those of these requests that are in flight, of a stepping model."""
+        cancelled = self._streams.cancel(correlation_ids)
+        self._ids_in_flight.answered(cancel.run for cancel in cancelled)
+        self._cancelled += cancelled
 
     def carry_out_withdrawals(self, now_us: int) -> Withdrawn:
         """What becomes of withdrawals now: a Refusal for each run that waits; of a stepping model, those in
         flight. O(1) if no look is due, else O(all waiting)."""
-        cancelled, self._cancelled = self._cancelled, []
         waiting = self._queue.count
         due_us = self._withdrawals.due_us(waiting)
-        if due_us is None or due_us > now_us:
-            return Withdrawn((), cancelled, ())
-        arrived_later, entries = self._withdrawals.take(waiting, now_us)
-        refusals = self._queue.withdraw(arrived_later)
-        # Some may have been dispatched since. Of two with one ID the wrong one might be answered.
-        cancelled += self._streams.cancel(name for name, later in arrived_later.items() if not later)
+        refusals: Sequence[Refusal] = ()
+        entries: Sequence[Entry] = ()
+        if due_us is not None and due_us <= now_us:
+            arrived_later, entries = self._withdrawals.take(waiting, now_us)
+            refusals = self._queue.withdraw(arrived_later)
+            # Some may have been dispatched since. Of two with one ID the wrong one might be answered.
+            self._cancel(name for name, later in arrived_later.items() if not later)
+        cancelled, self._cancelled = self._cancelled, []
         return Withdrawn(refusals, cancelled, entries)
 
     def forget(self, runs: Iterable[Run]) -> None:
@@ -239,9 +275,11 @@ class Scheduler:
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """A Dispatch of the last `poll` was carried out, with these of its runs. Their bodies are released:
         they are in Redis, in the batch."""
+        if self._queue.bodies.are_popped:
+            self._queue.bodies.launch(batch_id, dispatch.runs)
         batch = self._in_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
-        self._watch_batch(batch_id, batch)
+        self._watch_batch(batch_id, batch, dispatch.runs)
 
     def separate(self, dispatches: Sequence[Dispatch]) -> Separated:
         """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
@@ -277,17 +315,20 @@ class Scheduler:
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
         """A batch is in flight that a previous batcher dispatched."""
+        self._queue.bodies.launch(batch_id, dispatch.runs)
         batch = self._in_flight(dispatch, dispatched_us)
         self.capacity.adopt(batch_id, batch)
-        self._watch_batch(batch_id, batch)
+        self._watch_batch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
             if run.sequence is not None and self._has_sequences:  # not one of a model that was replaced
                 self.sequences.adopt(run, dispatch.process)
         if dispatch.process:
             self.processes.begin_batch(dispatch.process)
 
-    def _watch_batch(self, batch_id: str, batch: InFlightBatch) -> None:
+    def _watch_batch(self, batch_id: str, batch: InFlightBatch, runs: Iterable[Run]) -> None:
         self._deadlines.watch_batch(batch_id, batch.expiring)
+        if not self._has_sequences:
+            self._ids_in_flight.launch(batch_id, runs)
         if self._kind is ModelKind.STEPPING:
             self._streams.add(batch_id, batch.runs)
 
@@ -333,6 +374,8 @@ class Scheduler:
         for run in runs:
             if run.sequence is not None:
                 self.sequences.fail(run)
+            else:
+                self._ids_in_flight.answered((run,))
 
     def _runs_of_sequences(self, batch_id: str) -> list[Run]:
         if not self._has_sequences:
@@ -341,6 +384,8 @@ class Scheduler:
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
 
     def _end_batch_in_flight(self, batch_id: str) -> None:
+        self._ids_in_flight.end(batch_id)
+        self._queue.bodies.end(batch_id)
         batch = self.capacity.in_flight.get(batch_id)
         if batch is not None:
             self._streams.remove(batch_id, batch.runs)
@@ -390,6 +435,7 @@ class Scheduler:
     def poll(self, now_us: int) -> list[Decision]:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
         self._polled_us = now_us
+        self._queue.bodies.begin_poll()
         if self._queue.delayed.requests:
             self._release(now_us)
         decisions = self._deadlines.run_due(self._settings, now_us)
@@ -397,11 +443,49 @@ class Scheduler:
             return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
-            return decisions
+            return self._answered_once(decisions) if decisions else decisions
         decisions += self._decide_sequences(now_us)
         decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
         decisions += self._decide_sequences(now_us)  # requests may have been refused
         return decisions
+
+    def _answered_once(self, decisions: list[Decision]) -> list[Decision]:
+        """These decisions, without the answers to requests of which another copy waits, is to be dispatched
+        or is in flight: its answer is theirs."""
+        if Refusal not in map(type, decisions):
+            return decisions
+        known: set[tuple[str | None, str]] = set()
+        if self._queue.ids.is_repeated_popped:  # else no copy of a refused request is to be dispatched
+            dispatched = [run for one in decisions if type(one) is Dispatch for run in one.runs]
+            known.update((run.reply_to, name) for run in dispatched for name in run.correlation_ids)
+        decided: list[Decision] = []
+        for one in decisions:
+            if type(one) is Refusal:
+                decided += self._answer_once(one, known)
+            else:
+                decided.append(one)
+        return decided
+
+    def _answer_once(self, refused: Refusal, known: set[tuple[str | None, str]]) -> Iterable[Refusal]:
+        """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
+        they are `known`, to which they are added, or were sent again."""
+        again: list[int] = []
+        for at, name in enumerate(refused.correlation_ids):
+            request = (refused.reply_to, name)
+            if request in known or self._is_sent_again(request):
+                again.append(at)
+            known.add(request)
+        if not again:
+            return (refused,)
+        names, run = refused.correlation_ids, refused.run
+        if len(again) == len(names):
+            return (_unanswered(refused, names),)
+        if run is not None:
+            copies = run.take(again)
+            return duplicate(copies), refused._replace(correlation_ids=run.correlation_ids)
+        removed = frozenset(again)
+        others = [name for at, name in enumerate(names) if at not in removed]
+        return _unanswered(refused, [names[at] for at in again]), refused._replace(correlation_ids=others)
 
     def _release(self, now_us: int) -> None:
         """Let delayed runs take part from now on, if their time has come."""
@@ -456,6 +540,13 @@ class Scheduler:
             doubtful=size - planned_size(dispatch.runs),
             producers=self._producers.remembered(dispatch.runs),
         )
+
+
+def _unanswered(refused: Refusal, names: Sequence[str]) -> Refusal:
+    """A Refusal of these of its requests, which get no answer and break no sequence."""
+    return refused._replace(
+        correlation_ids=names, status=UNANSWERED, reason="duplicate", detail="", breaks=None
+    )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:

@@ -5,7 +5,7 @@ failing item is alone, and the others get their results. Of n items, one failing
 calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
 results are missing. So do wrong new states.
 
-Those whose deadlines have passed are not executed again: nobody waits for their results.
+Those whose deadlines have passed are not executed, and not executed again: nobody waits for their results.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _LATE: Final = (
     DEADLINE_EXCEEDED,
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
 )
+
+_LATE_BEFORE: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
 
 Stacked = dict[str, Array]  # by tensor name; the first dimension counts the items
 
@@ -145,14 +147,17 @@ def execute(
     requests: Sequence[RequestInfo],
     states: States | None = None,
     is_late: Callable[[int], bool] = never_late,
+    late: Sequence[int] = (),
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
+    `late`: those of which it had passed before, which are not executed.
     """
     failures = validate(model, items)
     refused = tuple(failures)
+    failures.update((index, _LATE_BEFORE) for index in late if index not in failures)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]

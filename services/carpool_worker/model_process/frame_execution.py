@@ -23,11 +23,23 @@ def execute_frame(
         payload, rows = frames.divide_payload(payload, frame.size * len(model.initial_state))
         states = States(model.states, rows, frame.size)
     items, requests = decode_items(frame, payload), [RequestInfo(*info) for info in frame.requests]
+    is_late = _lateness(frame)
+    late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
     started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, requests, states, _lateness(frame))
+    outcome = execute(model, items, requests, states, is_late, late)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     header, data = encode_outcome(model, frame, outcome, compute_us)
     return header, [data] if states is None else [data, states.without(header.failures)]
+
+
+def _is_one_late(frame: FrameHeader) -> bool:
+    """Whether the deadline of a request has passed while the frame waited for the one before it."""
+    earliest_us = min([us for _, us in frame.deadlines if us is not None], default=None)
+    return earliest_us is not None and earliest_us <= _redis_now_us(frame)
+
+
+def _redis_now_us(frame: FrameHeader) -> int:
+    return time.monotonic_ns() // 1000 + frame.redis_ahead_us
 
 
 def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
@@ -40,6 +52,6 @@ def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
         if not deadlines_us:
             deadlines_us.extend([deadline_us for size, deadline_us in frame.deadlines for _ in range(size)])
         deadline_us = deadlines_us[index]
-        return deadline_us is not None and deadline_us <= time.monotonic_ns() // 1000 + frame.redis_ahead_us
+        return deadline_us is not None and deadline_us <= _redis_now_us(frame)
 
     return is_late

@@ -79,8 +79,8 @@ class FrameHeader(NamedTuple):
     For a model that keeps states, the payload ends with the states of all requests.
 
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
-    `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one, or where
-    there is but one request. `result_bytes_max`: how many bytes the result of a request may have, packed.
+    `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
+    `result_bytes_max`: how many bytes the result of a request may have, packed.
     """
 
     first: int
@@ -269,7 +269,7 @@ class MessageReader:
             return None
         head_bytes, payload_bytes = self._lengths
         self._large, end = None, head_bytes + payload_bytes
-        return _message(large[:head_bytes], large[head_bytes:end], is_whole=large[end:] == _END)
+        return _message(large[:head_bytes], large[head_bytes:end], is_whole=bytes(large[end:]) == _END)
 
     def _read(self, flags: int) -> bool:
         """Read once. False if nothing has arrived (MSG_DONTWAIT). Raises ProcessGoneError."""

@@ -54,7 +54,7 @@ from carpool.client.options import (
     checked_timeout_s,
     optional_fields,
 )
-from carpool.client.retries import each_with_retries, with_retries
+from carpool.client.retries import each_with_retries, left_of, with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
@@ -409,13 +409,11 @@ class AsyncClient:
 
     async def _find(self, model: str, options: RequestOptions) -> tuple[Channel, RequestOptions]:
         """The channel of a model that is new to this client. If a worker is loading it, that is waited for,
-        and the options have what is left of the timeout."""
+        and the options have what is left of the timeout, and of `not_before`."""
         timeout_s, started_s = self._read_options(options)[0], time.monotonic()
         channel = await self._open_channel(model, timeout_s)
         waited_s = time.monotonic() - started_s
-        if timeout_s is not None and waited_s > POLL_S:
-            options = {**options, "timeout": max(0.001, timeout_s - waited_s)}
-        return channel, options
+        return channel, left_of(options, timeout_s, waited_s) if waited_s > POLL_S else options
 
     async def _call(self, *command: str) -> Any:
         """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""

@@ -9,8 +9,9 @@ it would be copied by Redis, the batcher and the worker each time its request is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgpack
@@ -73,6 +74,15 @@ class OutgoingRun:
             [names[at] for at in kept] if names else [],
         )
 
+    def after(self, elapsed_ms: int) -> OutgoingRun:
+        """The run as it is to be sent so long after it was to be sent first: of a delay, what is left."""
+        not_before_ms = self.fields.get("not_before")
+        if type(not_before_ms) is not int:  # no delay, or one that the caller wrote as a field of its own
+            return self
+        others = {name: value for name, value in self.fields.items() if name != "not_before"}
+        left_ms = not_before_ms - elapsed_ms
+        return replace(self, fields={**others, "not_before": left_ms} if left_ms > 0 else others)
+
     def element(self) -> dict[str, Any]:
         """The fields of these requests, in an element of `requests` or in an entry: one request, or columns.
 
@@ -108,6 +118,10 @@ class OutgoingEntry:
 
     `awaited` has the target of each request without a result, by its correlation ID; the sink knows what a
     target is. The runs are kept until each request has its result, because it may have to be sent again.
+
+    `started_s`: when the timeout began, on time.monotonic's clock; None if it did not begin yet. An entry
+    that is sent later, or again, has what is left of the timeout and of delays: they are its producer's, not
+    those of the connection over which it is sent.
     """
 
     __slots__ = (
@@ -120,6 +134,7 @@ class OutgoingEntry:
         "sent",
         "simultaneous",
         "sink",
+        "started_s",
         "timeout_s",
     )
 
@@ -133,6 +148,7 @@ class OutgoingEntry:
         self.room = channel.entry_requests_max  # how many more requests it takes
         self.room_bytes = MAX_ENTRY_BYTES
         self.sent = False
+        self.started_s: float | None = None
         self.simultaneous: set[OutgoingEntry] | None = None  # those whose timeout ends with this one's
 
     def add(
@@ -206,6 +222,9 @@ class OutgoingEntry:
             runs = [kept for run in runs if (kept := run.select(awaited)).correlation_ids]
         if not runs:
             return []
+        elapsed_ms = 0 if self.started_s is None else int((time.monotonic() - self.started_s) * 1000)
+        if elapsed_ms:
+            runs = [run.after(elapsed_ms) for run in runs]
         for run in runs:
             if run.fields:
                 _check_numbers(run.fields)
@@ -214,7 +233,7 @@ class OutgoingEntry:
         if isinstance(self.sink, StreamSink):
             parts += ["stream", 1]
         if self.timeout_s is not None:
-            parts += ["expiration", self._timeout_ms]
+            parts += ["expiration", max(1, self._timeout_ms - elapsed_ms)]
         elements = [run.element() for run in runs]
         if len(elements) > 1 or "bodies" in elements[0]:
             parts += ("requests", msgpack.packb(elements))

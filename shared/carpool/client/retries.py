@@ -14,6 +14,7 @@ from carpool.errors import CarpoolError, InternalError, ResourceExhaustedError, 
 
 PAUSE_S_MIN: Final = 0.1
 PAUSE_S_MAX: Final = 10.0
+TIMEOUT_S_MIN: Final = 0.001  # of what is left of a timeout: the request is sent, and fails
 # The queue is full, Redis cannot be reached, the model raised. All other statuses would come again.
 _MAY_PASS: Final = (ResourceExhaustedError, UnavailableError, InternalError)
 
@@ -28,22 +29,35 @@ async def with_retries(
 
     The pause doubles from PAUSE_S_MIN to PAUSE_S_MAX, and is shortened at random by up to a half. The timeout
     is for all calls and pauses together: the last error is raised where the next pause would not end in time.
+    So is `not_before`.
     """
     others: RequestOptions = {**options}
     retries = check_retries(others.pop("retries"))
     timeout_s = checked_timeout_s(options.get("timeout", default_timeout_s))
-    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    started_s = time.monotonic()
+    until_s = None if timeout_s is None else started_s + timeout_s
     for attempt in range(retries + 1):
-        if until_s is not None and attempt:
-            others = {**others, "timeout": until_s - time.monotonic()}
+        left = left_of(others, timeout_s, time.monotonic() - started_s) if attempt else others
         try:
-            return await send(others)
+            return await send(left)
         except _MAY_PASS:
             pause_s = with_jitter(min(PAUSE_S_MIN * 2**attempt, PAUSE_S_MAX))
             if attempt == retries or is_closed() or _ends_before(until_s, pause_s):
                 raise
             await asyncio.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
+
+
+def left_of(options: RequestOptions, timeout_s: float | None, elapsed_s: float) -> RequestOptions:
+    """The options of a call with this timeout, as they are so long after it began: with what is left of the
+    timeout, and of `not_before`."""
+    left: RequestOptions = {**options}
+    if timeout_s is not None:
+        left["timeout"] = max(TIMEOUT_S_MIN, timeout_s - elapsed_s)
+    not_before_s = options.get("not_before")
+    if isinstance(not_before_s, int | float):
+        left["not_before"] = max(0, not_before_s - elapsed_s) if not_before_s > 0 else not_before_s
+    return left
 
 
 async def each_with_retries(

@@ -7,6 +7,7 @@ timer ever fires.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -24,6 +25,7 @@ class Timeouts:
 
     def start(self, entry: OutgoingEntry, loop: asyncio.AbstractEventLoop) -> None:
         """Start the entry's timeout."""
+        entry.started_s = time.monotonic()
         if entry.timeout_s is None:
             return
         number = int((loop.time() + entry.timeout_s) / RESOLUTION_S) + 1

@@ -347,11 +347,13 @@ class BatcherStore:
         result_ttl_ms: int,
         changes_of_sequences: Sequence[SequenceChange] = (),
         freed: Sequence[SlotFreed] = (),
+        is_body_in_use: Callable[[str], bool] = lambda name: False,
     ) -> EntryChanges:
         """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
 
         One script: the caller bounds what it gives. The rest of an entry is put back. `freed`: what processes
-        of a bound model are told. Raises NotActiveError.
+        of a bound model are told. `is_body_in_use`: whether another request has a stored body, which is not
+        deleted then. Raises NotActiveError.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
@@ -372,7 +374,8 @@ class BatcherStore:
             )
             result_args = group_list_args(chain(result_groups(self.keys, script_keys, in_order), streams))
             result_args += group_list_args(in_lists)
-            bodies = [script_keys.index(self.keys.body(name)) for name in _body_names(of_entry)]
+            names = [name for name in _body_names(of_entry) if not is_body_in_use(name)]
+            bodies = [script_keys.index(self.keys.body(name)) for name in names]
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, self.name, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)

@@ -72,7 +72,8 @@ def _attributes_of(run: Run) -> Fields:
         attributes["lane"] = run.lane
     if run.deadline_us is not None:
         after_us = run.deadline_us - run.arrival_us
-        attributes["expiration"] = max(1, after_us // 1000 + run.not_before_ms)
+        # More than `not_before`, also where it expired before that: an entry put back must not be malformed.
+        attributes["expiration"] = run.not_before_ms + max(1, after_us // 1000)
     if run.not_before_ms:
         attributes["not_before"] = run.not_before_ms
     if run.sequence is not None:
