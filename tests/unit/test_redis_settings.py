@@ -129,7 +129,7 @@ def test_tls_files_have_absolute_paths(working_directory: Path) -> None:
             "CARPOOL_REDIS_CA_FILE): the URL has ssl_ca_certs too; remove one",
         ),
         (["--redis-url", "redis://:s3cret/x@h:6379"], "percent-encoded"),
-        (["--redis-url", "redis://h/0?decode_responses=true&password=s3cret"], "decode_responses"),
+        (["--redis-url", "redis://h/0?socket_timeout=1&password=s3cret"], "socket_timeout"),
         (["--redis-url", "http://:s3cret@h"], "must begin with redis://"),
     ],
 )
