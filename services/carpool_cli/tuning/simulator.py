@@ -256,7 +256,9 @@ class Simulation:
         at_us, expiration_us, lane, priority, cost = arrival
         deadline_us = None if expiration_us is None else at_us + expiration_us
         entry = Entry("", at_us)
-        run = Run(entry, [str(next(self._number))], _NO_BODIES, JSON, None, at_us, deadline_us, priority, lane, cost)
+        run = Run(
+            entry, [str(next(self._number))], _NO_BODIES, JSON, None, at_us, deadline_us, priority, lane, cost
+        )
         entry.runs.append(run)
         if self._scheduler.offer(run, at_us):
             self._result.refused += 1
