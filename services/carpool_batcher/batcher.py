@@ -77,7 +77,7 @@ BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the str
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
 READ_AHEAD_US: Final = 1000  # requests are awaited again so long before a process can take a batch
 READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some may have to be refused
-STEP_DECODED: Final = 256  # runs and refusals of an entry; with more, time has passed
+STEP_DECODED: Final = 256  # runs and refusals of an entry, or decisions: after more, a step ends
 TURN_DECODED_MAX: Final = 4096  # likewise, of several entries; what else was read waits for the next turn
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
@@ -259,6 +259,8 @@ class ModelBatcher:
         """These entries were read: it needs a turn."""
         assert self._session is not None
         self._session.backlog.add(arrived)
+        if arrived.requests:
+            self._session.subscription.takes_requests = False  # until a turn has decided about these
 
     @property
     def has_backlog(self) -> bool:
@@ -288,6 +290,8 @@ class ModelBatcher:
         self._turned_us = now_us
         self._carry_out_withdrawals(session, refusals, emptied, now_us)
         decisions = scheduler.poll(now_us)
+        if len(decisions) > STEP_DECODED:
+            yield
         yield from self._apply(session, decisions, refusals, emptied, now_us)
         self._count(settled)  # nobody waits for that
         self.wake_at_us = earlier(scheduler.wake_at_us(), session.early.due_us)
@@ -382,7 +386,7 @@ class ModelBatcher:
             decoded_now += len(decoded)
             yield
             if len(decoded) > STEP_DECODED:
-                now_us = self._clock.now_us()
+                now_us = self._clock.now_us()  # time has passed
             flat.clear()  # they may be large, and what is needed of them was copied
             fresh.append(entry)
             match decoded:
@@ -393,6 +397,8 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
+            if len(decoded) > STEP_DECODED:
+                yield
         # Others were left unread on purpose, or may have been
         awaited = [entry for entry in fresh if entry.arrival_us >= self.reads_at_us]
         if awaited:

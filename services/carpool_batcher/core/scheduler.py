@@ -50,7 +50,7 @@ A request is in exactly one state:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
@@ -230,7 +230,7 @@ class Scheduler:
         if self._has_sequences:
             self.sequences.refuse_arrival(part, correlation_id)
 
-    def end_sequences(self, sequence_ids: Iterable[str], place: str) -> list[Refusal]:
+    def end_sequences(self, sequence_ids: Collection[str], place: str) -> list[Refusal]:
         """An entry at this place ends these sequences by force. Returns the answers to requests in lanes."""
         heads = self.sequences.end(sequence_ids, place)
         for head in heads:

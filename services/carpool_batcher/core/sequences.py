@@ -20,7 +20,7 @@ Events are recorded, and `decide` says what follows from them: so it sees all th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from carpool.messages import (
@@ -89,9 +89,9 @@ class _Break(NamedTuple):
 
 
 class _End(NamedTuple):
-    """A sequence is ended by force, by an entry at this place."""
+    """Sequences are ended by force, by an entry at this place."""
 
-    sequence_id: str
+    sequence_ids: Collection[str]
     place: str
 
 
@@ -174,7 +174,7 @@ class Sequences:
             if type(event) is _Break:
                 self._replay_break(event)
             elif type(event) is _End:
-                self.end([event.sequence_id], event.place)
+                self.end(event.sequence_ids, event.place)
             elif type(event) is Run and event in self.followers:
                 del self.followers[event]
                 self._replay_arrival(event)
@@ -254,11 +254,11 @@ class Sequences:
         if sequence is not None:
             self._break(sequence, sequence.segments[-1], event)
 
-    def end(self, sequence_ids: Iterable[str], place: str) -> list[Run]:
+    def end(self, sequence_ids: Collection[str], place: str) -> list[Run]:
         """An entry at this place ends sequences by force. Returns their heads, which the caller removes and
         refuses."""
         if self._unread is not None:
-            self._unread += [(place, _End(sequence_id, place)) for sequence_id in sequence_ids]
+            self._unread.append((place, _End(sequence_ids, place)))
             return []
         known = [self._by_id[name] for name in sequence_ids if name in self._by_id]
         return [head for sequence in known if (head := self._end_by_force(sequence, place)) is not None]

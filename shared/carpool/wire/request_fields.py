@@ -22,6 +22,7 @@ MAX_EXTRA_BYTES: Final = 64 * 1024
 MAX_LANE_CHARS: Final = 128
 MAX_COST: Final = 1 << 40
 
+MAX_NAMES: Final = 16_384  # of requests that are withdrawn, or of sequences that are ended
 MAX_NAMES_BYTES: Final = 1 << 20  # of requests that are withdrawn, or of sequences that are ended
 
 SEQUENCE_FIELDS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "sequence_index"})

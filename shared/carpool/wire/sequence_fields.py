@@ -12,7 +12,14 @@ from typing import Final
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
 from carpool.messages import Entry, Refusal, Run, SequencePart, SequencesEnd, Withdrawal
-from carpool.wire.request_fields import MAX_NAMES_BYTES, SEQUENCE_FIELDS, Fields, read_integer, read_name
+from carpool.wire.request_fields import (
+    MAX_NAMES,
+    MAX_NAMES_BYTES,
+    SEQUENCE_FIELDS,
+    Fields,
+    read_integer,
+    read_name,
+)
 
 MAX_INDEX: Final = 1 << 53
 
@@ -71,7 +78,7 @@ def split_names(names: bytes) -> list[str]:
     """Names separated by spaces. Of too many the first ones."""
     if len(names) > MAX_NAMES_BYTES:  # drop the last name: what is left of it may be another name
         names = names[:MAX_NAMES_BYTES].rpartition(b" ")[0]
-    return names.decode("ascii", "replace").split()
+    return names.decode("ascii", "replace").split(maxsplit=MAX_NAMES)[:MAX_NAMES]
 
 
 # --- places ------------------------------------------------------------------------------------------------

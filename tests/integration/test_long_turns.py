@@ -1,0 +1,214 @@
+"""What a producer sends is decided in steps of bounded work, and in linear time, however it is shaped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from types import FrameType
+from typing import Any, Final
+
+import msgpack
+import pytest
+
+from carpool.keys import Keys
+from carpool.model_settings import ModelSettings
+from carpool.store.reader import ENTRIES_MAX
+from carpool.store.worker import WorkerStore
+from carpool_batcher import service as service_module
+from carpool_batcher.batcher import ModelBatcher
+from carpool_cli.local.embedded import EmbeddedRedis
+from support.batcher_loop import BatcherLoop
+from support.wire import flat_of
+
+IN_ENTRY: Final = 4096  # as many as an entry may have
+STEP_CALLS_MAX: Final = 80 * IN_ENTRY  # of functions, in one step of a turn: 20 to 30 ms
+CALLS_MAX: Final = 600  # for each request in all; eight misspelt names take most of them
+STEPS_BEFORE_OTHERS_MAX: Final = 3  # of one that goes on when a request arrives: it is read after the next
+KEYS: Final = Keys("m")
+OTHER: Final = Keys("other")
+
+Sent = list[dict[str, Any]]  # the fields of entries
+
+
+def packed(count: int, of_request: Callable[[int], dict[str, Any]], **shared: Any) -> dict[str, Any]:
+    """An entry of this many requests."""
+    requests = [{"correlation_id": f"r{at}", "body": b"1", **of_request(at)} for at in range(count)]
+    return {"requests": msgpack.packb(requests), **shared}
+
+
+def in_lanes_that_expire(count: int) -> Sent:
+    return [packed(count, lambda at: {"lane": f"l{at}"}, expiration=1)]
+
+
+def with_deadlines_of_their_own(count: int) -> Sent:
+    return [packed(count, lambda at: {"lane": f"l{at % 2}", "expiration": 1 + at % 7})]
+
+
+def malformed_of_a_sequence_that_waits(count: int) -> Sent:
+    waiting = packed(
+        count, lambda at: {"correlation_id": f"w{at}", "sequence_id": "s", "sequence_index": at + 1}
+    )
+    return [waiting, packed(count, lambda at: {"sequence_id": "s", "priority": "x"})]
+
+
+def malformed_starts(count: int) -> Sent:
+    return [packed(count, lambda at: {"sequence_id": f"s{at}", "sequence_start": 1, "priority": "x"})]
+
+
+def malformed_starts_of_one_sequence(count: int) -> Sent:
+    return [packed(count, lambda at: {"sequence_id": "s", "sequence_start": 1, "priority": "x"})]
+
+
+def ends_of_sequences(count: int) -> Sent:
+    return [{"end_sequences": " ".join(f"s{at}" for at in range(count))}]
+
+
+def misspelt(count: int) -> Sent:
+    return [
+        packed(
+            count, lambda at: {"priority": "x", **{f"sequence{letter}{at:x}": b"" for letter in "abcdefgh"}}
+        )
+    ]
+
+
+def of_different_costs(count: int) -> Sent:
+    return [packed(count, lambda at: {"cost": at})]
+
+
+def without_bodies(count: int) -> Sent:
+    return [{"requests": msgpack.packb([{"correlation_id": f"r{at}"} for at in range(count)])}]
+
+
+def of_one_correlation_id(count: int) -> Sent:
+    return [packed(count, lambda at: {"correlation_id": "same", "cost": at})]
+
+
+PLAIN: Final = (
+    in_lanes_that_expire,
+    with_deadlines_of_their_own,
+    misspelt,
+    of_different_costs,
+    without_bodies,
+    of_one_correlation_id,
+)
+OF_SEQUENCES: Final = (
+    malformed_of_a_sequence_that_waits,
+    malformed_starts,
+    malformed_starts_of_one_sequence,
+    ends_of_sequences,
+)
+
+
+class CountedLoop(BatcherLoop):
+    """A batcher of two models without workers. It counts the calls of functions in each step of turns of the
+    first one."""
+
+    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(url)
+        self.calls_of_steps: list[int] = []
+        turn = ModelBatcher.turn
+
+        def counted(batcher: ModelBatcher) -> Generator[None]:
+            steps = turn(batcher)
+            while True:
+                with_counts = batcher.keys.model == KEYS.model
+                if with_counts:
+                    self._begin()
+                try:
+                    next(steps)
+                except StopIteration:
+                    return
+                finally:
+                    if with_counts:
+                        self.calls_of_steps.append(self._end())
+                yield
+
+        monkeypatch.setattr(ModelBatcher, "turn", counted)
+        self._calls = 0
+
+    def _begin(self) -> None:
+        self._calls = 0
+
+        def count(frame: FrameType, event: str, argument: Any) -> None:
+            if event in ("call", "c_call"):
+                self._calls += 1
+
+        sys.setprofile(count)
+
+    def _end(self) -> int:
+        sys.setprofile(None)
+        return self._calls
+
+    def serve(self, *, has_sequences: bool) -> None:
+        self.link.call("FLUSHALL")
+        for keys in (KEYS, OTHER):
+            registered = ModelSettings(max_batch_size=8, max_queue_size=100_000).as_text()
+            if has_sequences:
+                registered |= {"stateful": "true"}
+            WorkerStore(self.link, keys).register(registered)
+        self.run_until(lambda: self.session() and self.session("other"), "both are served")
+
+    def send(self, sent: Sent) -> None:
+        for fields in sent:
+            self.link.call("XADD", KEYS.requests, "*", *flat_of(fields))
+
+    def is_done(self) -> bool:
+        """Whether all that was sent was decided about."""
+        session, last = self.session(), self.link.call("XREVRANGE", KEYS.requests, "+", "-", "COUNT", 1)
+        is_read = session is not None and (not last or last[0][0] <= session.subscription.requests.after)
+        return bool(is_read and not session.backlog and not self.service._long_turns)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedLoop]:
+    server = EmbeddedRedis(append_only=False)
+    loop = CountedLoop(server.url, monkeypatch)
+    yield loop
+    loop.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("shape", [*PLAIN, *OF_SEQUENCES], ids=lambda shape: shape.__name__)
+def test_each_step_is_bounded_and_the_work_is_linear(
+    bench: CountedLoop, shape: Callable[[int], Sent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "SLICE_S", 0.0)  # each step by itself
+    bench.serve(has_sequences=shape in OF_SEQUENCES)
+    bench.send(shape(IN_ENTRY))
+    bench.run_until(bench.is_done, "all is decided")
+    assert max(bench.calls_of_steps) < STEP_CALLS_MAX
+    assert sum(bench.calls_of_steps) < CALLS_MAX * IN_ENTRY
+
+
+@pytest.mark.parametrize("shape", PLAIN, ids=lambda shape: shape.__name__)
+def test_a_flood_delays_a_request_to_another_model_by_a_few_steps(
+    bench: CountedLoop, shape: Callable[[int], Sent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a long turn of one model that was begun, expect the other to know its request soon after."""
+    monkeypatch.setattr(service_module, "SLICE_S", 0.0)
+    bench.serve(has_sequences=False)
+    for _ in range(4):
+        bench.send(shape(IN_ENTRY))
+    bench.run_until(lambda: bench.service._long_turns, "a turn is long")
+    bench.link.call("XADD", OTHER.requests, "*", "body", "1")
+    bench.calls_of_steps.clear()
+    bench.run_until(lambda: bench.waiting("other"), "the other request waits")
+    assert len(bench.calls_of_steps) <= STEPS_BEFORE_OTHERS_MAX
+    assert not bench.is_done()
+
+
+def test_no_more_is_read_of_a_model_than_it_can_decide_about(bench: CountedLoop) -> None:
+    """Given very many entries, expect that those in memory are the ones of one or two replies."""
+    bench.serve(has_sequences=False)
+    entries = 40 * ENTRIES_MAX
+    bench.link.call_many(*[("XADD", KEYS.requests, "*", "priority", "x")] * entries)
+    most = 0
+
+    def is_done() -> bool:
+        nonlocal most
+        session = bench.session()
+        most = max(most, len(session.backlog.requests))
+        return bench.is_done()
+
+    bench.run_until(is_done, "all are refused")
+    assert 0 < most <= 2 * ENTRIES_MAX
