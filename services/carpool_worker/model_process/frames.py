@@ -259,7 +259,7 @@ class MessageReader:
             return None
         head_bytes, payload_bytes = self._lengths
         self._large, end = None, head_bytes + payload_bytes
-        return _message(large[:head_bytes], large[head_bytes:end], is_whole=large[end:] == _END)
+        return _message(large[:head_bytes], large[head_bytes:end], is_whole=bytes(large[end:]) == _END)
 
     def _read(self, flags: int) -> bool:
         """Read once. False if nothing has arrived (MSG_DONTWAIT). Raises ProcessGoneError."""
