@@ -29,6 +29,7 @@ from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
 from support.command import Done, carpool
 from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
+from support.models.bound import digest
 from support.models.stateful import folded
 from support.stack import RESULT_S, Stack, envelope
 from support.status import get
@@ -253,6 +254,19 @@ def test_sequences_are_kept_broken_ended_and_taken_over(no_denials: Secured) -> 
     stack.configure("Folding", max_sequence_idle_ms="100")
     wait_until(lambda: not stack.redis.exists(keys.sequences), description="idle sequences are deleted")
     stack.configure("Folding", max_sequence_idle_ms="60000")
+
+
+def test_sequences_that_are_bound_to_a_process(no_denials: Secured) -> None:
+    """Its worker puts the batches that a batcher dispatched into its pending list."""
+    worker = no_denials.stack.worker("bound.py:Hearing")
+    no_denials.stack.wait_for_model("Hearing")
+    with (
+        Client(no_denials.url("producer"), timeout=15) as client,
+        client.sequence("Hearing", sequence_id="mic") as sequence,
+    ):
+        answers = [sequence.infer(body)[0] for body in "ab"]
+    assert answers == [digest("mic", "a"), digest("mic", "ab")]
+    worker.terminate()
 
 
 def test_scripts_are_loaded_again_after_redis_lost_them(no_denials: Secured) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -149,3 +150,17 @@ def test_policy_with_a_hook_that_cannot_be_called_is_rejected(hooks: dict[str, A
 
 def test_hook_without_a_signature_is_accepted() -> None:
     assert CustomPolicy(SimpleNamespace(include=max)).form([]).size == 0
+
+
+def test_what_a_policy_raised_is_named_without_its_text() -> None:
+    """The text may quote a request."""
+
+    class Quoting:
+        def include(self, batch: Any, request: Any) -> bool:
+            return float(request.body) > 0
+
+    scheduler = scheduler_with(Quoting(), 4)
+    assert outcomes(scheduler.poll(0)) == [("refuse", "a")]
+    assert scheduler.custom_policy is not None
+    raised = scheduler.custom_policy.raised
+    assert re.fullmatch(r"include raised ValueError: .*test_custom\.py, line \d+", raised)

@@ -38,7 +38,8 @@ class FormedBatch(NamedTuple):
 class CustomPolicy:
     """Calls a user's policy, and confines its exceptions to the requests concerned.
 
-    `raised` is the last exception with its message, for the log; producers only learn the type.
+    `raised` is the last exception and where it was raised, for the log, without its text, which may quote a
+    body; producers only learn the type.
 
     Raises ValueError for a policy without `include`, or with a hook that cannot be called; the message has no
     subject, so that the caller can name the policy.
@@ -73,11 +74,19 @@ class CustomPolicy:
             hook = "finalise"
             self._finalise(batch, candidates[:size])
         except Exception as error:
-            self.raised = f"{hook} raised {type(error).__name__}: {error}"
+            self.raised = f"{hook} raised {type(error).__name__}: {_place_of(error)}"
             detail = f"the model's batching policy raised {type(error).__name__} in {hook}"
             failed = {"initialise": range(len(candidates)), "include": [size - 1], "finalise": range(size)}
             return FormedBatch(0, failed[hook], detail)
         return FormedBatch(size)
+
+
+def _place_of(error: BaseException) -> str:
+    """The file and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}" if trace is not None else "unknown"
 
 
 def _hook(policy: Any, declaration: str) -> Callable[..., Any]:
