@@ -280,7 +280,25 @@ columns = st.builds(
     st.sampled_from(VALUES["correlation_ids"]),
     st.sampled_from([{"rows": "12"}, {"rows": "1234567890"}, {"rows": "1"}]),
 )
-elements = st.one_of(single, single, columns)
+# Most combinations of any fields are malformed, or have no effect: these are neither.
+timed = st.fixed_dictionaries(
+    {
+        "body": st.just("1"),
+        "correlation_id": st.sampled_from("ab"),
+        "not_before": st.sampled_from(("25", "5000")),
+    },
+    optional={
+        "arrival": st.sampled_from(("1", str(START_MS - 5000), str(START_MS))),
+        "expiration": st.sampled_from(("30", "5010", "6000")),
+        "lane": st.just("x"),
+        "priority": st.sampled_from("09"),
+    },
+)
+sent_again = st.fixed_dictionaries(
+    {"body": st.sampled_from(("1", "12345")), "correlation_id": st.sampled_from("abc")},
+    optional={"expiration": st.sampled_from(("10", "30")), "cost": st.sampled_from("13")},
+)
+elements = st.one_of(single, timed, sent_again, columns)
 packed = st.builds(
     lambda shared, requests: shared | {"requests": msgpack.packb(requests)},
     any_fields,
@@ -300,8 +318,9 @@ def as_flat(fields: dict[str, Any]) -> list[bytes]:
     ]
 
 
-entries = st.one_of(single, single, columns, packed, commands).map(as_flat)
+entries = st.one_of(single, timed, sent_again, columns, packed, commands).map(as_flat)
 steps = st.one_of(
+    st.tuples(st.just(Batcher.send), entries),
     st.tuples(st.just(Batcher.send), entries),
     st.tuples(st.just(Batcher.send), entries),
     st.tuples(st.just(Batcher.send), entries),
@@ -310,32 +329,34 @@ steps = st.one_of(
     st.tuples(st.just(Batcher.take_over)),
     st.tuples(st.just(Batcher.delete), st.integers(0, 3)),
 )
-any_settings = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_batch_size": st.sampled_from((1, 2, 8)),
-        "max_batch_cost": st.sampled_from((1, 4)),
-        "max_queue_size": st.sampled_from((1, 3, 6)),
-        "max_queue_bytes": st.sampled_from((1, 12)),
-        "max_delayed_share": st.sampled_from((0, 0.3, 1)),
-        "max_body_bytes": st.just(3),
-        "max_queue_delay_ms": st.sampled_from((5, 50)),
-        "preferred_batch_sizes": st.just((2,)),
-        "default_expiration_ms": st.sampled_from((10, 30)),
-        "max_expiration_ms": st.sampled_from((20, 6000)),
-        "allow_expiration_override": st.booleans(),
-        "expiration_action": st.sampled_from(("reject", "delay", "delay")),
-        "priority_policies": st.sampled_from(
-            ({0: {"max_queue_size": 1}}, {9: {"max_queue_size": 2, "expiration_action": "delay"}})
-        ),
-        "preserve_ordering": st.booleans(),
-        "tenant_weights": st.just({"gold": 4}),
-        "policy": st.sampled_from(("eager", "deferred")),
-        "target_latency_ms": st.sampled_from((5, 50)),
-        "unknown_fields": st.just("refuse"),
-        "max_candidate_sequences": st.just(1),
-    },
-)
+SETTINGS: Final[dict[str, tuple[Any, ...]]] = {
+    "max_batch_size": (1, 2, 8),
+    "max_batch_cost": (1, 4),
+    "max_queue_size": (1, 3, 4, 6),
+    "max_queue_bytes": (1, 12),
+    "max_delayed_share": (0, 0.3, 1),
+    "max_body_bytes": (3,),
+    "max_queue_delay_ms": (5, 50),
+    "preferred_batch_sizes": ((2,),),
+    "default_expiration_ms": (10, 30),
+    "max_expiration_ms": (20, 6000),
+    "allow_expiration_override": (False,),
+    "expiration_action": ("delay",),
+    "priority_policies": (
+        {0: {"max_queue_size": 1}},
+        {9: {"max_queue_size": 2, "expiration_action": "delay"}},
+    ),
+    "preserve_ordering": (True,),
+    "tenant_weights": ({"gold": 4},),
+    "policy": ("deferred",),
+    "target_latency_ms": (5, 50),
+    "unknown_fields": ("refuse",),
+    "max_candidate_sequences": (1,),
+}
+# A few at a time: with all of them, hardly anything would ever wait.
+one_setting = st.sampled_from([(name, value) for name, values in SETTINGS.items() for value in values])
+of_often = st.sampled_from([("expiration_action", "delay"), ("max_queue_size", 4)])
+any_settings = st.lists(st.one_of(one_setting, of_often), max_size=4).map(dict)
 
 
 @pytest.mark.parametrize("kind", list(ModelKind))
