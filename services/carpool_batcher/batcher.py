@@ -376,18 +376,16 @@ class ModelBatcher:
         fresh: list[Entry] = []
         decoded_now = 0
         while backlog and decoded_now < TURN_DECODED_MAX:
-            entry_id, flat = backlog.popleft()
-            if entries.was_put_back(entry_id):
-                continue
-            entry, decoded = yield from decode_in_steps(
-                entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US, session.unread.waited
-            )
-            entries[entry.id] = entry
-            decoded_now += len(decoded)
+            entry_id = backlog[0][0]
+            found = yield from self._decode_next(session, now_us)
             yield
+            if found is None:
+                continue
+            entry, decoded = found
+            decoded_now += len(decoded)
             if len(decoded) > STEP_DECODED:
                 now_us = self._clock.now_us()  # time has passed
-            flat.clear()  # they may be large, and what is needed of them was copied
+            entries[entry.id] = entry
             fresh.append(entry)
             match decoded:
                 case [Withdrawal() as withdrawal]:
@@ -405,7 +403,7 @@ class ModelBatcher:
             self._meter.read(awaited, now_us)
         order.verify(fresh)
         if session.unread.become_read(entry_id):
-            scheduler.sequences.complete()
+            self._complete_takeover(session)
         if scheduler.settings.preserve_ordering:
             # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
             # first: should this batcher end before it did, the next one would decide anew who gets one.
@@ -416,6 +414,30 @@ class ModelBatcher:
             order.admit(runs)
         # The rest of an entry may have been put back in others by then.
         return refusals + [refusal.where_it_is() for refusal in ended], emptied
+
+    def _complete_takeover(self, session: LeaseSession) -> None:
+        """All that waited when this batcher took over was read. What was left then is read from now on."""
+        session.scheduler.sequences.complete()
+        if session.unread.resumes_after is not None:
+            session.subscription.requests.rewind(session.unread.resumes_after)
+            session.backlog.requests.clear()
+
+    def _decode_next(
+        self, session: LeaseSession, now_us: int
+    ) -> Generator[None, None, tuple[Entry, list[Decoded]] | None]:
+        """Take the next entry out of the backlog, and decode it. None if it is known, or left for later."""
+        entries, unread, scheduler = session.entries, session.unread, session.scheduler
+        entry_id, flat = session.backlog.requests.popleft()
+        is_known = unread.resumes_after is not None and entry_id.decode() in entries  # it is read again
+        if is_known or entries.was_put_back(entry_id) or unread.leaves(entry_id, flat):
+            return None
+        entry, decoded = yield from decode_in_steps(
+            entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US, unread.waited
+        )
+        flat.clear()  # they may be large, and what is needed of them was copied
+        if unread.leaves_decoded(decoded, scheduler.settings.max_queue_size - scheduler.waiting):
+            return None
+        return entry, decoded
 
     def _carry_out_withdrawals(
         self, session: LeaseSession, refusals: list[Refusal], emptied: list[Entry], now_us: int
@@ -438,7 +460,7 @@ class ModelBatcher:
             session.entries[entry.id] = entry
             refusals += _offer(session.scheduler, decoded, now_us)
             if session.unread.become_read(entry_id):
-                session.scheduler.sequences.complete()
+                self._complete_takeover(session)
         return refusals
 
     # --- acting --------------------------------------------------------------------------------------------

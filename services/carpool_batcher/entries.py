@@ -10,8 +10,10 @@ from carpool.messages import Entry, Refusal, Run
 from carpool.rows import Rows, StoredBody, stored_names
 from carpool.store.batcher import ENTRIES_LOOKED_UP, BatcherStore, EntryChanges
 from carpool.store.reader import id_order
+from carpool.wire.requests import Decoded, was_perhaps_put_back
 from carpool_batcher.core.scheduler import Scheduler
 
+HELD_MAX: Final = 4096  # refusals that a batcher that takes over holds, about
 UNREAD_US: Final = 3_000_000  # for so long entries may wait without that any is read
 SETTLED_UNREAD_US: Final = 1_000_000  # for so long the `settled` entry of a batch may be unread
 
@@ -84,12 +86,37 @@ def _release_bodies(runs: Iterable[Run]) -> None:
 
 class UnreadEntries:
     """Whether entries that waited when this batcher took over are still unread. `last_id`: the last of
-    them."""
+    them.
+
+    Until they are read, refusals are held, and anybody can cause very many. With more than HELD_MAX, the
+    entries that follow are left for later, except those that were put back: only their requests stand earlier
+    than they do. When the last one was seen, reading begins again after `resumes_after`.
+    """
 
     def __init__(self, last_id: bytes | None) -> None:
+        self.resumes_after: bytes | None = None  # the last entry before those that were left
         self._last_id = last_id
+        self._held = 0  # requests
+        self._seen = b"0-0"
         self._refusals: list[Refusal] = []
         self._emptied: list[Entry] = []
+
+    def leaves(self, entry_id: bytes, flat: Sequence[bytes]) -> bool:
+        """Whether this entry, which was read, is left for later."""
+        if self._last_id is None:
+            return False
+        before, self._seen = self._seen, entry_id
+        if self._held > HELD_MAX and self.resumes_after is None:
+            self.resumes_after = before
+        return self.resumes_after is not None and not was_perhaps_put_back(flat)
+
+    def leaves_decoded(self, decoded: Sequence[Decoded], space: int) -> bool:
+        """Whether an entry that says that it was put back is left for later, because it was not: not all of
+        its requests are valid, or wait within the limits. `space`: how many more may."""
+        if self._last_id is None or self.resumes_after is None:
+            return False
+        runs = [item for item in decoded if type(item) is Run]
+        return len(runs) < len(decoded) or sum(map(len, runs)) > space
 
     def waited(self, entry_id: bytes) -> bool:
         """Whether this entry waited when this batcher took over. Of the entries that it does not know, only
@@ -107,6 +134,7 @@ class UnreadEntries:
         self._refusals += refusals
         self._emptied += emptied
         if is_reading:
+            self._held += len(emptied) + sum([len(refusal.correlation_ids) for refusal in refusals])
             return [], []
         held = self._refusals, self._emptied
         self._refusals, self._emptied = [], []

@@ -11,9 +11,11 @@ import msgpack
 import pytest
 
 from carpool.keys import Keys
+from carpool.messages import SequencePart
 from carpool.model_settings import ModelSettings
 from carpool.store.reader import ENTRIES_MAX
 from carpool.store.worker import WorkerStore
+from carpool_batcher import entries as entries_module
 from carpool_batcher import service as service_module
 from carpool_batcher.batcher import ModelBatcher
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -212,3 +214,47 @@ def test_no_more_is_read_of_a_model_than_it_can_decide_about(bench: CountedLoop)
 
     bench.run_until(is_done, "all are refused")
     assert 0 < most <= 2 * ENTRIES_MAX
+
+
+@pytest.mark.parametrize("held_max", [0, 5, 1000])
+def test_a_batcher_that_takes_over_holds_few_refusals(
+    bench: CountedLoop, held_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given malformed requests of sequences, then a request that follows a start, and then
+    this start, which was put back. Expect each to be answered once, and the request to wait for the start."""
+    monkeypatch.setattr(entries_module, "HELD_MAX", held_max)
+    bench.serve(has_sequences=True)
+    bench.take_over("m")
+    malformed = [f"bad-{at}" for at in range(20)]
+    first_id = b""
+    for name in malformed:
+        sent = {
+            "correlation_id": name,
+            "sequence_id": name,
+            "sequence_start": 1,
+            "priority": "x",
+            "body": "1",
+        }
+        added = bench.link.call("XADD", KEYS.requests, "*", *flat_of(sent))
+        first_id = first_id or added
+    following = {"correlation_id": "following", "sequence_id": "a", "body": "1"}
+    bench.link.call("XADD", KEYS.requests, "*", *flat_of(following))
+    place = SequencePart.place_of(first_id.decode(), 0)
+    start = {
+        "correlation_id": "start",
+        "body": b"1",
+        "sequence_id": "a",
+        "sequence_start": 1,
+        "sequence_place": place,
+    }
+    put_back = {"arrival": first_id.partition(b"-")[0], "requests": msgpack.packb([start]), "slots": ""}
+    bench.link.call("XADD", KEYS.requests, "*", *flat_of(put_back))
+    bench.run_until(
+        lambda: bench.waiting() == 2 and bench.link.call("XLEN", KEYS.requests) == 2,
+        "two wait, and the others are refused",
+    )
+    were_left = bench.session().unread.resumes_after is not None
+    assert were_left == (held_max < len(malformed))
+    assert [bench.link.call("LLEN", KEYS.result(name)) for name in malformed] == [1] * len(malformed)
+    scheduler = bench.session().scheduler
+    assert [run.correlation_ids for lane in scheduler._queue.lanes.values() for run in lane] == [["start"]]

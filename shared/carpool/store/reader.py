@@ -103,10 +103,18 @@ class Stream:
         """Those of these entries that were not read yet, and moves the cursor. XREAD named `asked_after`."""
         if asked_after is not self.after:  # another connection has read of this stream since
             last_read = id_order(self.after)
+            if (
+                id_order(asked_after) > last_read
+            ):  # it was rewound since, and what is between would be missing
+                return []
             entries = [entry for entry in entries if id_order(entry[0]) > last_read]
         if entries:
             self.after = entries[-1][0]
         return entries
+
+    def rewind(self, after: bytes) -> None:
+        """Read again what comes after this ID."""
+        self.after = after
 
 
 class OversizedEntry(NamedTuple):

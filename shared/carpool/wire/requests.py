@@ -59,6 +59,7 @@ __all__ = [
     "encode_runs",
     "refuse_oversized",
     "tickets_of",
+    "was_perhaps_put_back",
 ]
 
 STEP_REQUESTS: Final = 256  # that differ in their fields; each takes about 10 us
@@ -72,6 +73,11 @@ _FIELD_NAMES: Final = {name.encode(): name for name in CARPOOL_FIELDS | COLUMN_F
 def arrival_of(entry_id: str) -> int:
     """When Redis accepted an entry, in microseconds (to the millisecond)."""
     return int(entry_id.partition("-")[0]) * 1000
+
+
+def was_perhaps_put_back(flat: Sequence[bytes]) -> bool:
+    """Whether these fields of an entry say that a batcher put it back; any producer may say so, too."""
+    return b"arrival" in flat[::2]
 
 
 # --- an entry ----------------------------------------------------------------------------------------------
