@@ -216,10 +216,12 @@ ROWS: Final[dict[str, list[Panel]]] = {
         Panel(
             "Waiting and in flight",
             "short",
-            "Waiting near max_queue_size: further requests are refused; start workers. Withheld: results "
-            "that wait for earlier ones (preserve_ordering).",
+            "Waiting near max_queue_size: further requests are refused; start workers. Delayed: those of "
+            "them that wait for their time (not_before). Withheld: results that wait for earlier ones "
+            "(preserve_ordering).",
             {
                 "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
+                "delayed {{model}}": "sum by (model) (carpool_delayed_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
                 "withheld {{model}}": "sum by (model) (carpool_held_results{M})",
             },
@@ -336,7 +338,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Errors by reason",
             "reqps",
             "input, cost: a producer sends what the model does not accept; the result names the field. "
-            "queue_size, queue_bytes: start workers. waiting, in_flight, at_worker: where it expired; "
+            "queue_size, queue_bytes: start workers. delayed: see max_delayed_share. waiting, in_flight, at_worker: where it expired; "
             "early: it "
             "could not meet its deadline; start workers, or allow more time. model, policy: it raised an "
             "exception; look at the result's detail. dead_letter: it killed its process. withdrawn: the "

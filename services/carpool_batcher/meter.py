@@ -41,6 +41,7 @@ _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_in_flight_requests": "Requests in batches that are dispatched and not settled",
     "carpool_model_processes": "Model processes with a valid lease",
     "carpool_held_results": "Results withheld until earlier ones are delivered (preserve_ordering)",
+    "carpool_delayed_requests": "Waiting requests that must not be dispatched yet (not_before)",
 }
 _IN_FLIGHT: Final = "in_flight"
 # Status and reason of every answer that a batcher gives. Exported from zero, because Prometheus's rate()
@@ -51,6 +52,7 @@ _ANSWERS: Final = (
     (UNIMPLEMENTED, "input"),
     (RESOURCE_EXHAUSTED, "queue_size"),
     (RESOURCE_EXHAUSTED, "queue_bytes"),
+    (RESOURCE_EXHAUSTED, "delayed"),
     (CANCELLED, "withdrawn"),
     (CANCELLED, _IN_FLIGHT),
     (DEADLINE_EXCEEDED, "waiting"),
@@ -324,6 +326,7 @@ def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
         sum(batch.size for batch in in_flight.values()),
         scheduler.model_processes,
         scheduler.withheld,
+        scheduler.delayed,
     )
 
 

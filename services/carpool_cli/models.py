@@ -39,7 +39,8 @@ _STEPPING_HEADINGS: Final = (
 class ModelsSettings(ConnectionSettings):
     """List the registered models.
 
-    waiting     entries of the request stream; an entry is one request, or several that were sent together
+    waiting     requests waiting, and how many of them are delayed; if no batcher is active, entries of the
+                request stream, each of which is one request, or several that were sent together
     oldest      age of the entry that has waited longest, also if it is delayed
     in flight   batches dispatched and not settled
     processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
@@ -86,6 +87,8 @@ class ModelState(NamedTuple):
     last_error: str | None = None  # what the model raised last
     last_error_ms: int | None = None  # how long ago that was
     loading: bool = False  # a worker is loading it
+    waiting: int | None = None  # requests; None if no batcher reports how many the entries hold
+    delayed: int | None = None  # of these, the ones that must not be dispatched yet (`not_before`)
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -173,6 +176,8 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         report.last_error[0] if report and report.last_error else None,
         max(0, clock.now_us() - report.last_error[1]) // 1000 if report and report.last_error else None,
         _is_loading(link, keys),
+        report.gauges.waiting if report else None,
+        report.gauges.delayed if report else None,
     )
 
 
@@ -240,7 +245,7 @@ def _row(state: ModelState) -> tuple[str, ...]:
     """The cells below `_HEADINGS`."""
     return (
         state.model,
-        f"{state.waiting_entries:,}",
+        _waiting(state),
         _age(state),
         f"{state.batches_in_flight:,}",
         _processes(state),
@@ -256,7 +261,7 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
     slots_in_use = min(state.batches_in_flight, stepping.slots)
     return (
         state.model,
-        f"{state.waiting_entries:,}",
+        _waiting(state),
         _age(state),
         f"{slots_in_use:,} of {stepping.slots:,}",
         f"{state.batches_in_flight - slots_in_use:,}",
@@ -266,6 +271,13 @@ def _stepping_row(state: ModelState, stepping: SteppingReport) -> tuple[str, ...
         *_times(stepping.first_us),
         *_times(stepping.gap_us),
     )
+
+
+def _waiting(state: ModelState) -> str:
+    """Requests, as the batcher reported last; entries if none reports, or if they came since."""
+    if not (state.waiting and state.waiting_entries):
+        return f"{state.waiting_entries:,}"
+    return f"{state.waiting:,}" + (f", {state.delayed:,} delayed" if state.delayed else "")
 
 
 def _sequences(report: SequencesReport | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from carpool.store.connection import Link
 from carpool.store.worker import WorkerStore
 from carpool_cli.local.embedded import EmbeddedRedis
 from conftest import SERVERS
+from support.command import carpool
 from support.proxy import Proxy
 from support.stack import Stack
 from support.waiting import wait_until
@@ -80,6 +82,40 @@ def test_delayed_request_can_be_withdrawn(stack: Stack) -> None:
     assert stack.result(MODEL, "unwanted")["status"] == "CANCELLED"
     assert stack.redis.xdel(KEYS.requests, removed) == 1
     wait_until(lambda: not stack.redis.xlen(KEYS.requests), description="nothing waits")
+
+
+def test_delayed_requests_leave_space_for_others(stack: Stack) -> None:
+    """Given as many as the queue takes, expect those over their share to be refused, and others to be served.
+    Commands count requests, and not the entries that hold them."""
+    stack.configure(MODEL, max_queue_size="10")
+    ids = " ".join(f"late-{number}" for number in range(10))
+    stack.send(MODEL, correlation_ids=ids, rows=b"1" * 10, not_before=3_600_000, reply_to="late")
+    wait_until(lambda: len(stack.replies(MODEL, "late")) == 5, description="those over the share are refused")
+    for reply in stack.replies(MODEL, "late"):
+        assert reply["status"] == "RESOURCE_EXHAUSTED"
+        assert "max_delayed_share" in reply["detail"]
+    for priority in (4, 9):
+        prompt = stack.send(MODEL, body="3", priority=priority)
+        assert stack.result(MODEL, prompt)["status"] == "OK"
+
+    def listed() -> tuple[int, int]:
+        (row,) = json.loads(carpool(stack.url, "models", "--json").stdout)
+        return row["waiting"], row["delayed"]
+
+    wait_until(lambda: listed() == (5, 5), description="they are listed")
+    assert "5, 5 delayed" in carpool(stack.url, "models").stdout
+    stack.send(MODEL, withdraw=ids)
+    wait_until(lambda: not stack.redis.xlen(KEYS.requests), description="nothing waits")
+    stack.configure(MODEL, max_queue_size="10000")
+
+
+def test_request_that_expires_before_its_time_is_served_behind_all_others(stack: Stack) -> None:
+    """Where expired requests are executed. Only who writes `arrival`, as batchers do, can send one."""
+    stack.configure(MODEL, expiration_action="delay")
+    early = stack.send(MODEL, body="3", arrival=1, not_before=1000, expiration=2000)
+    assert answered_after_ms(stack, early, early) >= 1000
+    assert not stack.events("batcher failed, starting over")
+    stack.configure(MODEL, expiration_action="reject")
 
 
 async def test_clients_delay_requests(stack: Stack) -> None:

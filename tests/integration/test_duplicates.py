@@ -107,6 +107,59 @@ def test_duplicate_may_name_the_same_stored_body(hold: Callable[..., Held]) -> N
     assert held.stack.result(MODEL, "large")["body"] == 17
 
 
+def test_request_sent_again_to_a_full_queue_keeps_its_place_and_its_body(hold: Callable[..., Held]) -> None:
+    """Given a limit that was lowered besides, which the body exceeds now, and which would delete it."""
+    held = hold()
+    stack, body = held.stack, b"17000"
+    held.redis.set(KEYS.body("large"), body)
+    large: dict[str, Any] = {"correlation_id": "large", "body_key": "large", "body_bytes": len(body)}
+    stack.send(MODEL, **large)
+    stack.send(MODEL, correlation_id="other", body="1")
+    stack.configure(MODEL, max_queue_size="2")
+    stack.send(MODEL, **large)
+    stack.send(MODEL, correlation_id="refused", body_key="large", body_bytes=len(body))
+    assert stack.result(MODEL, "refused")["status"] == "RESOURCE_EXHAUSTED"  # so the queue is full
+    stack.configure(MODEL, max_body_bytes="4")
+    stack.send(MODEL, **large)
+    stack.send(MODEL, correlation_id="malformed", body_key="large", body_bytes=len(body))
+    assert stack.result(MODEL, "malformed")["status"] == "INVALID_ARGUMENT"
+    assert held.redis.get(KEYS.body("large")) == body
+    assert held.open() == 2
+    assert stack.result(MODEL, "large")["body"] == 17000
+    assert not held.redis.exists(KEYS.result("large"))
+    assert not held.redis.exists(KEYS.body("large"))
+
+
+def test_body_in_flight_is_not_deleted_by_requests_that_are_refused(tmp_path: Path, gate: Path) -> None:
+    """Also not by the next batcher, which learns from Redis what is in flight."""
+    with Stack(tmp_path / "stack") as stack:
+        stack.serve("plain.py:Echo")
+        redis: Any = stack.redis
+        large: dict[str, Any] = {"body_key": "large", "body_bytes": 5}
+        redis.set(KEYS.body("large"), b"17000")
+        stack.send(MODEL, correlation_id="held", body=json.dumps({"gate": str(gate)}))
+        wait_until(lambda: redis.xlen(KEYS.batches) == 1, description="it is executed")
+        others = [{"correlation_id": f"filler-{at}", "body": b"2"} for at in range(1, BATCH)]
+        stack.send_packed(MODEL, [{"correlation_id": "large", **large}, *others])  # full: it does not wait
+        wait_until(lambda: redis.xlen(KEYS.batches) == 2, description="it is in flight")
+        stack.configure(MODEL, max_queue_size="1")
+        stack.send(MODEL, correlation_id="waiting", body="1")
+        for refused in ("by the first", "by the second"):
+            name = refused.replace(" ", "-")
+            stack.send(MODEL, correlation_id="large", **large)  # removed
+            stack.send(MODEL, correlation_id=name, **large)
+            assert stack.result(MODEL, name)["status"] == "RESOURCE_EXHAUSTED"
+            assert redis.get(KEYS.body("large")) == b"17000"
+            assert not redis.exists(KEYS.result("large"))
+            if refused == "by the first":
+                stack.active_batcher(MODEL).kill()
+                stack.batcher()
+        gate.touch()
+        stack.wait_until_idle(MODEL)
+        assert stack.result(MODEL, "large")["body"] == 17000
+        assert not redis.exists(KEYS.result("large"), KEYS.body("large"))
+
+
 def test_duplicates_keep_the_order_of_results(hold: Callable[..., Held]) -> None:
     held = hold(preserve_ordering="true")
     for name in ("a", "a", "b", "a", "c"):

@@ -202,7 +202,7 @@ def deliver_to_the_latest(self: Any, reply: Any) -> list[tuple[Stream, list[Any]
     found = []
     for name, entries in reply:
         stream = LATEST_STREAMS[name.decode()]
-        if entries := stream.unread(entries, self._afters[self._by_name[name]]):
+        if entries := stream.unread(entries, stream.after):
             found.append((stream, entries))
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from carpool.messages import Dispatch, Run
-from carpool.rows import Rows, StoredBody, stored_names
+from carpool.rows import stored_names
 
 _Request = tuple[str | None, str]  # where its result goes, and its correlation ID
 
@@ -52,6 +52,9 @@ class WaitingIds:
         if waiting is None:
             self._ids[run.reply_to] = set(names)
             return
+        if len(names) == 1 and names[0] not in waiting:
+            waiting.add(names[0])
+            return
         if not waiting.isdisjoint(names):
             self._add_later(run, waiting.intersection(names))
         waiting.update(names)
@@ -67,17 +70,18 @@ class WaitingIds:
 
     def remove(self, runs: Iterable[Run]) -> None:
         """These do not wait any more. Each is a run that waited, or a part that was taken out of one."""
+        ids = self._ids
         for run in runs:
-            waiting = self._ids.get(run.reply_to)
-            if waiting is None:
+            waiting = ids.get(run.reply_to)
+            if not waiting:
                 continue
-            repeated = self.repeated.get(run.reply_to) if self.repeated else None
-            if repeated is None or repeated.keys().isdisjoint(run.correlation_ids):
+            repeated = self.repeated and self.repeated.get(run.reply_to)
+            if not repeated or repeated.keys().isdisjoint(run.correlation_ids):
                 waiting.difference_update(run.correlation_ids)
             else:
                 self._remove_repeated(run, repeated, waiting)
-            if not waiting and len(self._ids) > _ADDRESSES_KEPT:
-                del self._ids[run.reply_to]
+            if not waiting and len(ids) > _ADDRESSES_KEPT:
+                del ids[run.reply_to]
 
     def _remove_repeated(self, run: Run, repeated: dict[str, _Copies], waiting: set[str]) -> None:
         self.is_repeated_popped = True
@@ -127,7 +131,7 @@ class IdsInFlight:
     """
 
     def __init__(self) -> None:
-        self._named: dict[str, list[tuple[str | None, list[str]]]] = {}  # by batch; not indexed
+        self._named: dict[str, Sequence[Run]] = {}  # by batch; not indexed
         self._indexed: dict[str, list[_Request]] = {}  # by batch
         self._batches: dict[_Request, str] = {}
 
@@ -138,14 +142,14 @@ class IdsInFlight:
 
     def _index(self) -> None:
         for batch_id, runs in self._named.items():
-            requests = [(reply_to, name) for reply_to, names in runs for name in names]
+            requests = [(run.reply_to, name) for run in runs for name in run.correlation_ids]
             self._indexed[batch_id] = requests
             self._batches.update(dict.fromkeys(requests, batch_id))
         self._named.clear()
 
-    def launch(self, batch_id: str, runs: Iterable[Run]) -> None:
+    def launch(self, batch_id: str, runs: Sequence[Run]) -> None:
         """These are in flight from now on."""
-        self._named[batch_id] = [(run.reply_to, run.correlation_ids) for run in runs]
+        self._named[batch_id] = runs
 
     def answered(self, runs: Iterable[Run]) -> None:
         """These are in flight, and were answered: what is sent again now is another request."""
@@ -167,16 +171,17 @@ class BodiesInUse:
     """The names of the stored bodies of requests that wait, or are in flight. Almost always there are none.
 
     `are_popped`: some are of requests that were popped since `begin_poll`, and are not in flight yet.
+    `waiting`: how many waiting requests have each of them.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, int] = {}  # how many requests have them
+        self.waiting: dict[str, int] = {}
         self._popped: set[str] = set()
         self._in_flight: dict[str, int] = {}
         self._of_batches: dict[str, list[str]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._waiting or name in self._in_flight or name in self._popped
+        return name in self.waiting or name in self._in_flight or name in self._popped
 
     @property
     def are_popped(self) -> bool:
@@ -189,17 +194,14 @@ class BodiesInUse:
 
     def add(self, run: Run) -> None:
         """A run waits from now on."""
-        bodies = run.bodies
-        if not isinstance(bodies, Rows) and StoredBody in map(type, bodies):
-            _count(self._waiting, stored_names(bodies))
+        _count(self.waiting, stored_names(run.bodies))
 
     def remove(self, run: Run, *, is_popped: bool = False) -> None:
         """It does not wait any more."""
-        if self._waiting:
-            names = stored_names(run.bodies)
-            _count_down(self._waiting, names)
-            if is_popped:
-                self._popped.update(names)
+        names = stored_names(run.bodies)
+        _count_down(self.waiting, names)
+        if is_popped:
+            self._popped.update(names)
 
     def launch(self, batch_id: str, runs: Iterable[Run]) -> None:
         """These are in flight from now on."""

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages import PRIORITY_LEVELS, Refusal, Run
 from carpool.model_settings import ModelSettings
+from carpool.rows import StoredBody
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
 from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.delayed import DelayedRuns
@@ -96,14 +97,19 @@ class Queue:
         later copies of requests give their places to others, so there may be Refusals of other runs.
         """
         refusals: list[Refusal] = []
-        if len(run.correlation_ids) > 1 and (repeats := _repeats(run)):
-            refusals.append(duplicate(run.take(repeats)))
+        if len(run.correlation_ids) > 1 and len(set(run.correlation_ids)) < len(run.correlation_ids):
+            refusals.append(duplicate(run.take(repeated_in(run, set()))))
         if settings.max_batch_cost is not None and run.cost > settings.max_batch_cost:
             detail = f"cost: {run.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
             return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
         is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
-        size_bytes = bytes_of(run)
-        if self._has_space(run, size_bytes, settings, is_delayed=is_delayed):
+        size_bytes, count = bytes_of(run), len(run.correlation_ids)
+        if (
+            self.count + self.withheld + count <= settings.max_queue_size
+            and self.bytes + size_bytes <= settings.max_queue_bytes
+            and (not settings.priority_policies or count <= self._priority_space(run.priority, settings))
+            and (not is_delayed or self.delayed.have_space(run, size_bytes, settings))
+        ):
             self._insert(run, size_bytes, is_delayed=is_delayed)
             return refusals
         copies = _part(run, _sent_again(run, is_sent_again))
@@ -113,16 +119,6 @@ class Queue:
             return refusals
         refusals += self._drop_copies()
         return refusals + self._admit_part(run, settings, is_delayed=is_delayed)
-
-    def _has_space(self, run: Run, size_bytes: int, settings: ModelSettings, *, is_delayed: bool) -> bool:
-        """Whether all of a run may wait."""
-        count = len(run.correlation_ids)
-        return (
-            self.count + self.withheld + count <= settings.max_queue_size
-            and self.bytes + size_bytes <= settings.max_queue_bytes
-            and (not settings.priority_policies or count <= self._priority_space(run.priority, settings))
-            and (not is_delayed or self.delayed.have_space(run, size_bytes, settings))
-        )
 
     def _insert(self, run: Run, size_bytes: int, *, is_delayed: bool = False) -> None:
         if run.sequence is not None:
@@ -138,7 +134,9 @@ class Queue:
         if not run.is_doubtful:
             self.arrived += count
         self.bytes += size_bytes
-        self.bodies.add(run)
+        bodies = run.bodies
+        if type(bodies) is list and (type(bodies[0]) is StoredBody or len(bodies) > 1):
+            self.bodies.add(run)
         self._count_by_priority[run.priority] += count
 
     def release(self, now_us: int) -> list[Run]:
@@ -248,7 +246,9 @@ class Queue:
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
             self._count_by_priority[run.priority] -= len(run.correlation_ids)
-            self.bodies.remove(run, is_popped=True)
+        if self.bodies.waiting:
+            for run in batch.runs:
+                self.bodies.remove(run, is_popped=True)
         self.ids.remove(batch.runs)
         self._drop_if_empty(lane)
         if self._sequences:
@@ -347,7 +347,8 @@ class Queue:
         self.bytes -= size_bytes
         self._count_by_priority[run.priority] -= count
         self.ids.remove((run,))
-        self.bodies.remove(run)
+        if self.bodies.waiting:
+            self.bodies.remove(run)
 
     def _drop_if_empty(self, lane: Lane) -> None:
         self.changed.add(lane.name)
@@ -444,12 +445,6 @@ def _part(run: Run, indexes: Sequence[int]) -> Run | None:
     if not indexes:
         return None
     return run if len(indexes) == len(run) else run.take(indexes)
-
-
-def _repeats(run: Run) -> list[int]:
-    """The indexes of requests that are in this run before. Requests of sequences are alone in theirs."""
-    names = run.correlation_ids
-    return [] if len(set(names)) == len(names) else repeated_in(run, set())
 
 
 def _sent_again(run: Run, is_sent_again: _IsSentAgain) -> list[int]:

@@ -325,7 +325,7 @@ class Scheduler:
         if dispatch.process:
             self.processes.begin_batch(dispatch.process)
 
-    def _watch_batch(self, batch_id: str, batch: InFlightBatch, runs: Iterable[Run]) -> None:
+    def _watch_batch(self, batch_id: str, batch: InFlightBatch, runs: Sequence[Run]) -> None:
         self._deadlines.watch_batch(batch_id, batch.expiring)
         if not self._has_sequences:
             self._ids_in_flight.launch(batch_id, runs)
@@ -402,6 +402,11 @@ class Scheduler:
     def waiting(self) -> int:
         """The number of waiting requests."""
         return self._queue.count
+
+    @property
+    def delayed(self) -> int:
+        """The number of waiting requests that must not be dispatched yet."""
+        return self._queue.delayed.requests
 
     @property
     def withheld(self) -> int:
