@@ -32,7 +32,6 @@ NO_SPREAD: Final = (1.0,)
 SPREAD_FACTORS: Final = 101  # of a normal spread: one for each interval of equal probability
 SPREAD_FACTOR_MIN: Final = 0.1
 _EQUAL_LANES: Final[Mapping[str, float]] = MappingProxyType({})
-_NO_IDS: Final = [""]
 _NO_BODIES: Final[Bodies] = [b""]
 
 
@@ -257,7 +256,9 @@ class Simulation:
         at_us, expiration_us, lane, priority, cost = arrival
         deadline_us = None if expiration_us is None else at_us + expiration_us
         entry = Entry("", at_us)
-        run = Run(entry, _NO_IDS, _NO_BODIES, JSON, None, at_us, deadline_us, priority, lane, cost)
+        run = Run(
+            entry, [str(next(self._number))], _NO_BODIES, JSON, None, at_us, deadline_us, priority, lane, cost
+        )
         entry.runs.append(run)
         if self._scheduler.offer(run, at_us):
             self._result.refused += 1
