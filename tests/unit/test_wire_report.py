@@ -55,6 +55,7 @@ def test_report_names_its_gauges() -> None:
         "requests_in_flight": 2,
         "model_processes": 1,
         "held": 0,
+        "delayed": 0,
     }
 
 

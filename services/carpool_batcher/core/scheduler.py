@@ -475,7 +475,10 @@ class Scheduler:
         """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
         they are `known`, to which they are added, or were sent again."""
         again: list[int] = []
+        stand_in = refused.entry.id if refused.run is None else ""  # of each request with an invalid ID
         for at, name in enumerate(refused.correlation_ids):
+            if name == stand_in:
+                continue
             request = (refused.reply_to, name)
             if request in known or self._is_sent_again(request):
                 again.append(at)
