@@ -338,11 +338,11 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Errors by reason",
             "reqps",
             "input, cost: a producer sends what the model does not accept; the result names the field. "
-            "queue_size, queue_bytes: start workers. delayed: see max_delayed_share. waiting, in_flight, at_worker: where it expired; "
-            "early: it "
-            "could not meet its deadline; start workers, or allow more time. model, policy: it raised an "
-            "exception; look at the result's detail. dead_letter: it killed its process. withdrawn: the "
-            "producer withdrew it. sequence: its sequence was never begun, broke, or was ended.",
+            "queue_size, queue_bytes: start workers. delayed: see max_delayed_share. waiting, in_flight, "
+            "at_worker: where it expired; early: it could not meet its deadline; start workers, or allow "
+            "more time. model, policy: it raised an exception; look at the result's detail. dead_letter: "
+            "it killed its process. withdrawn: the producer withdrew it. sequence: its sequence was never "
+            "begun, broke, or was ended.",
             {
                 "{{status}} {{reason}}": "sum by (status, reason) "
                 '(rate(carpool_requests_total{M,status!="OK"}[T]))'
