@@ -338,7 +338,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "Errors by reason",
             "reqps",
             "input, cost: a producer sends what the model does not accept; the result names the field. "
-            "queue_size, queue_bytes: start workers. delayed: see max_delayed_share. waiting, in_flight, at_worker: where it expired; "
+            "queue_size, queue_bytes: start workers. delayed: max_delayed_share. "
+            "waiting, in_flight, at_worker: where it expired; "
             "early: it "
             "could not meet its deadline; start workers, or allow more time. model, policy: it raised an "
             "exception; look at the result's detail. dead_letter: it killed its process. withdrawn: the "
