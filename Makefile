@@ -39,8 +39,10 @@ bench: install ## Measure Carpool and others side by side (BENCH=--help)
 	@$(GRID) grid $(PYTHONS) $(BENCH)
 
 FUZZ ?= --inputs 1000000
-fuzz: install ## Try a million inputs on what decodes producers' bytes (FUZZ="--seed 7 --inputs 5000")
+FUZZ_BATCHER ?= --entries 10000000
+fuzz: install ## Try a million inputs on what decodes producers' bytes, and ten million entries on a batcher
 	@cd tests && ../$(BIN)/python -m support.fuzzing $(FUZZ)
+	@cd tests && ../$(BIN)/python -m support.fuzzing_batcher $(FUZZ_BATCHER)
 
 profile: install ## Write where each microsecond of a request goes into docs/profile.md
 	@$(GRID) grid.profile $(PYTHONS) --write

@@ -181,7 +181,7 @@ class Scheduler:
         if run.sequence is not None or self._has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused]
+                return [refused] if self._has_sequences else list(self._answer_once(refused, set()))
         if self._producers:
             run.is_doubtful = self._producers.is_doubtful(run.producer)
         refusals = self._queue.admit(run, self._settings, now_us, self._is_sent_again)
