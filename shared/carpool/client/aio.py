@@ -78,7 +78,8 @@ from carpool.wire.tensors import Array, to_bytes
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
-STRING_BYTES_MAX: Final = 512 * 1024 * 1024  # Redis closes the connection at a larger one
+# Of a body. At a larger string, a Redis as ops/redis configures it closes the connection, each time anew.
+STRING_BYTES_MAX: Final = 256 * 1024 * 1024
 
 
 class AsyncClient:
