@@ -1,7 +1,7 @@
 """The batcher of one model: what was read -> decide -> dispatch, refuse or answer ahead.
 
 It never waits: `service` reads for all models, keeps their leases, and gives each its turn. A turn is done in
-steps, between which other models have theirs: one producer may send more than can be decided in a short time.
+pieces, between which other models have theirs: one producer may send more than can be decided in a short time.
 
 The request stream in Redis is the set of waiting requests; the batcher only has a copy of it. After any error
 (a broken connection, a lost lease) the copy is dropped, and the stream is read again from the beginning.
@@ -48,7 +48,7 @@ from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool.wire.kinds import kind_of
-from carpool.wire.requests import Decoded, decode_in_steps, refuse_oversized
+from carpool.wire.requests import Decoded, decode_in_pieces, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
@@ -77,7 +77,7 @@ BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the str
 BODY_AGE_US: Final = 3_600_000_000  # of those that are renewed: a small part of the time that they are kept
 READ_AHEAD_US: Final = 1000  # requests are awaited again so long before a process can take a batch
 READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some may have to be refused
-STEP_DECODED: Final = 256  # runs and refusals of an entry, or decisions: after more, a step ends
+PIECE_DECODED: Final = 256  # runs and refusals of an entry, or decisions: after more, a piece ends
 TURN_DECODED_MAX: Final = 4096  # likewise, of several entries; what else was read waits for the next turn
 CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
@@ -268,7 +268,7 @@ class ModelBatcher:
         return self._session is not None and bool(self._session.backlog)
 
     def turn(self) -> Generator[None]:
-        """Decide about what was read and what is due, and act. In steps: each takes some ms at most, and
+        """Decide about what was read and what is due, and act. In pieces: each takes some ms at most, and
         between them only `receive` and `end` may be called. After `end` it must not go on."""
         assert self._session is not None
         session, now_us = self._session, self._clock.now_us()
@@ -290,7 +290,7 @@ class ModelBatcher:
         self._turned_us = now_us
         self._carry_out_withdrawals(session, refusals, emptied, now_us)
         decisions = scheduler.poll(now_us)
-        if len(decisions) > STEP_DECODED:
+        if len(decisions) > PIECE_DECODED:
             yield
         yield from self._apply(session, decisions, refusals, emptied, now_us)
         self._count(settled)  # nobody waits for that
@@ -383,7 +383,7 @@ class ModelBatcher:
                 continue
             entry, decoded = found
             decoded_now += len(decoded)
-            if len(decoded) > STEP_DECODED:
+            if len(decoded) > PIECE_DECODED:
                 now_us = self._clock.now_us()  # time has passed
             entries[entry.id] = entry
             fresh.append(entry)
@@ -395,7 +395,7 @@ class ModelBatcher:
                     emptied.append(entry)
                 case _:
                     refusals += _offer(scheduler, decoded, now_us)
-            if len(decoded) > STEP_DECODED:
+            if len(decoded) > PIECE_DECODED:
                 yield
         # Others were left unread on purpose, or may have been
         awaited = [entry for entry in fresh if entry.arrival_us >= self.reads_at_us]
@@ -431,7 +431,7 @@ class ModelBatcher:
         is_known = unread.resumes_after is not None and entry_id.decode() in entries  # it is read again
         if is_known or entries.was_put_back(entry_id) or unread.leaves(entry_id, flat):
             return None
-        entry, decoded = yield from decode_in_steps(
+        entry, decoded = yield from decode_in_pieces(
             entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US, unread.waited
         )
         flat.clear()  # they may be large, and what is needed of them was copied
@@ -496,7 +496,7 @@ class ModelBatcher:
         changes_of_sequences: Sequence[SequenceChange] = (),
         freed: Sequence[SlotFreed] = (),
     ) -> Generator[None]:
-        """Answer requests that are not dispatched, in as many steps as scripts are needed."""
+        """Answer requests that are not dispatched, in as many pieces as scripts are needed."""
         scheduler = session.scheduler
         session.order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms

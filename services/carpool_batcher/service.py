@@ -246,7 +246,7 @@ class BatcherService:
             self._attempt(long_turn, self._give_slice, long_turn)
 
     def _give_slice(self, model: _Model) -> None:
-        """Let a model begin its turn, or go on with it, for SLICE_S or a step."""
+        """Let a model begin its turn, or go on with it, for SLICE_S or a piece."""
         self._long_turns.pop(model, None)
         turn = model.turn = model.turn or model.batcher.turn()
         ends_s = time.monotonic() + SLICE_S

@@ -1,4 +1,4 @@
-"""What a producer sends is decided in steps of bounded work, and in linear time, however it is shaped."""
+"""What a producer sends is decided in pieces of bounded work, and in linear time, however it is shaped."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from support.batcher_loop import BatcherLoop
 from support.wire import flat_of
 
 IN_ENTRY: Final = 4096  # as many as an entry may have
-STEP_CALLS_MAX: Final = 80 * IN_ENTRY  # of functions, in one step of a turn: 20 to 30 ms
+PIECE_CALLS_MAX: Final = 80 * IN_ENTRY  # of functions, in one piece of a turn: 20 to 30 ms
 CALLS_MAX: Final = 600  # for each request in all; eight misspelt names take most of them
-STEPS_BEFORE_OTHERS_MAX: Final = 3  # of one that goes on when a request arrives: it is read after the next
+PIECES_BEFORE_OTHERS_MAX: Final = 3  # of one that goes on when a request arrives: it is read after the next
 KEYS: Final = Keys("m")
 OTHER: Final = Keys("other")
 
@@ -102,27 +102,27 @@ OF_SEQUENCES: Final = (
 
 
 class CountedLoop(BatcherLoop):
-    """A batcher of two models without workers. It counts the calls of functions in each step of turns of the
+    """A batcher of two models without workers. It counts the calls of functions in each piece of turns of the
     first one."""
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(url)
-        self.calls_of_steps: list[int] = []
+        self.calls_of_pieces: list[int] = []
         turn = ModelBatcher.turn
 
         def counted(batcher: ModelBatcher) -> Generator[None]:
-            steps = turn(batcher)
+            pieces = turn(batcher)
             while True:
                 with_counts = batcher.keys.model == KEYS.model
                 if with_counts:
                     self._begin()
                 try:
-                    next(steps)
+                    next(pieces)
                 except StopIteration:
                     return
                 finally:
                     if with_counts:
-                        self.calls_of_steps.append(self._end())
+                        self.calls_of_pieces.append(self._end())
                 yield
 
         monkeypatch.setattr(ModelBatcher, "turn", counted)
@@ -171,19 +171,19 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedLoop]:
 
 
 @pytest.mark.parametrize("shape", [*PLAIN, *OF_SEQUENCES], ids=lambda shape: shape.__name__)
-def test_each_step_is_bounded_and_the_work_is_linear(
+def test_each_piece_is_bounded_and_the_work_is_linear(
     bench: CountedLoop, shape: Callable[[int], Sent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "SLICE_S", 0.0)  # each step by itself
+    monkeypatch.setattr(service_module, "SLICE_S", 0.0)  # each piece by itself
     bench.serve(has_sequences=shape in OF_SEQUENCES)
     bench.send(shape(IN_ENTRY))
     bench.run_until(bench.is_done, "all is decided")
-    assert max(bench.calls_of_steps) < STEP_CALLS_MAX
-    assert sum(bench.calls_of_steps) < CALLS_MAX * IN_ENTRY
+    assert max(bench.calls_of_pieces) < PIECE_CALLS_MAX
+    assert sum(bench.calls_of_pieces) < CALLS_MAX * IN_ENTRY
 
 
 @pytest.mark.parametrize("shape", PLAIN, ids=lambda shape: shape.__name__)
-def test_a_flood_delays_a_request_to_another_model_by_a_few_steps(
+def test_a_flood_delays_a_request_to_another_model_by_a_few_pieces(
     bench: CountedLoop, shape: Callable[[int], Sent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a long turn of one model that was begun, expect the other to know its request soon after."""
@@ -193,9 +193,9 @@ def test_a_flood_delays_a_request_to_another_model_by_a_few_steps(
         bench.send(shape(IN_ENTRY))
     bench.run_until(lambda: bench.service._long_turns, "a turn is long")
     bench.link.call("XADD", OTHER.requests, "*", "body", "1")
-    bench.calls_of_steps.clear()
+    bench.calls_of_pieces.clear()
     bench.run_until(lambda: bench.waiting("other"), "the other request waits")
-    assert len(bench.calls_of_steps) <= STEPS_BEFORE_OTHERS_MAX
+    assert len(bench.calls_of_pieces) <= PIECES_BEFORE_OTHERS_MAX
     assert not bench.is_done()
 
 

@@ -55,14 +55,14 @@ __all__ = [
     "Decoded",
     "arrival_of",
     "decode_entry",
-    "decode_in_steps",
+    "decode_in_pieces",
     "encode_runs",
     "refuse_oversized",
     "tickets_of",
     "was_perhaps_put_back",
 ]
 
-STEP_REQUESTS: Final = 256  # that differ in their fields; each takes about 10 us
+PIECE_REQUESTS: Final = 256  # that differ in their fields; each takes about 10 us
 RUN_REQUESTS_MAX: Final = 8  # or the model's `max_batch_size`: longer runs are divided
 _TOO_LONG: Final = "max_array_len"  # in the message of msgpack's error
 UNCOUNTED_BYTES_MAX: Final = 1 << 20  # up to this size the containers of a packed entry are not counted
@@ -96,23 +96,23 @@ def decode_entry(
     than `now_us` counts as `now_us`: a producer may choose an entry ID in the future, and the IDs that Redis
     then assigns follow it.
     """
-    steps = decode_in_steps(entry_id, flat, settings, now_us, may_be_put_back)
+    pieces = decode_in_pieces(entry_id, flat, settings, now_us, may_be_put_back)
     while True:
         try:
-            next(steps)
+            next(pieces)
         except StopIteration as end:
             decoded: tuple[Entry, list[Decoded]] = end.value
             return decoded
 
 
-def decode_in_steps(
+def decode_in_pieces(
     entry_id: bytes,
     flat: Sequence[bytes],
     settings: ModelSettings,
     now_us: int = sys.maxsize,
     may_be_put_back: Callable[[bytes], bool] = lambda entry_id: True,
 ) -> Generator[None, None, tuple[Entry, list[Decoded]]]:
-    """As `decode_entry`, in steps of about STEP_REQUESTS requests, so that the caller can do other things
+    """As `decode_entry`, in pieces of about PIECE_REQUESTS requests, so that the caller can do other things
     between them. Nothing is changed before the last one."""
     name = entry_id.decode()
     entry = Entry(name, min(arrival_of(name), now_us))
@@ -217,10 +217,10 @@ def _decode_packed(
         detail = error.detail if isinstance(error, CarpoolError) else _why_not_unpacked(packed, error)
         return [refuse(entry, shared, entry.id, InvalidArgumentError(detail))]
     decoded: list[Decoded] = []
-    step_ends = STEP_REQUESTS
+    piece_ends = PIECE_REQUESTS
     for others, group in _similar_elements(elements):
-        if len(decoded) >= step_ends:
-            step_ends = len(decoded) + STEP_REQUESTS
+        if len(decoded) >= piece_ends:
+            piece_ends = len(decoded) + PIECE_REQUESTS
             yield
         if others is None:
             decoded += _decode_element(entry, group[0], shared, settings)
