@@ -1,7 +1,7 @@
 """The batcher of one model: what was read -> decide -> dispatch, refuse or answer ahead.
 
 It never waits: `service` reads for all models, keeps their leases, and gives each its turn. A turn is done in
-pieces, between which other models have theirs: one producer may send more than can be decided in a short time.
+pieces, between which other models have theirs: one producer may send more than can be decided at once.
 
 The request stream in Redis is the set of waiting requests; the batcher only has a copy of it. After any error
 (a broken connection, a lost lease) the copy is dropped, and the stream is read again from the beginning.
