@@ -20,6 +20,7 @@ from carpool_batcher import service as service_module
 from carpool_batcher.batcher import ModelBatcher
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
+from support.hostile import OF_SEQUENCES, PLAIN, Sent
 from support.wire import flat_of
 
 IN_ENTRY: Final = 4096  # as many as an entry may have
@@ -28,77 +29,6 @@ CALLS_MAX: Final = 600  # for each request in all; eight misspelt names take mos
 PIECES_BEFORE_OTHERS_MAX: Final = 3  # of one that goes on when a request arrives: it is read after the next
 KEYS: Final = Keys("m")
 OTHER: Final = Keys("other")
-
-Sent = list[dict[str, Any]]  # the fields of entries
-
-
-def packed(count: int, of_request: Callable[[int], dict[str, Any]], **shared: Any) -> dict[str, Any]:
-    """An entry of this many requests."""
-    requests = [{"correlation_id": f"r{at}", "body": b"1", **of_request(at)} for at in range(count)]
-    return {"requests": msgpack.packb(requests), **shared}
-
-
-def in_lanes_that_expire(count: int) -> Sent:
-    return [packed(count, lambda at: {"lane": f"l{at}"}, expiration=1)]
-
-
-def with_deadlines_of_their_own(count: int) -> Sent:
-    return [packed(count, lambda at: {"lane": f"l{at % 2}", "expiration": 1 + at % 7})]
-
-
-def malformed_of_a_sequence_that_waits(count: int) -> Sent:
-    waiting = packed(
-        count, lambda at: {"correlation_id": f"w{at}", "sequence_id": "s", "sequence_index": at + 1}
-    )
-    return [waiting, packed(count, lambda at: {"sequence_id": "s", "priority": "x"})]
-
-
-def malformed_starts(count: int) -> Sent:
-    return [packed(count, lambda at: {"sequence_id": f"s{at}", "sequence_start": 1, "priority": "x"})]
-
-
-def malformed_starts_of_one_sequence(count: int) -> Sent:
-    return [packed(count, lambda at: {"sequence_id": "s", "sequence_start": 1, "priority": "x"})]
-
-
-def ends_of_sequences(count: int) -> Sent:
-    return [{"end_sequences": " ".join(f"s{at}" for at in range(count))}]
-
-
-def misspelt(count: int) -> Sent:
-    return [
-        packed(
-            count, lambda at: {"priority": "x", **{f"sequence{letter}{at:x}": b"" for letter in "abcdefgh"}}
-        )
-    ]
-
-
-def of_different_costs(count: int) -> Sent:
-    return [packed(count, lambda at: {"cost": at})]
-
-
-def without_bodies(count: int) -> Sent:
-    return [{"requests": msgpack.packb([{"correlation_id": f"r{at}"} for at in range(count)])}]
-
-
-def of_one_correlation_id(count: int) -> Sent:
-    return [packed(count, lambda at: {"correlation_id": "same", "cost": at})]
-
-
-PLAIN: Final = (
-    in_lanes_that_expire,
-    with_deadlines_of_their_own,
-    misspelt,
-    of_different_costs,
-    without_bodies,
-    of_one_correlation_id,
-)
-OF_SEQUENCES: Final = (
-    malformed_of_a_sequence_that_waits,
-    malformed_starts,
-    malformed_starts_of_one_sequence,
-    ends_of_sequences,
-)
 
 
 class CountedLoop(BatcherLoop):

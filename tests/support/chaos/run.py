@@ -15,6 +15,7 @@ from carpool.keys import Keys
 from support.chaos.producers import ProducerProcess
 from support.chaos.servers import Servers, ServersOf, alone
 from support.checker import Checker, Report
+from support.hostile import HOSTILE, HostileProducer
 from support.load import collect
 from support.stack import Service, Stack, fixed_keys
 from support.waiting import Stopwatch, wait_until
@@ -24,6 +25,8 @@ SPEC: Final = "hashing.py:Busy"
 KEYS: Final = Keys(MODEL)
 LEASE_S: Final = 0.6  # of workers
 PRODUCERS: Final = 2
+HOSTILE_REQUESTS: Final = 10  # in each entry of a third one, which means harm
+HOSTILE_PAUSE_S: Final = 0.5  # after each: those of its requests that are valid are executed
 RESULTS_KEPT_MS: Final = 3_600_000  # they are read when the run is over
 SETTLE_S_MAX: Final = 60.0
 PROBE_S: Final = 1.0  # a probe without a result for so long is sent again
@@ -61,6 +64,10 @@ class Run:
         self.batchers = [stack.batcher() for _ in range(2)]
         stack.wait_for_model(MODEL, workers=2)
         stack.redis.hset(KEYS.config, "result_ttl_ms", RESULTS_KEPT_MS)
+        self.hostile = HostileProducer(
+            servers.producers_url, KEYS, requests=HOSTILE_REQUESTS, pause_s=HOSTILE_PAUSE_S
+        )
+        self.hostile.start()
         self.producers = [self.new_producer(f"p{number}") for number in range(PRODUCERS)]
         self.wait_for_load()
 
@@ -139,13 +146,14 @@ class Run:
 
     def finish(self) -> Outcome:
         """Stop the load, wait until everything is answered, and look at what became of each request."""
+        self.hostile.stop()
         for producer in self.producers:
             producer.kill()
         checker = Checker()
         for producer in self.producers:
             producer.tell(checker)
         is_idle = _is_idle(self.stack)
-        collect(self.stack, MODEL, _WithoutProbes(checker))
+        collect(self.stack, MODEL, _WithoutProbes(checker), reply_to=f"[^{HOSTILE[0]}]*")
         left_over = [] if is_idle else ["requests that wait or are in flight"]
         left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.config})
         if self.stack.pending(MODEL):
@@ -202,5 +210,6 @@ def started(
         try:
             yield run
         finally:
+            run.hostile.stop()
             for producer in run.producers:
                 producer.kill()
