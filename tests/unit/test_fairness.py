@@ -8,7 +8,7 @@ import pytest
 
 from carpool.messages import Entry, Run
 from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
-from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue
+from carpool_batcher.core.fairness import EQUAL_SHARES, NO_WEIGHTS, FairQueue, Shares
 from carpool_batcher.core.lane import Lane
 
 
@@ -31,12 +31,12 @@ def lane_of(*runs: Run) -> Lane:
 
 def served(lane: Lane, size: int, weights: Mapping[str, float] = NO_WEIGHTS) -> list[tuple[str, str]]:
     """The names and tenants of the next requests."""
-    runs = lane.pop_batch(BatchLimits(size), weights).runs
+    runs = lane.pop_batch(BatchLimits(size), Shares(weights)).runs
     return [(name, one.tenant) for one in runs for name in one.correlation_ids]
 
 
 def pop(queue: FairQueue) -> Run:
-    one = queue.pop(BatchSpace(BatchLimits(1)), NO_WEIGHTS)
+    one = queue.pop(BatchSpace(BatchLimits(1)), EQUAL_SHARES)
     assert one is not None
     return one
 
@@ -135,8 +135,10 @@ def test_number_of_remembered_tenants_is_bounded(removal: str) -> None:
         elif pop(queue).tenant == "waits":
             pop(queue)
             queue.insert(run("y", "waits"))
-    assert len(queue._next_turn) < 60
     assert len(queue._turns) < 60
+    assert len(queue._turns._idle) < 60
+    assert len(queue._turns_here) < 60
+    assert len(queue._oldest) < 60
 
 
 def test_endless_new_tenants_do_not_starve_those_that_wait() -> None:

@@ -6,7 +6,7 @@ head is in a lane; its followers wait in `core.sequences`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -17,13 +17,13 @@ from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, si
 from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.delayed import DelayedRuns
 from carpool_batcher.core.duplicates import WaitingIds
-from carpool_batcher.core.fairness import Slice
+from carpool_batcher.core.fairness import EQUAL_SHARES, Shares, Slice, Turns, TurnsByRank, shares_of
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.sequences import Decided, Sequences
 from carpool_batcher.core.withdrawals import ArrivedLater
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
-_Pop = Callable[[BatchLimits, Mapping[str, float]], PoppedBatch]
+_Pop = Callable[[BatchLimits, Shares], PoppedBatch]
 
 
 class Queue:
@@ -34,7 +34,7 @@ class Queue:
     (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that changed
     since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
     process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
-    put them off; they count, too.
+    put them off; they count, too. `turns` are those of tenants, by rank, over all lanes.
     """
 
     def __init__(self, sequences: Sequences | None = None) -> None:
@@ -42,7 +42,8 @@ class Queue:
         self.bytes = 0
         self.arrived = 0
         self.withheld = 0
-        self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
+        self.turns = TurnsByRank(Turns)
+        self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
         self.changed: set[str] = set()
         self.delayed = DelayedRuns()
         self.ids = WaitingIds()
@@ -50,6 +51,8 @@ class Queue:
         self._sequences = Sequences() if sequences is None else sequences
         self._followers_expired: set[Run] = set()  # to be served behind all others when they are heads
         self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
+        self._settings: ModelSettings | None = None  # of the following
+        self._shares = EQUAL_SHARES
 
     def __contains__(self, run: Run) -> bool:
         name = run.lane if run.sequence is None else self._sequences.lane_name(run)
@@ -118,10 +121,10 @@ class Queue:
 
     def _new_lane(self, run: Run, name: str) -> Lane:
         if name == run.lane:
-            return Lane(name)
+            return Lane(name, turns=self.turns)
         process = self._sequences.process_of(run)
         self._lanes_of.setdefault(process, set()).add(name)
-        return Lane(name, run.lane, process)
+        return Lane(name, run.lane, process, self.turns)
 
     def _admit_part(self, run: Run, settings: ModelSettings) -> list[Refusal]:
         """Admit the requests of a run in order, each if there is space for it."""
@@ -188,7 +191,7 @@ class Queue:
 
     def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
         count_before, bytes_before = lane.count, lane.bytes
-        batch = pop(limits, settings.tenant_weights)
+        batch = pop(limits, self.shares(settings))
         self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
@@ -352,10 +355,15 @@ class Queue:
             return True
         return settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost
 
-    @staticmethod
-    def peek_batch(lane: Lane, settings: ModelSettings) -> list[Slice]:
+    def peek_batch(self, lane: Lane, settings: ModelSettings) -> list[Slice]:
         """The requests that `pop_batch` would return, without removing them."""
-        return lane.peek_batch(_limits(settings.max_batch_size, settings), settings.tenant_weights)
+        return lane.peek_batch(_limits(settings.max_batch_size, settings), self.shares(settings))
+
+    def shares(self, settings: ModelSettings) -> Shares:
+        """By what the turns of tenants are counted."""
+        if settings is not self._settings:
+            self._settings, self._shares = settings, shares_of(settings)
+        return self._shares
 
 
 def _limits(size: int, settings: ModelSettings) -> BatchLimits:
