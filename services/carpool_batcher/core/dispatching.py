@@ -20,7 +20,7 @@ from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.doubtful_producers import planned_size
 from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.fairness import Slice
+from carpool_batcher.core.fairness import Shares, Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
@@ -268,7 +268,10 @@ class Dispatcher:
         size_max = min(lane.planned, settings.max_batch_size)
         if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
-        slices = list(_front(_planned(lane, settings), PLANNED_BATCHES_MAX * size))
+        shares = self._queue.shares(settings)
+        slices = list(_planned_front(lane, shares, PLANNED_BATCHES_MAX * size))
+        if not slices:
+            return [self._dispatch_from(lane, reason, size, settings)]
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
         for run, _, count in slices:
@@ -283,8 +286,8 @@ class Dispatcher:
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
-        length = _length_with_doubtful(lane, planned.size, settings)
-        return [self._dispatch_from(lane, reason, min(size, length), settings)]
+        length = _length_with_doubtful(lane, shares, planned.size, size)
+        return [self._dispatch_from(lane, reason, length, settings)]
 
     def _may_be_early(self, settings: ModelSettings) -> bool:
         """Whether a full batch may be dispatched earlier than others."""
@@ -363,34 +366,35 @@ class Dispatcher:
         return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
 
 
-def _planned(lane: Lane, settings: ModelSettings) -> Iterator[Slice]:
-    """The requests of a lane that the model is expected to execute, in order."""
-    in_order = lane.in_order(settings.tenant_weights)
-    return (one for one in in_order if not one.run.is_doubtful) if lane.doubtful else in_order
+def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[Slice]:
+    """The first `size` requests of a lane that the model is expected to execute, in order. Not those behind
+    more than `size` others: these may be any number."""
+    others = size
+    for one in lane.in_order(shares):
+        if one.run.is_doubtful:
+            others -= one.size
+        else:
+            yield one._replace(size=min(one.size, size))
+            size -= one.size
+        if size <= 0 or others < 0:
+            return
 
 
-def _length_with_doubtful(lane: Lane, planned: int, settings: ModelSettings) -> int:
+def _length_with_doubtful(lane: Lane, shares: Shares, planned: int, length_max: int) -> int:
     """The length of a batch that has `planned` requests that the model is expected to execute, and those
-    between them and right behind them that it is not."""
+    between them and right behind them that it is not; at most `length_max`."""
     if not lane.doubtful:
-        return planned
+        return min(planned, length_max)
     length = 0
-    for run, _, count in lane.in_order(settings.tenant_weights):
+    for run, _, count in lane.in_order(shares):
         if not run.is_doubtful:
             if count > planned:
-                return length + planned
+                return min(length + planned, length_max)
             planned -= count
         length += count
+        if length >= length_max:
+            return length_max
     return length
-
-
-def _front(slices: Iterable[Slice], size: int) -> Iterator[Slice]:
-    """The first `size` requests of these."""
-    for one in slices:
-        if size <= 0:
-            return
-        yield one._replace(size=min(one.size, size))
-        size -= one.size
 
 
 def _preferred_size(lane: Lane, settings: ModelSettings) -> int:

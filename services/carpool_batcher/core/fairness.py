@@ -6,7 +6,9 @@ weight. The request that starts first is served first. So a flood of requests de
 sends it, and a tenant that is alone gets everything.
 
 The turns of a tenant are counted over all lanes of the model (`Turns`): in which lanes its requests wait
-makes no difference to its share. Each lane has a queue (`FairQueue`), and looks there.
+makes no difference to its share. Each lane has a queue (`FairQueue`), and looks there. Where a lane was
+chosen before others, the tenant whose turn it was pays for the whole batch. Otherwise a tenant with a request
+now and then would be the reason to dispatch batch after batch of those that share its lane.
 
 Virtual time now, at which new tenants start, is at least the start of the last turn for which a lane was
 chosen. It also advances with all that is served, divided by the tenants that wait and one more. Otherwise an
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -79,14 +81,16 @@ class Turns:
     """The next turn of each tenant with requests of one rank, over all lanes of a model.
 
     The start of a tenant's turn never falls. O(1), or O(log of the tenants) where some do not wait any more.
-    `floor`: when the last turn for which a lane was chosen started.
+    `floor`: when the last turn for which a lane was chosen started. `queues`: how many lanes have such
+    requests.
     """
 
-    __slots__ = ("_idle", "_lanes", "_latest", "_now", "_turns", "floor", "number")
+    __slots__ = ("_idle", "_lanes", "_latest", "_now", "_turns", "floor", "number", "queues")
 
     def __init__(self) -> None:
         self.floor = 0
         self.number = 0  # of the turn that was assigned last
+        self.queues = 0
         self._turns: dict[str, Turn] = {}  # also of tenants that do not wait, and were served in advance
         self._lanes: dict[str, int] = {}  # in how many lanes each tenant waits
         self._idle: list[Turn] = []  # a heap of those that do not wait; outdated ones in it are skipped
@@ -100,10 +104,6 @@ class Turns:
     def of(self, tenant: str) -> Turn:
         """The next turn of a tenant that waits."""
         return self._turns[tenant]
-
-    def find(self, tenant: str) -> Turn | None:
-        """The same; None if nothing is known of the tenant."""
-        return self._turns.get(tenant)
 
     def enter(self, tenant: str) -> None:
         """A tenant begins to wait in one more lane."""
@@ -145,6 +145,14 @@ class Turns:
         self._set(tenant, max(start, self.floor) + size * duration)
         if self._idle:
             self._forget_idle()
+
+    def pay(self, tenant: str, duration: int) -> None:
+        """A tenant that was served pays for requests of others, too. It may not wait any more."""
+        turn = self._turns.get(tenant)
+        if turn is not None:
+            self._set(tenant, turn.start + duration)
+            if tenant not in self._lanes:
+                heapq.heappush(self._idle, self._turns[tenant])
 
     def _set(self, tenant: str, start: int) -> None:
         self.number += 1
@@ -204,11 +212,13 @@ class FairQueue:
         if runs is None:
             runs = self._runs[tenant] = ArrivalOrder()
             self._turns.enter(tenant)
-            if len(self._runs) == 2:
+            if len(self._runs) == 1:
+                self._turns.queues += 1
+            elif len(self._runs) == 2:
                 for one in self._runs:
                     self._queue_turn(one)
                 self._changed.update(self._runs)
-            elif len(self._runs) > 2:
+            else:
                 self._queue_turn(tenant)
         if runs.insert(run):
             self._head_changed(tenant)
@@ -242,6 +252,17 @@ class FairQueue:
             return run.cut(size)
         self._remove(run, runs)
         return run
+
+    def pay(self, tenant: str, runs: Iterable[Run], shares: Shares) -> None:
+        """The tenant for which a batch of these runs was dispatched pays for those of others."""
+        others = sum(_counted(run, shares) * len(run.correlation_ids) for run in runs if run.tenant != tenant)
+        if others:
+            self._turns.pay(tenant, _to_duration(others, tenant, shares))
+
+    @property
+    def is_chosen_before_others(self) -> bool:
+        """Whether several tenants wait for turns, and several lanes."""
+        return self._turns.queues > 1 and len(self._turns) > 1
 
     def in_order(self, shares: Shares) -> Iterator[Slice]:
         """All requests, in the order in which `pop` would return them. O(log of the waiting tenants) for
@@ -352,7 +373,9 @@ class FairQueue:
         self._heads.discard(tenant)
         self._changed.discard(tenant)
         self._queued.pop(tenant, None)
-        if len(self._runs) == 1 and self._turns_here:
+        if not self._runs:
+            self._turns.queues -= 1
+        elif len(self._runs) == 1:
             self._turns_here.clear()
             self._queued.clear()
             self._oldest.clear()
@@ -368,5 +391,12 @@ def _in_one_turn(start: int, next_start: int, duration: int) -> int:
 
 def _duration(run: Run, shares: Shares) -> int:
     """How long the turn of a request of a run lasts, in virtual time. One that costs nothing counts, too."""
-    counted = min(max(run.cost, shares.cost_min), shares.cost_max)
-    return max(1, round(counted * COST_DURATION / shares.weights.get(run.tenant, 1.0)))
+    return _to_duration(_counted(run, shares), run.tenant, shares)
+
+
+def _counted(run: Run, shares: Shares) -> int:
+    return min(max(run.cost, shares.cost_min), shares.cost_max)
+
+
+def _to_duration(counted: int, tenant: str, shares: Shares) -> int:
+    return max(1, round(counted * COST_DURATION / shares.weights.get(tenant, 1.0)))

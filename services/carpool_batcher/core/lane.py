@@ -146,7 +146,10 @@ class Lane:
         space = BatchSpace(limits)
         runs: list[Run] = []
         expired = 0
+        chosen_by: FairQueue | None = None
         for rank, queue in self._queues.items():
+            if queue and not runs and queue.is_chosen_before_others:
+                chosen_by = queue
             while queue:
                 run = queue.pop(space, shares)
                 if run is None:
@@ -155,6 +158,8 @@ class Lane:
                 expired += rank == EXPIRED_RANK
             if queue:
                 break
+        if chosen_by is not None:
+            chosen_by.pay(runs[0].tenant, runs, shares)
         return self._popped(runs, expired, limits, space)
 
     def pop_run(self, limits: BatchLimits, shares: Shares = EQUAL_SHARES) -> PoppedBatch:
