@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _count_looks(self) -> None:
         """A poll ends."""
 
-        def first(gates: Iterable[Gate], now_us: int) -> Claim | None:
+        def first(gates: Sequence[Gate], now_us: int) -> Claim | None:
             self.looks += 1
             assert self.looks <= 100 + 4 * self.number, "the dispatcher looks at the lanes for ever"
             return original(gates, now_us)

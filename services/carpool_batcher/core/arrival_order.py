@@ -42,9 +42,9 @@ class ArrivalOrder:
         """Add a run. Returns whether it is the first one now."""
         if run.arrival_us >= self._latest_us:
             self._latest_us = run.arrival_us
-            is_first = not self._in_turn and not self._late
+            is_first = not self._in_turn
             self._in_turn[run] = None
-            return is_first
+            return is_first and not self._late
         self._inserted_late += 1
         item = self._late[run] = run.arrival_us, self._inserted_late, run
         if len(self._heap) > 2 * len(self._late) + OUTDATED_MIN:

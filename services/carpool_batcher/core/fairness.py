@@ -81,37 +81,32 @@ class Turns:
     """The next turn of each tenant with requests of one rank, over all lanes of a model.
 
     The start of a tenant's turn never falls. O(1), or O(log of the tenants) where some do not wait any more.
-    `floor`: when the last turn for which a lane was chosen started. `queues`: how many lanes have such
-    requests.
+    `of` has the turns by tenant, of those that wait, and of others that were served in advance: while it has
+    only one, nothing is counted. `floor`: when the last turn for which a lane was chosen started. `queues`:
+    how many lanes have such requests.
     """
 
-    __slots__ = ("_idle", "_lanes", "_latest", "_now", "_turns", "floor", "number", "queues")
+    __slots__ = ("_idle", "_lanes", "_now", "floor", "number", "of", "queues")
 
     def __init__(self) -> None:
         self.floor = 0
         self.number = 0  # of the turn that was assigned last
         self.queues = 0
-        self._turns: dict[str, Turn] = {}  # also of tenants that do not wait, and were served in advance
+        self.of: dict[str, Turn] = {}
         self._lanes: dict[str, int] = {}  # in how many lanes each tenant waits
         self._idle: list[Turn] = []  # a heap of those that do not wait; outdated ones in it are skipped
         self._now = 0
-        self._latest = 0
-
-    def __len__(self) -> int:
-        """How many tenants have turns. With one, they are not counted."""
-        return len(self._turns)
-
-    def of(self, tenant: str) -> Turn:
-        """The next turn of a tenant that waits."""
-        return self._turns[tenant]
 
     def enter(self, tenant: str) -> None:
         """A tenant begins to wait in one more lane."""
         lanes = self._lanes.get(tenant, 0)
-        self._lanes[tenant] = lanes + 1
         if not lanes:
-            turn = self._turns.get(tenant)
-            self._set(tenant, self._now if turn is None else max(self._now, turn.start))
+            turn = self.of.get(tenant)
+            if not self._lanes and turn is None:
+                self.of.clear()
+            if self._lanes or turn is None:
+                self._set(tenant, self._now if turn is None else max(self._now, turn.start))
+        self._lanes[tenant] = lanes + 1
 
     def leave(self, tenant: str) -> None:
         """A tenant waits in one lane less. If it waits in none, its turn is kept until it would start now:
@@ -122,13 +117,14 @@ class Turns:
             return
         del self._lanes[tenant]
         if not self._lanes:
-            self._turns.clear()
-            self._idle.clear()
-            self._now = self._latest
+            if len(self.of) > 1:
+                self._now = max(self._now, max(self.of.values()).start)
+                self.of.clear()
+                self._idle.clear()
             return
-        heapq.heappush(self._idle, self._turns[tenant])
+        heapq.heappush(self._idle, self.of[tenant])
         self._forget_idle()
-        if len(self._turns) > 2 * len(self._lanes) + TENANTS_KEPT_MIN:
+        if len(self.of) > 2 * len(self._lanes) + TENANTS_KEPT_MIN:
             # Producers may use a new name for each request. New tenants must not start before the forgotten
             # turns, or an endless row of new names would starve the tenants that wait.
             self._now = max(self._now, self._idle[0].start)
@@ -137,37 +133,36 @@ class Turns:
     def serve(self, tenant: str, size: int, duration: int, *, is_first: bool) -> None:
         """Requests of a tenant, each of which lasts `duration`, are served. `is_first`: the lane was chosen
         for them; they are not what else fits into the batch."""
-        start = self._turns[tenant].start
+        start = self.of[tenant].start
         if is_first:
             self.floor = max(self.floor, start)
         progress = size * (duration // (1 + len(self._lanes)))  # the same for one run and for single requests
         self._now = max(self._now, self.floor) + progress
         self._set(tenant, max(start, self.floor) + size * duration)
-        if self._idle:
+        if self._idle and self._idle[0].start <= self._now:
             self._forget_idle()
 
     def pay(self, tenant: str, duration: int) -> None:
         """A tenant that was served pays for requests of others, too. It may not wait any more."""
-        turn = self._turns.get(tenant)
+        turn = self.of.get(tenant)
         if turn is not None:
             self._set(tenant, turn.start + duration)
             if tenant not in self._lanes:
-                heapq.heappush(self._idle, self._turns[tenant])
+                heapq.heappush(self._idle, self.of[tenant])
 
     def _set(self, tenant: str, start: int) -> None:
         self.number += 1
-        self._turns[tenant] = Turn(start, self.number, tenant)
-        self._latest = max(self._latest, start)
+        self.of[tenant] = Turn(start, self.number, tenant)
 
     def _forget_idle(self) -> None:
         """Forget tenants that do not wait, and would start now if they did."""
         idle = self._idle
-        while idle and (idle[0].start <= self._now or self._turns.get(idle[0].tenant) is not idle[0]):
+        while idle and (idle[0].start <= self._now or self.of.get(idle[0].tenant) is not idle[0]):
             turn = heapq.heappop(idle)
-            if turn.tenant not in self._lanes and self._turns.get(turn.tenant) is turn:
-                del self._turns[turn.tenant]
-        if len(idle) > 2 * len(self._turns) + TENANTS_KEPT_MIN:
-            self._idle = [turn for turn in idle if self._turns.get(turn.tenant) is turn]
+            if turn.tenant not in self._lanes and self.of.get(turn.tenant) is turn:
+                del self.of[turn.tenant]
+        if len(idle) > 2 * len(self.of) + TENANTS_KEPT_MIN:
+            self._idle = [turn for turn in idle if self.of.get(turn.tenant) is turn]
             heapq.heapify(self._idle)
 
 
@@ -183,12 +178,14 @@ class FairQueue:
     inserted in the order of arrival (`core.arrival_order`).
     """
 
-    __slots__ = ("_changed", "_heads", "_oldest", "_queued", "_runs", "_turns", "_turns_here")
+    __slots__ = ("_changed", "_oldest", "_queued", "_runs", "_turns", "_turns_here", "changed_heads")
 
     def __init__(self, turns: Turns | None = None) -> None:
         self._turns = Turns() if turns is None else turns
         self._runs: dict[str, ArrivalOrder] = {}  # by tenant
-        self._heads: set[str] = set()  # tenants whose first run changed since the index of lanes looked
+        self.changed_heads: set[str] = (
+            set()
+        )  # tenants whose first run changed since the index of lanes looked
         # While several tenants wait here:
         self._turns_here: list[Turn] = []  # a heap of their turns when last looked at; outdated are skipped
         self._queued: dict[str, Turn] = {}  # the current item of each tenant in the heap
@@ -225,32 +222,41 @@ class FairQueue:
 
     def remove(self, run: Run) -> None:
         """Remove a run from any position. This does not use up a turn of its tenant."""
-        self._remove(run, self._runs[run.tenant])
+        if self._runs[run.tenant].remove(run):
+            self._head_changed(run.tenant)
+        else:
+            self._remove_tenant(run.tenant)
 
     def pop(self, space: BatchSpace, shares: Shares) -> Run | None:
         """Remove the requests of one run that are served next, as many as fit into a batch. Returns them as
         a run; None if none fits. The queue must not be empty."""
-        is_shared = len(self._runs) > 1
+        turns, is_shared = self._turns, len(self._runs) > 1
         tenant = self._first().tenant if is_shared else next(iter(self._runs))
-        turns, runs = self._turns, self._runs[tenant]
+        runs = self._runs[tenant]
         run = runs.first()
         waiting = len(run.correlation_ids)
         size = waiting
         if waiting > 1 and is_shared:
-            start = max(turns.of(tenant).start, turns.floor)
+            start = max(turns.of[tenant].start, turns.floor)
             size = min(waiting, _in_one_turn(start, self._second().start, _duration(run, shares)))
-        is_first = space.is_empty
+        is_counted = len(turns.of) > 1
+        is_first = is_counted and space.is_empty
         size = space.add(run, 0, size)
         if not size:
             return None
-        if len(turns) > 1:
+        if is_counted:
             turns.serve(tenant, size, _duration(run, shares), is_first=is_first)
             if is_shared:
-                self._queued[tenant] = turn = turns.of(tenant)
+                self._queued[tenant] = turn = turns.of[tenant]
                 heapq.heapreplace(self._turns_here, turn)  # its previous turn is still the first one
         if size < waiting:
             return run.cut(size)
-        self._remove(run, runs)
+        if runs.remove(run):
+            self.changed_heads.add(tenant)
+            if is_shared:
+                self._changed.add(tenant)
+        else:
+            self._remove_tenant(tenant)
         return run
 
     def pay(self, tenant: str, runs: Iterable[Run], shares: Shares) -> None:
@@ -262,7 +268,7 @@ class FairQueue:
     @property
     def is_chosen_before_others(self) -> bool:
         """Whether several tenants wait for turns, and several lanes."""
-        return self._turns.queues > 1 and len(self._turns) > 1
+        return self._turns.queues > 1 and len(self._turns.of) > 1
 
     def in_order(self, shares: Shares) -> Iterator[Slice]:
         """All requests, in the order in which `pop` would return them. O(log of the waiting tenants) for
@@ -279,7 +285,7 @@ class FairQueue:
         rests: dict[str, Slice] = {}  # what is left of a run that was served in part
         while turns or next_later is not None:
             while next_later is not None and (len(turns) < 2 or next_later < min(turns[1:3])):
-                heapq.heappush(turns, self._turns.of(next_later.tenant))
+                heapq.heappush(turns, self._turns.of[next_later.tenant])
                 runs[next_later.tenant] = iter(self._runs[next_later.tenant])
                 next_later = next(later, None)
             turn = turns[0]
@@ -318,19 +324,16 @@ class FairQueue:
         runs = self._runs.get(tenant)
         return None if runs is None else runs.first().arrival_us
 
-    def tenants(self) -> Iterator[str]:
-        """The tenants that wait here."""
-        return iter(self._runs)
-
-    def take_changed(self) -> set[str]:
-        """Those of which the first run changed since the last call."""
-        if not self._heads:
-            return self._heads
-        changed, self._heads = self._heads, set()
-        return changed
+    def heads(self, *, changed: bool) -> list[tuple[str, int]]:
+        """The tenants that wait here, and the arrival of the oldest request of each; with `changed`, only of
+        those whose first run changed since the last call."""
+        runs, tenants = self._runs, self.changed_heads if changed else self._runs
+        heads = [(tenant, runs[tenant].first().arrival_us) for tenant in tenants]
+        self.changed_heads.clear()
+        return heads
 
     def _head_changed(self, tenant: str) -> None:
-        self._heads.add(tenant)
+        self.changed_heads.add(tenant)
         if len(self._runs) > 1:
             self._changed.add(tenant)
 
@@ -342,7 +345,7 @@ class FairQueue:
             if queued.get(turn.tenant) is not turn:
                 heapq.heappop(turns)
                 continue
-            current = self._turns.of(turn.tenant)
+            current = self._turns.of[turn.tenant]
             if current == turn:
                 return turn
             queued[turn.tenant] = current  # it had a turn in another lane
@@ -356,26 +359,24 @@ class FairQueue:
         return second
 
     def _queue_turn(self, tenant: str) -> None:
-        turn = self._queued[tenant] = Turn._make(self._turns.of(tenant))  # not the same object as before
+        turn = self._queued[tenant] = Turn._make(self._turns.of[tenant])  # not the same object as before
         if len(self._turns_here) > 2 * len(self._runs) + TENANTS_KEPT_MIN:
             self._turns_here = list(self._queued.values())
             heapq.heapify(self._turns_here)
         else:
             heapq.heappush(self._turns_here, turn)
 
-    def _remove(self, run: Run, runs: ArrivalOrder) -> None:
-        tenant = run.tenant
-        if runs.remove(run):
-            self._head_changed(tenant)
-            return
+    def _remove_tenant(self, tenant: str) -> None:
+        """A tenant has no more waiting requests here."""
         del self._runs[tenant]
         self._turns.leave(tenant)
-        self._heads.discard(tenant)
-        self._changed.discard(tenant)
-        self._queued.pop(tenant, None)
+        self.changed_heads.discard(tenant)
         if not self._runs:
             self._turns.queues -= 1
-        elif len(self._runs) == 1:
+            return
+        self._changed.discard(tenant)
+        del self._queued[tenant]
+        if len(self._runs) == 1:
             self._turns_here.clear()
             self._queued.clear()
             self._oldest.clear()

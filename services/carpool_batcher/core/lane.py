@@ -26,14 +26,6 @@ class PoppedBatch(NamedTuple):
     expired: int
 
 
-class Head(NamedTuple):
-    """That a tenant's oldest request of a rank in a lane arrived at this time."""
-
-    rank: int
-    tenant: str
-    arrival_us: int
-
-
 class Lane:
     """Requests that may share a batch. With one tenant, adding, removing or taking a run is O(1), except
     `insert` of one that was put back; `core.fairness` has the cost with more tenants.
@@ -166,7 +158,7 @@ class Lane:
         """As `pop_batch`, but of the first run only, each of whose requests is a batch by itself. Only one if
         several tenants take turns: the next turn may be in another lane."""
         rank, queue = next((rank, queue) for rank, queue in self._queues.items() if queue)
-        if len(self._turns[rank]) > 1:
+        if len(self._turns[rank].of) > 1:
             limits = limits._replace(size=1)
         space = BatchSpace(limits)
         run = queue.pop(space, shares)
@@ -242,27 +234,21 @@ class Lane:
             self._head = ranks[0], min(self._queues[rank].oldest_arrival_us() for rank in in_time)
         return self._head
 
-    def heads(self) -> list[Head]:
-        """What the index needs of all tenants that wait here. O(their number)."""
-        for queue in self._queues.values():
-            queue.take_changed()
-        return [
-            Head(rank, tenant, arrival_us)
-            for rank, queue in self._queues.items()
-            for tenant in queue.tenants()
-            if (arrival_us := queue.first_arrival_us(tenant)) is not None
-        ]
+    def has_changed_heads(self) -> bool:
+        """Whether `heads` has any that changed."""
+        for queue in self._queues.values():  # noqa: SIM110 (faster than `any`)
+            if queue.changed_heads:
+                return True
+        return False
 
-    def changed_heads(self) -> list[Head]:
-        """The same, of those that changed since the last call of this or `heads`."""
-        return [
-            Head(rank, tenant, arrival_us)
-            for rank, queue in self._queues.items()
-            for tenant in queue.take_changed()
-            if (arrival_us := queue.first_arrival_us(tenant)) is not None
-        ]
+    def heads(self, *, changed: bool) -> Iterator[tuple[int, str, int]]:
+        """Each rank and tenant with requests here, and the arrival of the oldest of these; with `changed`,
+        only those that changed since the last call. O(their number)."""
+        for rank, queue in self._queues.items():
+            for tenant, arrival_us in queue.heads(changed=changed):
+                yield rank, tenant, arrival_us
 
-    def is_head(self, head: Head) -> bool:
-        """Whether this still holds."""
-        queue = self._queues.get(head.rank)
-        return queue is not None and queue.first_arrival_us(head.tenant) == head.arrival_us
+    def is_head(self, rank: int, tenant: str, arrival_us: int) -> bool:
+        """Whether a tenant's oldest request of a rank arrived at this time."""
+        queue = self._queues.get(rank)
+        return queue is not None and queue.first_arrival_us(tenant) == arrival_us

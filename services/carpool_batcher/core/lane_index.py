@@ -7,7 +7,8 @@ the highest rank come first. Of these, the ones in which that tenant waits whose
 Therefore a lane that is ready is listed for each tenant that waits in it. When a tenant is served anywhere,
 only its turn moves, and not its lanes. A change of a lane costs O(log lanes), and O(tenants in it) if it
 becomes ready or is to wait for something else; but a lane with more requests than a batch has is full, and
-stays so until a batch of it was dispatched.
+stays so until a batch of it was dispatched. A lane that is the only one is not listed until there is
+another one. Then it stays listed: a lane that comes and goes must not be a reason to list it again.
 
 What was replaced stays in the heaps until it is at the top, or until most of a heap is outdated.
 """
@@ -15,14 +16,14 @@ What was replaced stays in the heaps until it is at the top, or until most of a 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 from carpool.messages import DispatchReason
 from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import Turn, Turns
-from carpool_batcher.core.lane import Head, Lane
+from carpool_batcher.core.lane import Lane
 
 ANY_TIME_US: Final = 0  # `ready_at_us` of a batch that is ready whatever the time
 CLAIMS_MIN: Final = 64
@@ -78,6 +79,7 @@ class LaneIndex:
         self._ready: list[dict[int, _ReadyLanes]] = []  # for each gate, by rank
         self._later: list[list[tuple[int, Claim]]] = []  # a heap for each gate
         self._oldest: list[tuple[int, str]] = []  # a heap of arrivals and lanes
+        self._only: _Entry | None = None  # a lane that is in no heap, because there is no other one
         self._heads = 0  # in the heaps of all tenants
         self._heads_max = 0
         self._rebuild()
@@ -85,6 +87,15 @@ class LaneIndex:
     def put(self, gate: Gate, claim: Claim, lane: Lane, now_us: int) -> None:
         """Set the claim of a lane."""
         entry = self._entries.get(claim.lane)
+        only = self._only
+        if only is not None:
+            if only.lane is lane:
+                only.gate, only.claim = gate, claim
+                return
+            self._list_only(only)
+        elif not self._entries:
+            self._only = self._entries[claim.lane] = _Entry(gate, claim, lane, is_ready=False)
+            return
         is_ready = claim.ready_at_us <= now_us
         if entry is None or entry.lane is not lane:
             entry = self._entries[claim.lane] = _Entry(gate, claim, lane, is_ready=is_ready)
@@ -92,7 +103,8 @@ class LaneIndex:
             self._push(entry)
         elif entry.is_ready and is_ready and entry.gate is gate:
             self._replace(entry, claim)
-            self._enter(entry, lane.changed_heads())
+            if lane.has_changed_heads():
+                self._enter(entry, lane.heads(changed=True))
         elif entry.gate is not gate or entry.claim != claim:
             self._replace(entry, claim)
             entry.gate, entry.is_ready = gate, is_ready
@@ -102,11 +114,16 @@ class LaneIndex:
 
     def remove(self, lane: str) -> None:
         """A lane has no waiting requests any more."""
-        self._entries.pop(lane, None)
+        entry = self._entries.pop(lane, None)
+        if entry is self._only:
+            self._only = None
 
-    def first(self, gates: Iterable[Gate], now_us: int) -> Claim | None:
+    def first(self, gates: Sequence[Gate], now_us: int) -> Claim | None:
         """The first claim that is ready, of those behind these gates."""
-        ready = [(gate, self._ready_behind(gate, now_us)) for gate in gates]
+        only = self._only
+        if only is not None:
+            return only.claim if only.claim.ready_at_us <= now_us and only.gate in gates else None
+        ready = [(gate, by_rank) for gate in gates if (by_rank := self._ready_behind(gate, now_us))]
         for rank in sorted({rank for _, by_rank in ready for rank in by_rank}, reverse=True):
             firsts = [
                 found
@@ -123,6 +140,9 @@ class LaneIndex:
 
     def ready_at_us(self, gate: Gate, now_us: int) -> int:
         """When the first claim behind a gate is ready: `now_us` if one is, NEVER_US if there is none."""
+        only = self._only
+        if only is not None:
+            return max(now_us, only.claim.ready_at_us) if only.gate is gate else NEVER_US
         if self.first((gate,), now_us) is not None:
             return now_us
         later = self._later[gate]
@@ -130,6 +150,8 @@ class LaneIndex:
 
     def oldest_arrival_us(self) -> int | None:
         """The earliest arrival of all claims; None if there is none."""
+        if self._only is not None:
+            return self._only.claim.arrival_us
         oldest = self._oldest
         while oldest:
             arrival_us, lane = oldest[0]
@@ -138,6 +160,12 @@ class LaneIndex:
                 return arrival_us
             heapq.heappop(oldest)
         return None
+
+    def _list_only(self, entry: _Entry) -> None:
+        """Enter the lane that was the only one into the heaps."""
+        self._only = None
+        heapq.heappush(self._oldest, (entry.claim.arrival_us, entry.claim.lane))
+        self._push(entry)
 
     def _ready_behind(self, gate: Gate, now_us: int) -> dict[int, _ReadyLanes]:
         """The lanes that are ready behind a gate, by rank."""
@@ -158,7 +186,12 @@ class LaneIndex:
             lanes = ready.by_tenant[turn.tenant]
             while lanes:
                 arrival_us, lane = lanes[0]
-                if self._is_ready(gate, lane, Head(rank, turn.tenant, arrival_us), now_us):
+                entry = self._entries.get(lane)
+                if (
+                    entry is not None
+                    and self._is_ready(entry, gate, now_us)
+                    and entry.lane.is_head(rank, turn.tenant, arrival_us)
+                ):
                     break
                 heapq.heappop(lanes)
                 self._heads -= 1
@@ -166,23 +199,22 @@ class LaneIndex:
                 heapq.heappop(ready.turns)
                 del ready.by_tenant[turn.tenant]
                 continue
-            current = turns.of(turn.tenant)
+            current = turns.of[turn.tenant]
             if current == turn:
                 return turn, *lanes[0]
             heapq.heapreplace(ready.turns, current)  # the tenant was served since
         del self._ready[gate][rank]
         return None
 
-    def _is_ready(self, gate: Gate, lane: str, head: Head, now_us: int) -> bool:
-        """Whether a lane is ready behind a gate, and has this head."""
-        entry = self._entries.get(lane)
-        if entry is None or not entry.is_ready or entry.gate is not gate:
+    def _is_ready(self, entry: _Entry, gate: Gate, now_us: int) -> bool:
+        """Whether a lane is ready behind a gate."""
+        if not entry.is_ready or entry.gate is not gate:
             return False
         if entry.claim.ready_at_us > now_us:  # the clock was set back
             entry.is_ready = False
             self._push(entry)
             return False
-        return entry.lane.is_head(head)
+        return True
 
     def _is_later(self, claim: Claim) -> bool:
         entry = self._entries.get(claim.lane)
@@ -195,7 +227,7 @@ class LaneIndex:
 
     def _push(self, entry: _Entry) -> None:
         if entry.is_ready:
-            self._enter(entry, entry.lane.heads())
+            self._enter(entry, entry.lane.heads(changed=False))
             return
         later = self._later[entry.gate]
         if len(later) > 2 * len(self._entries) + CLAIMS_MIN:
@@ -203,7 +235,7 @@ class LaneIndex:
             heapq.heapify(later)
         heapq.heappush(later, (entry.claim.ready_at_us, entry.claim))
 
-    def _enter(self, entry: _Entry, heads: Iterable[Head]) -> None:
+    def _enter(self, entry: _Entry, heads: Iterable[tuple[int, str, int]]) -> None:
         """These heads are new in a lane that is ready."""
         by_rank, lane = self._ready[entry.gate], entry.claim.lane
         for rank, tenant, arrival_us in heads:
@@ -213,7 +245,7 @@ class LaneIndex:
             lanes = ready.by_tenant.get(tenant)
             if lanes is None:
                 lanes = ready.by_tenant[tenant] = []
-                heapq.heappush(ready.turns, self._turns[rank].of(tenant))
+                heapq.heappush(ready.turns, self._turns[rank].of[tenant])
             heapq.heappush(lanes, (arrival_us, lane))
             self._heads += 1
 
