@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -22,6 +23,7 @@ from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.withdrawals import ArrivedLater
 from simulation.test_scheduler_machine import SchedulerMachine
 from support.planting import Fault, Faults, Patch, of_machine
+from unit import test_fairness as examples
 
 FAULTS: Final = Faults(of_machine(SchedulerMachine, steps=40))
 
@@ -179,9 +181,9 @@ def wait_for_every_run_of_a_tenant(patch: Patch) -> None:
     patch.setattr(FairQueue, "pop", pop)
 
 
-@FAULTS.found(examples=644)
+@FAULTS.shown_by(examples.test_tenants_share_alike_in_however_many_lanes_they_wait)
 def count_turns_in_each_lane_by_itself(patch: Patch) -> None:
-    """A tenant then has a turn in each lane that it names."""
+    """A tenant then has a turn in each lane that it names. The machine finds it, in 600 examples."""
 
     def first(index: LaneIndex, gate: Gate, rank: int, now_us: int) -> Any:
         found = first_of(index, gate, rank, now_us)
@@ -202,7 +204,14 @@ def count_only_the_first_of_a_batch(patch: Patch) -> None:
     patch.setattr(Turns, "serve", serve)
 
 
-@FAULTS.found(examples=1)
+@FAULTS.shown_by(
+    partial(
+        examples.test_full_batches_overtake_a_lane_that_comes_first_only_once_for_each_process,
+        "eager",
+        1,
+        True,
+    )
+)
 def let_full_batches_overtake_for_ever(patch: Patch) -> None:
     def next_claim(dispatcher: Dispatcher, *arguments: Any) -> tuple[Any, bool]:
         dispatcher._overtaken = 0

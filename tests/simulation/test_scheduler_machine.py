@@ -4,8 +4,8 @@ The reference knows single requests only, and the scheduler has them in runs. Th
 requests wait, are in flight, or are answered, and what Redis would hold. It checks the rules at the top of
 `core/scheduler.py` by looking at every request each time, and knows nothing of the data structures. It takes
 from the scheduler how long a batch takes, when a process becomes free, and how dispatches are spaced: these
-have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks fairness, and not
-one order.
+have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks that they are
+consistent over all lanes, and not one order.
 """
 
 from __future__ import annotations
