@@ -17,6 +17,7 @@ from carpool.model_settings import ModelSettings
 from carpool.store.worker import WorkerStore
 from carpool_batcher.batcher import ModelBatcher
 from carpool_batcher.core import withdrawals
+from carpool_batcher.core.fairness import EQUAL_SHARES
 from carpool_batcher.core.queue import Queue
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
@@ -186,7 +187,7 @@ def send_as_if_put_back(served: Served, name: str, **fields: Any) -> str:
 def served_order(served: Served) -> list[str]:
     """The correlation IDs of the waiting requests in the order in which they would be dispatched."""
     lane = served.session().scheduler._queue.lanes[""]
-    return [name for run, _, _ in lane.in_order({}) for name in run.correlation_ids]
+    return [name for run, _, _ in lane.in_order(EQUAL_SHARES) for name in run.correlation_ids]
 
 
 def test_arrival_that_a_producer_writes_does_not_put_its_request_ahead(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -15,13 +16,14 @@ from carpool_batcher.core import capacity, scheduler
 from carpool_batcher.core.batch_space import BatchSpace
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.fairness import FairQueue
+from carpool_batcher.core.fairness import FairQueue, Turn, Turns
 from carpool_batcher.core.lane import Lane
-from carpool_batcher.core.lane_index import LaneIndex
+from carpool_batcher.core.lane_index import Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.withdrawals import ArrivedLater
 from simulation.test_scheduler_machine import SchedulerMachine
 from support.planting import Fault, Faults, Patch, of_machine
+from unit import test_fairness as examples
 
 FAULTS: Final = Faults(of_machine(SchedulerMachine, steps=40))
 
@@ -153,9 +155,9 @@ def refuse_the_wrong_requests(patch: Patch) -> None:
 def overlook_that_a_lane_changed(patch: Patch) -> None:
     """The dispatcher may then look at the same claim for ever."""
 
-    def put(index: LaneIndex, gate: Any, claim: Any) -> None:
-        if claim.lane not in index._claims:
-            original(index, gate, claim)
+    def put(index: LaneIndex, gate: Any, claim: Any, *others: Any) -> None:
+        if claim.lane not in index._entries:
+            original(index, gate, claim, *others)
 
     original = LaneIndex.put
     patch.setattr(LaneIndex, "put", put)
@@ -177,6 +179,46 @@ def wait_for_every_run_of_a_tenant(patch: Patch) -> None:
 
     original = FairQueue.pop
     patch.setattr(FairQueue, "pop", pop)
+
+
+@FAULTS.shown_by(examples.test_tenants_share_alike_in_however_many_lanes_they_wait)
+def count_turns_in_each_lane_by_itself(patch: Patch) -> None:
+    """A tenant then has a turn in each lane that it names. The machine finds it, in 600 examples."""
+
+    def first(index: LaneIndex, gate: Gate, rank: int, now_us: int) -> Any:
+        found = first_of(index, gate, rank, now_us)
+        return None if found is None else (Turn(0, 0, ""), *found[1:])
+
+    first_of = LaneIndex._first_of
+    patch.setattr(LaneIndex, "_first_of", first)
+
+
+@FAULTS.found(examples=203)
+def count_only_the_first_of_a_batch(patch: Patch) -> None:
+    """What else fits into the batch costs its tenants almost nothing."""
+
+    def serve(turns: Turns, tenant: str, size: int, duration: int, *, is_first: bool) -> None:
+        original(turns, tenant, size, duration if is_first else 1, is_first=is_first)
+
+    original = Turns.serve
+    patch.setattr(Turns, "serve", serve)
+
+
+@FAULTS.shown_by(
+    partial(
+        examples.test_full_batches_overtake_a_lane_that_comes_first_only_once_for_each_process,
+        "eager",
+        1,
+        True,
+    )
+)
+def let_full_batches_overtake_for_ever(patch: Patch) -> None:
+    def next_claim(dispatcher: Dispatcher, *arguments: Any) -> tuple[Any, bool]:
+        dispatcher._overtaken = 0
+        return original(dispatcher, *arguments)
+
+    original = Dispatcher._next_claim
+    patch.setattr(Dispatcher, "_next_claim", next_claim)
 
 
 @FAULTS.found(examples=79)

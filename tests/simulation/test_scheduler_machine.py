@@ -4,8 +4,8 @@ The reference knows single requests only, and the scheduler has them in runs. Th
 requests wait, are in flight, or are answered, and what Redis would hold. It checks the rules at the top of
 `core/scheduler.py` by looking at every request each time, and knows nothing of the data structures. It takes
 from the scheduler how long a batch takes, when a process becomes free, and how dispatches are spaced: these
-have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks fairness, and not
-one order.
+have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks that they are
+consistent over all lanes, and not one order.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waiting: dict[Item, int] = {}
         self.undated: set[Item] = set()  # in flight, without a deadline there
         self.delayed: set[Item] = set()
-        self.leads: dict[tuple[str, int, str, str], tuple[float, float, float]] = {}  # see _check_fairness
+        self.leads: dict[tuple[int, str, str], float] = {}  # see _check_fairness
+        self.served: dict[tuple[int, str], float] = {}
+        self.held_off: set[tuple[int, str]] = set()  # tenants that could not be served since they were
+        self.overtaken = 0  # batches dispatched since a lane that came first had to wait for a process
         self.withdrawals: list[Entry] = []  # those that were not carried out
         self.withdrawn: set[Item] = set()  # by these, of those that waited then
         self.look_due_us = 0
@@ -196,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _count_looks(self) -> None:
         """A poll ends."""
 
-        def first(gates: Iterable[Gate], now_us: int) -> Claim | None:
+        def first(gates: Sequence[Gate], now_us: int) -> Claim | None:
             self.looks += 1
             assert self.looks <= 100 + 4 * self.number, "the dispatcher looks at the lanes for ever"
             return original(gates, now_us)
@@ -767,39 +770,62 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- fairness ----------------------------------------------------------------------------------------
 
-    def _check_fairness(self, batch: list[Item]) -> None:
-        """Tenants that wait all the while are served alike, by weight, to within one request of each.
+    def _check_fairness(self, batch: list[Item], lane: str, taken: int) -> None:
+        """Whether turns are consistent: no tenant is served before another one that has been served less.
 
-        `leads` has, for each pair of tenants, by how much the first is ahead of the second, with the minimum
-        and the maximum since both wait.
+        What each tenant was served is counted by rank, over all lanes, less an unknown start. If the first of
+        two is served while the second could be, it is not ahead of it by more than the difference of their
+        starts: `leads` has the most by which it was. That of the second, the other way round, is at most the
+        negative of it. A tenant that could not be served for a while may have a later start from then on.
         """
-        weights = self.scheduler.settings.tenant_weights
+        rank = self._rank_of(batch[0])
+        waiting = {r.tenant for r in self.waiting if self._rank_of(r) == rank}
+        lanes = {r.lane for r in self.waiting if self._rank_of(r) == rank}
+        ready = {one for one in lanes if one == lane or self._can_dispatch(one, taken)}
+        could_be = {r.tenant for r in self.waiting if self._rank_of(r) == rank and r.lane in ready}
+        self.held_off |= {(rank, tenant) for tenant in waiting - could_be}
+        self._check_turn(rank, batch[0].tenant, could_be)
+        payer, payer_rank, is_chosen = batch[0].tenant, rank, len(lanes) > 1
         for request in batch:
-            rank = self._rank_of(request)
-            share = max(1, request.cost) / weights.get(request.tenant, 1)
-            others = {r.tenant for r in self._in_lane(request.lane) if self._rank_of(r) == rank}
-            for other in others - {request.tenant}:
-                for first, second, gain in ((request.tenant, other, share), (other, request.tenant, -share)):
-                    lead, lead_min, lead_max = self.leads.get(
-                        (request.lane, rank, first, second), (0.0, 0.0, 0.0)
-                    )
-                    lead += gain
-                    lead_min, lead_max = min(lead_min, lead), max(lead_max, lead)
-                    self.leads[request.lane, rank, first, second] = lead, lead_min, lead_max
-                    limit = MAX_COST / weights.get(first, 1) + MAX_COST / weights.get(second, 1)
-                    assert lead_max - lead_min <= limit + 1e-6, f"unfair: {first!r} and {second!r}"
+            rank, tenant = self._rank_of(request), request.tenant
+            in_lane = {r.tenant for r in self._in_lane(lane) if self._rank_of(r) == rank}
+            self._check_turn(rank, tenant, in_lane)
+            self.served[rank, tenant] = self.served.get((rank, tenant), 0.0) + self._share(request, tenant)
+            if (rank, tenant) in self.held_off:
+                self.held_off.remove((rank, tenant))
+                self._forget_leads({(rank, tenant)})
             del self.waiting[request]
             self.delayed.discard(request)
             self._forget_leads()
+        if is_chosen:  # before other lanes: the tenant pays for the whole batch
+            of_others = sum(self._share(r, payer) for r in batch if r.tenant != payer)
+            self.served[payer_rank, payer] += of_others
 
-    def _forget_leads(self) -> None:
-        """Forget the leads of tenants without waiting requests."""
-        waiting = {(r.lane, self._rank_of(r), r.tenant) for r in self.waiting}
+    def _check_turn(self, rank: int, tenant: str, could_be: set[str]) -> None:
+        """A tenant is served. These are those that could be."""
+        for other in could_be - {tenant}:
+            ahead = self.served.get((rank, tenant), 0.0) - self.served.get((rank, other), 0.0)
+            lead = self.leads[rank, tenant, other] = max(ahead, self.leads.get((rank, tenant, other), ahead))
+            limit = -self.leads.get((rank, other, tenant), -lead)
+            assert lead <= limit + 1e-6, f"unfair: {tenant!r} is served before {other!r}"
+
+    def _share(self, request: Item, payer: str) -> float:
+        """What a request counts for the turns of the tenant that pays for it."""
+        settings = self.scheduler.settings
+        size, cost_max = settings.max_batch_size, settings.max_batch_cost or settings.max_batch_size
+        cost_min = max(1, cost_max // size) if size > 1 else 1
+        return min(max(request.cost, cost_min), cost_max) / settings.tenant_weights.get(payer, 1)
+
+    def _forget_leads(self, of: set[tuple[int, str]] | None = None) -> None:
+        """Forget the leads of these; by default, of the tenants without waiting requests."""
+        waiting = {(self._rank_of(r), r.tenant) for r in self.waiting}
+        kept = waiting - (of or set())
         self.leads = {
-            (lane, rank, first, second): lead
-            for (lane, rank, first, second), lead in self.leads.items()
-            if {(lane, rank, first), (lane, rank, second)} <= waiting
+            (rank, one, other): lead
+            for (rank, one, other), lead in self.leads.items()
+            if {(rank, one), (rank, other)} <= kept
         }
+        self.held_off &= waiting
 
     # --- dispatches --------------------------------------------------------------------------------------
 
@@ -861,6 +887,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """None that a plan considers can be in time, so that without a trial nothing would be learned."""
         queue, starts_us = self._planned(lane), self._starts_us(taken)
         impossible = sum(not self._is_possible(r, starts_us) for r in queue)
+        if len(self._in_lane(lane)) - len(queue) > PLANNED_BATCHES_MAX * size:
+            return True  # a plan does not consider what is behind so many others
         none_in_time = impossible >= min(len(queue), PLANNED_BATCHES_MAX * size)
         return none_in_time and all(batch[0].lane != lane for batch in self.in_flight.values())
 
@@ -891,14 +919,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert dispatch.reason == ("delay" if settings.max_queue_delay_ms else "idle")
             assert dispatch.reason == "delay" or not self._is_deferred(lane)
-            assert self.now_us >= self._ready_at_us(lane)
+            is_overtaken = self.scheduler._dispatcher._overtaken or self.overtaken
+            assert self.now_us >= (self._delay_ends_us(lane) if is_overtaken else self._ready_at_us(lane))
         # A process is idle or about to become free; a full batch may be one ahead of any process.
         assert self._has_capacity(lane, taken, is_early=True)
-        # No other lane that could be dispatched now comes first.
+        # No other lane that could be dispatched now comes first. For turns between tenants see below.
         for other in LANES:
             if other != lane and self._can_dispatch(other, taken, is_early=True):
-                assert self._claim(lane) <= self._claim(other)
-        self._check_fairness(batch)
+                assert self._claim(lane)[0] <= self._claim(other)[0]
+                if self._has_one_tenant(self._claim(lane)[0]):
+                    assert self._claim(lane) <= self._claim(other)
+        self._check_overtaking(lane, taken)
+        self._check_fairness(batch, lane, taken)
 
     def _has_capacity(self, lane: str, taken: int, *, is_early: bool = False) -> bool:
         """`is_early`: whether to count that a full batch may be dispatched early, which it need not be."""
@@ -936,11 +968,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.now_us >= self._ready_at_us(lane)
 
     def _claim(self, lane: str) -> tuple[int, int]:
-        return -max(map(self._rank_of, self._in_lane(lane))), self._oldest_us(lane)
+        """The highest rank, and the oldest request of that."""
+        rank = max(map(self._rank_of, self._in_lane(lane)))
+        return -rank, min(r.arrival_us for r in self._in_lane(lane) if self._rank_of(r) == rank)
+
+    def _has_one_tenant(self, minus_rank: int) -> bool:
+        return len({r.tenant for r in self.waiting if self._rank_of(r) == -minus_rank}) == 1
+
+    def _check_overtaking(self, lane: str, taken: int) -> None:
+        """Of full batches, not more than one for each process overtake one that comes first, but waits."""
+        if taken < self.scheduler.model_processes or not self._is_full(lane):
+            self.overtaken = 0
+            return
+        rank = self._claim(lane)[0]
+        waits = [one for one in LANES if self._in_lane(one) and not self._is_full(one)]
+        if any(self._claim(one)[0] < rank and self._delay_ends_us(one) <= self.now_us for one in waits):
+            self.overtaken += 1
+            if self.scheduler.settings.policy == "eager":
+                processes = max(self.processes_max, self.scheduler.model_processes)
+                assert self.overtaken <= processes, "full batches overtake for ever"
 
     def _check_that_no_batch_was_missed(self, reserved: int) -> None:
         taken = len(self.in_flight) + reserved
-        assert not [lane for lane in LANES if self._can_dispatch(lane, taken)]
+        missed = [lane for lane in LANES if self._can_dispatch(lane, taken)]
+        if missed and taken >= self.scheduler.model_processes:
+            # Others have overtaken a lane that comes first, and waits for a process: now these wait, too.
+            assert self.scheduler._dispatcher._overtaken >= self.scheduler.model_processes
+            waits = [one for one in LANES if self._in_lane(one) and one not in missed]
+            assert any(self._claim(one)[0] <= self._claim(lane)[0] for one in waits for lane in missed)
+        else:
+            assert not missed
         if taken < self.scheduler.model_processes and self.scheduler.settings.max_queue_delay_ms:
             last_us = self.now_us + 2000
             in_time = self.waiting.keys() - self.delayed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from carpool.producer_ratios import PRODUCERS_MAX
 from carpool_batcher.core.arrival_rate import ArrivalRate
 from carpool_batcher.core.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.executed_share import BATCHES_MAX
+from carpool_batcher.core.fairness import Shares, Slice
+from carpool_batcher.core.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness
 
 FLOOD: Producer = ("", "flood")
@@ -164,3 +167,25 @@ def test_a_batch_that_settled_before_teaches_nothing_again() -> None:
     harness.poll()
     (batch,) = harness.scheduler.in_flight().values()
     assert batch.planned == 1
+
+
+def test_plan_does_not_look_at_any_number_of_doubtful_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = 0
+
+    def in_order(lane: Lane, shares: Shares) -> Iterator[Slice]:
+        nonlocal looked_at
+        for one in original(lane, shares):
+            looked_at += 1
+            yield one
+
+    original = Lane.in_order
+    monkeypatch.setattr(Lane, "in_order", in_order)
+    harness = flooded_harness(max_batch_size=4, max_queue_size=10_000, policy="deferred", target_latency_ms=1)
+    harness.scheduler.model_processes = 0
+    for number in range(1000):
+        harness.offer(f"g{number}", reply_to="flood")
+    harness.offer("a")
+    harness.scheduler.model_processes = 1
+    looked_at = 0
+    assert [one.split(": ")[1] for one in harness.poll(100)] == ["g0 g1 g2 g3"]
+    assert 0 < looked_at < 100

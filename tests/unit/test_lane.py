@@ -14,7 +14,7 @@ from carpool.messages import Entry, Run
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of
 from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.fairness import NO_WEIGHTS
+from carpool_batcher.core.fairness import EQUAL_SHARES, NO_WEIGHTS, Shares
 from carpool_batcher.core.lane import Lane
 
 
@@ -58,7 +58,7 @@ def names(runs: Iterable[Run]) -> str:
 
 
 def popped(lane: Lane, size: int = 100, weights: Mapping[str, float] = NO_WEIGHTS) -> str:
-    return names(lane.pop_batch(BatchLimits(size), weights).runs)
+    return names(lane.pop_batch(BatchLimits(size), Shares(weights)).runs)
 
 
 def test_run_put_back_is_inserted_by_arrival() -> None:
@@ -101,7 +101,7 @@ def test_pop_batch_stops_at_each_limit_and_returns_at_least_one(runs: Sequence[s
     def taken(size: int = 100, cost: int = NO_LIMIT, size_bytes: int = NO_LIMIT) -> int:
         lane = lane_of(*(run(names, cost=3, body=b"1234", rows=rows) for names in runs))
         limits = BatchLimits(size, cost, size_bytes)
-        peeked = sum(one.size for one in lane.peek_batch(limits, NO_WEIGHTS))
+        peeked = sum(one.size for one in lane.peek_batch(limits, EQUAL_SHARES))
         batch = len(names(lane.pop_batch(limits).runs).split())
         assert peeked == batch
         assert names(lane) == " ".join("01234"[batch:])
@@ -196,7 +196,7 @@ def test_runs_are_served_as_their_requests_would_be(
             size = int(str(arguments[0]))
             assert names_in_order(lane, weights) == names_in_order(singly, weights)
             expected = names_in_order(lane, weights)[:size]
-            peeked = lane.peek_batch(BatchLimits(size), weights)
+            peeked = lane.peek_batch(BatchLimits(size), Shares(weights))
             assert [
                 one.run.correlation_ids[one.start + at] for one in peeked for at in range(one.size)
             ] == expected
@@ -226,7 +226,7 @@ def test_runs_are_served_as_their_requests_would_be(
 def names_in_order(lane: Lane, weights: Mapping[str, float]) -> list[str]:
     return [
         name
-        for one, start, size in lane.in_order(weights)
+        for one, start, size in lane.in_order(Shares(weights))
         for name in one.correlation_ids[start : start + size]
     ]
 

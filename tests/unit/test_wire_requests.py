@@ -37,6 +37,7 @@ from carpool.wire.request_fields import (
     MAX_EXTRA_BYTES,
     MAX_FIELDS,
     MAX_LANE_CHARS,
+    MAX_NAMES,
     MAX_NAMES_BYTES,
     MAX_PACKED_BYTES,
     MAX_REQUESTS_PER_ENTRY,
@@ -429,12 +430,17 @@ def test_withdrawal_names_requests() -> None:
 
 
 def test_long_withdrawal_is_cut_between_names() -> None:
-    # Given: names of 8 bytes and a space each, so that the limit falls within a name
-    sent = [f"{number:08}" for number in range(MAX_NAMES_BYTES // 9 + 100)]
+    # Given: names of 98 bytes and a space each, so that the limit falls within a name
+    sent = [f"{number:098}" for number in range(MAX_NAMES_BYTES // 99 + 100)]
     withdrawal = only(decode({"withdraw": " ".join(sent)}))
     assert withdrawal.correlation_ids < set(sent)
-    assert len(withdrawal.correlation_ids) == MAX_NAMES_BYTES // 9
+    assert len(withdrawal.correlation_ids) == MAX_NAMES_BYTES // 99
     assert only(decode({"withdraw": b"a" * (MAX_NAMES_BYTES + 1)})).correlation_ids == frozenset()
+
+
+def test_of_more_names_than_are_allowed_the_first_ones_are_withdrawn() -> None:
+    sent = [str(number) for number in range(MAX_NAMES + 1)]
+    assert only(decode({"withdraw": " ".join(sent)})).correlation_ids == frozenset(sent[:-1])
 
 
 # --- limits ------------------------------------------------------------------------------------------------

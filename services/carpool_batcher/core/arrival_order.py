@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 from carpool.messages import Run
 
 OUTDATED_MIN: Final = 64
+AnyItem = TypeVar("AnyItem", bound=tuple[Any, ...])
 
 
 class ArrivalOrder:
@@ -37,12 +38,13 @@ class ArrivalOrder:
             return iter(self._in_turn)
         return self._merged()
 
-    def insert(self, run: Run) -> None:
-        """Add a run."""
+    def insert(self, run: Run) -> bool:
+        """Add a run. Returns whether it is the first one now."""
         if run.arrival_us >= self._latest_us:
             self._latest_us = run.arrival_us
+            is_first = not self._in_turn
             self._in_turn[run] = None
-            return
+            return is_first and not self._late
         self._inserted_late += 1
         item = self._late[run] = run.arrival_us, self._inserted_late, run
         if len(self._heap) > 2 * len(self._late) + OUTDATED_MIN:
@@ -50,6 +52,7 @@ class ArrivalOrder:
             heapq.heapify(self._heap)
         else:
             heapq.heappush(self._heap, item)
+        return self.first() is run
 
     def first(self) -> Run:
         """The run that arrived first. There must be one."""
@@ -72,16 +75,27 @@ class ArrivalOrder:
         return bool(self._in_turn or self._late)
 
     def _merged(self) -> Iterator[Run]:
-        heap = self._heap.copy()
+        late = (item for item in ascending(self._heap) if self._is_current(item))
+        item = next(late, None)
         for run in self._in_turn:
-            while heap and heap[0][0] < run.arrival_us:
-                yield from self._if_current(heapq.heappop(heap))
+            while item is not None and item[0] < run.arrival_us:
+                yield item[2]
+                item = next(late, None)
             yield run
-        while heap:
-            yield from self._if_current(heapq.heappop(heap))
-
-    def _if_current(self, item: tuple[int, int, Run]) -> list[Run]:
-        return [item[2]] if self._is_current(item) else []
+        while item is not None:
+            yield item[2]
+            item = next(late, None)
 
     def _is_current(self, item: tuple[int, int, Run]) -> bool:
         return self._late.get(item[2]) is item
+
+
+def ascending(heap: Sequence[AnyItem]) -> Iterator[AnyItem]:
+    """The items of a heap, which must not change meanwhile, from the smallest on: O(log k) for the k-th."""
+    nearest = [(heap[0], 0)] if heap else []
+    while nearest:
+        item, at = heapq.heappop(nearest)
+        yield item
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < len(heap):
+                heapq.heappush(nearest, (heap[child], child))

@@ -64,6 +64,11 @@ class BatchSpace:
         self._limits = limits
         self.size, self.cost, self.bytes = limits
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return self.size == self._limits.size
+
     def add(self, run: Run, start: int, count: int) -> int:
         """Add those of the `count` requests of a run, from `start`, that fit. Returns how many: 0 means that
         the batch is complete. O(1) for Rows, otherwise O(count)."""

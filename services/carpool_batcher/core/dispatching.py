@@ -20,7 +20,7 @@ from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.doubtful_producers import planned_size
 from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.fairness import Slice
+from carpool_batcher.core.fairness import Shares, Slice
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
@@ -30,6 +30,7 @@ from carpool_batcher.core.space import Processes
 # each process.
 PLANNED_BATCHES_MAX: Final = 4
 LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
+CONTENDING: Final = (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)  # batches that have to wait for capacity
 
 
 class Dispatcher:
@@ -39,25 +40,32 @@ class Dispatcher:
         self._queue = queue
         self._capacity = capacity
         self._processes = processes
-        self._index = LaneIndex()
+        self._index = LaneIndex(queue.turns)
         self._arrivals = ArrivalRate()
         self._indexed_settings: ModelSettings | None = None
         self._indexed_learned = 0
         self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
         self._is_put_off = False  # until a process is free, full batches wait as others do
+        self._overtaken = 0  # batches dispatched before one that came first, but had to wait for a process
+        self._is_held_up = False  # full batches wait until that one is dispatched
 
     def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
         self._update_index(settings, now_us)
         self._is_put_off = self._is_put_off and self._is_early(now_us)
+        self._is_held_up = False
         while self._queue.count and (gates := self._open_gates(settings, now_us)):
-            claim = self._index.first(gates, now_us)
+            claim, overtakes = self._next_claim(gates, settings, now_us)
             if claim is None:
                 break
-            if not self._is_current(claim, settings, now_us):
-                continue
-            decisions += self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
+            gate = self._index.gate_of(claim)
+            formed = self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
+            decisions += formed
+            if overtakes:
+                self._overtaken += sum(type(decision) is Dispatch for decision in formed)
+            elif gate in (Gate.FREE, Gate.SPACED):
+                self._overtaken = 0
             self._update_index(settings, now_us)
         return decisions
 
@@ -73,6 +81,8 @@ class Dispatcher:
         spaced_at_us = max(self._index.ready_at_us(Gate.SPACED, now_us), self._capacity.spacing_ends_us())
         ready_at_us = min(self._index.ready_at_us(gate, now_us) for gate in (Gate.AHEAD, Gate.FREE))
         full_at_us = max(full_at_us, self._index.ready_at_us(Gate.FULL, now_us))
+        if self._is_held_up:
+            full_at_us = NEVER_US
         wake_us = min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
         return None if wake_us == NEVER_US else wake_us
 
@@ -93,6 +103,31 @@ class Dispatcher:
         return self._index.oldest_arrival_us()
 
     # --- when, and why -------------------------------------------------------------------------------------
+
+    def _next_claim(
+        self, gates: Sequence[Gate], settings: ModelSettings, now_us: int
+    ) -> tuple[Claim | None, bool]:
+        """The claim of the next batch, of those behind these gates; and whether it overtakes one that comes
+        first, but has to wait until a process is free.
+
+        As many may overtake it as there are processes, one ahead of each. Then full batches wait, too: with
+        one ahead of each process at any time, none would ever be free. Nor does it wait for even spacing.
+        """
+        while (claim := self._index.first(CONTENDING, now_us)) is not None:
+            if not self._is_current(claim, settings, now_us):
+                continue
+            gate = self._index.gate_of(claim)
+            if gate in gates:
+                return claim, False
+            if self._overtaken >= self._capacity.processes:
+                if gate is Gate.SPACED and Gate.FREE in gates:
+                    return claim, False
+                self._is_held_up = True
+                return None, False
+            full = self._index.first(gates, now_us)
+            if full is None or self._is_current(full, settings, now_us):
+                return full, True
+        return None, False
 
     def _open_gates(self, settings: ModelSettings, now_us: int) -> Sequence[Gate]:
         ahead = (Gate.AHEAD,) if self._capacity.has_capacity() else ()
@@ -125,7 +160,7 @@ class Dispatcher:
             if lane is None or not lane.count:
                 index.remove(name)
             else:
-                index.put(*self._claim(lane, settings, now_us))
+                index.put(*self._claim(lane, settings, now_us), lane, now_us)
         queue.changed.clear()
 
     def _next_outdated(self, count: int) -> set[str]:
@@ -148,8 +183,9 @@ class Dispatcher:
         """Whether a lane's claim accounts for all that was learned; if not, it is updated."""
         if settings.policy != "deferred":
             return True
-        gate, current = self._claim(self._queue.lanes[claim.lane], settings, now_us)
-        self._index.put(gate, current)
+        lane = self._queue.lanes[claim.lane]
+        gate, current = self._claim(lane, settings, now_us)
+        self._index.put(gate, current, lane, now_us)
         return current == claim
 
     def _claim(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[Gate, Claim]:
@@ -163,8 +199,7 @@ class Dispatcher:
             gate = Gate.FULL
         elif reason == "idle":
             gate = Gate.SPACED
-        rank, arrival_us = lane.head()
-        return gate, Claim(-rank, arrival_us, lane.name, reason, ready_at_us)
+        return gate, Claim(lane.name, lane.head()[1], reason, ready_at_us)
 
     def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
         """When a batch of a lane is ready, and the reason. The lane must not be empty."""
@@ -233,7 +268,10 @@ class Dispatcher:
         size_max = min(lane.planned, settings.max_batch_size)
         if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
-        slices = list(_front(_planned(lane, settings), PLANNED_BATCHES_MAX * size))
+        shares = self._queue.shares(settings)
+        slices = list(_planned_front(lane, shares, PLANNED_BATCHES_MAX * size))
+        if not slices:
+            return [self._dispatch_from(lane, reason, size, settings)]
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
         for run, _, count in slices:
@@ -248,8 +286,8 @@ class Dispatcher:
             return [self._dispatch_from(lane, reason, size, settings)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
-        length = _length_with_doubtful(lane, planned.size, settings)
-        return [self._dispatch_from(lane, reason, min(size, length), settings)]
+        length = _length_with_doubtful(lane, shares, planned.size, size)
+        return [self._dispatch_from(lane, reason, length, settings)]
 
     def _may_be_early(self, settings: ModelSettings) -> bool:
         """Whether a full batch may be dispatched earlier than others."""
@@ -328,34 +366,35 @@ class Dispatcher:
         return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
 
 
-def _planned(lane: Lane, settings: ModelSettings) -> Iterator[Slice]:
-    """The requests of a lane that the model is expected to execute, in order."""
-    in_order = lane.in_order(settings.tenant_weights)
-    return (one for one in in_order if not one.run.is_doubtful) if lane.doubtful else in_order
+def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[Slice]:
+    """The first `size` requests of a lane that the model is expected to execute, in order. Not those behind
+    more than `size` others: these may be any number."""
+    others = size
+    for one in lane.in_order(shares):
+        if one.run.is_doubtful:
+            others -= one.size
+        else:
+            yield one._replace(size=min(one.size, size))
+            size -= one.size
+        if size <= 0 or others < 0:
+            return
 
 
-def _length_with_doubtful(lane: Lane, planned: int, settings: ModelSettings) -> int:
+def _length_with_doubtful(lane: Lane, shares: Shares, planned: int, length_max: int) -> int:
     """The length of a batch that has `planned` requests that the model is expected to execute, and those
-    between them and right behind them that it is not."""
+    between them and right behind them that it is not; at most `length_max`."""
     if not lane.doubtful:
-        return planned
+        return min(planned, length_max)
     length = 0
-    for run, _, count in lane.in_order(settings.tenant_weights):
+    for run, _, count in lane.in_order(shares):
         if not run.is_doubtful:
             if count > planned:
-                return length + planned
+                return min(length + planned, length_max)
             planned -= count
         length += count
+        if length >= length_max:
+            return length_max
     return length
-
-
-def _front(slices: Iterable[Slice], size: int) -> Iterator[Slice]:
-    """The first `size` requests of these."""
-    for one in slices:
-        if size <= 0:
-            return
-        yield one._replace(size=min(one.size, size))
-        size -= one.size
 
 
 def _preferred_size(lane: Lane, settings: ModelSettings) -> int:

@@ -5,7 +5,7 @@ Runs that expired, and are served all the same (`expiration_action` is delay), c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -13,7 +13,7 @@ from carpool.messages import Run
 from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
 from carpool_batcher.core.doubtful_producers import planned_size
 from carpool_batcher.core.due_index import DueIndex
-from carpool_batcher.core.fairness import NO_WEIGHTS, FairQueue, Slice
+from carpool_batcher.core.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank
 
 EXPIRED_RANK: Final = 0  # a run's rank is 1 + its priority, or this
 DUE_INDEX_SIZE_MIN: Final = 64
@@ -31,7 +31,7 @@ class Lane:
     `insert` of one that was put back; `core.fairness` has the cost with more tenants.
 
     `name` is unique in the queue; `label` is the lane that producers named. They differ where `process` is to
-    execute its requests, of a bound model.
+    execute its requests, of a bound model. `turns` are those of tenants in all lanes of the model.
 
     `count`, `cost` and `bytes` are totals over all requests. `doubtful`: how many of them the model is not
     expected to execute (`core.doubtful_producers`). `urgent`: runs that must be dispatched now to meet their
@@ -42,6 +42,7 @@ class Lane:
         "_due_index",
         "_head",
         "_queues",
+        "_turns",
         "bytes",
         "cost",
         "count",
@@ -53,7 +54,9 @@ class Lane:
         "urgent",
     )
 
-    def __init__(self, name: str, label: str | None = None, process: str = "") -> None:
+    def __init__(
+        self, name: str, label: str | None = None, process: str = "", turns: TurnsByRank | None = None
+    ) -> None:
         self.name = name
         self.label = name if label is None else label
         self.process = process
@@ -64,6 +67,7 @@ class Lane:
         self.urgent: set[Run] = set()
         self.expired: set[Run] = set()
         self._queues: dict[int, FairQueue] = {}  # by rank, the highest first
+        self._turns = TurnsByRank(Turns) if turns is None else turns
         self._due_index: DueIndex | None = None  # built when it is first asked for
         self._head: tuple[int, int] | None = None  # cached: a producer may use a new lane for each request
 
@@ -84,7 +88,7 @@ class Lane:
         rank = self._rank(run)
         queue = self._queues.get(rank)
         if queue is None:
-            queue = self._queues[rank] = FairQueue()
+            queue = self._queues[rank] = FairQueue(self._turns[rank])
             if len(self._queues) > 1:
                 self._queues = dict(sorted(self._queues.items(), reverse=True))
         queue.insert(run)
@@ -128,28 +132,36 @@ class Lane:
         self.expired.add(run)
         self.insert(run, size_bytes)
 
-    def pop_batch(self, limits: BatchLimits, weights: Mapping[str, float] = NO_WEIGHTS) -> PoppedBatch:
+    def pop_batch(self, limits: BatchLimits, shares: Shares = EQUAL_SHARES) -> PoppedBatch:
         """Remove and return the next batch: in order, up to the first request that would exceed a limit, and
         at least one. A run of which only a part fits is cut."""
         space = BatchSpace(limits)
         runs: list[Run] = []
         expired = 0
+        chosen_by: FairQueue | None = None
         for rank, queue in self._queues.items():
+            if queue and not runs and queue.is_chosen_before_others:
+                chosen_by = queue
             while queue:
-                run = queue.pop(space, weights)
+                run = queue.pop(space, shares)
                 if run is None:
                     break
                 runs.append(run)
                 expired += rank == EXPIRED_RANK
             if queue:
                 break
+        if chosen_by is not None:
+            chosen_by.pay(runs[0].tenant, runs, shares)
         return self._popped(runs, expired, limits, space)
 
-    def pop_run(self, limits: BatchLimits, weights: Mapping[str, float] = NO_WEIGHTS) -> PoppedBatch:
-        """As `pop_batch`, but of the first run only, and in one turn of its tenant."""
-        space = BatchSpace(limits)
+    def pop_run(self, limits: BatchLimits, shares: Shares = EQUAL_SHARES) -> PoppedBatch:
+        """As `pop_batch`, but of the first run only, each of whose requests is a batch by itself. Only one if
+        several tenants take turns: the next turn may be in another lane."""
         rank, queue = next((rank, queue) for rank, queue in self._queues.items() if queue)
-        run = queue.pop(space, weights)
+        if len(self._turns[rank].of) > 1:
+            limits = limits._replace(size=1)
+        space = BatchSpace(limits)
+        run = queue.pop(space, shares)
         assert run is not None  # the first request fits in any case
         return self._popped([run], int(rank == EXPIRED_RANK), limits, space)
 
@@ -182,15 +194,15 @@ class Lane:
         """The number of requests that the model is expected to execute."""
         return self.count - self.doubtful
 
-    def in_order(self, weights: Mapping[str, float]) -> Iterator[Slice]:
+    def in_order(self, shares: Shares) -> Iterator[Slice]:
         """All requests, in the order in which `pop_batch` would return them."""
-        return chain.from_iterable(queue.in_order(weights) for queue in self._queues.values())
+        return chain.from_iterable(queue.in_order(shares) for queue in self._queues.values())
 
-    def peek_batch(self, limits: BatchLimits, weights: Mapping[str, float]) -> list[Slice]:
+    def peek_batch(self, limits: BatchLimits, shares: Shares) -> list[Slice]:
         """The requests that `pop_batch` would return, without removing them."""
         space = BatchSpace(limits)
         slices: list[Slice] = []
-        for run, start, count in self.in_order(weights):
+        for run, start, count in self.in_order(shares):
             fitting = space.add(run, start, count)
             if fitting:
                 slices.append(Slice(run, start, fitting))
@@ -221,3 +233,22 @@ class Lane:
             in_time = [rank for rank in ranks if rank != EXPIRED_RANK] or ranks
             self._head = ranks[0], min(self._queues[rank].oldest_arrival_us() for rank in in_time)
         return self._head
+
+    def has_changed_heads(self) -> bool:
+        """Whether `heads` has any that changed."""
+        for queue in self._queues.values():  # noqa: SIM110 (faster than `any`)
+            if queue.changed_heads:
+                return True
+        return False
+
+    def heads(self, *, changed: bool) -> Iterator[tuple[int, str, int]]:
+        """Each rank and tenant with requests here, and the arrival of the oldest of these; with `changed`,
+        only those that changed since the last call. O(their number)."""
+        for rank, queue in self._queues.items():
+            for tenant, arrival_us in queue.heads(changed=changed):
+                yield rank, tenant, arrival_us
+
+    def is_head(self, rank: int, tenant: str, arrival_us: int) -> bool:
+        """Whether a tenant's oldest request of a rank arrived at this time."""
+        queue = self._queues.get(rank)
+        return queue is not None and queue.first_arrival_us(tenant) == arrival_us

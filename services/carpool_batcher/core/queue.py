@@ -18,13 +18,13 @@ from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, si
 from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.delayed import DelayedRuns
 from carpool_batcher.core.duplicates import BodiesInUse, WaitingIds, repeated_in
-from carpool_batcher.core.fairness import Slice
+from carpool_batcher.core.fairness import EQUAL_SHARES, Shares, Slice, Turns, TurnsByRank, shares_of
 from carpool_batcher.core.lane import Lane, PoppedBatch
 from carpool_batcher.core.sequences import Decided, Sequences
 from carpool_batcher.core.withdrawals import ArrivedLater
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
-_Pop = Callable[[BatchLimits, Mapping[str, float]], PoppedBatch]
+_Pop = Callable[[BatchLimits, Shares], PoppedBatch]
 _IsSentAgain = Callable[[tuple[str | None, str]], bool]
 
 
@@ -45,7 +45,7 @@ class Queue:
     since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
     process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
     put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names of stored
-    bodies.
+    bodies. `turns` are those of tenants, by rank, over all lanes.
     """
 
     def __init__(self, sequences: Sequences | None = None) -> None:
@@ -53,7 +53,8 @@ class Queue:
         self.bytes = 0
         self.arrived = 0
         self.withheld = 0
-        self.lanes: dict[str, Lane] = {"": Lane("")}  # only this one, the default, may be empty
+        self.turns = TurnsByRank(Turns)
+        self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
         self.changed: set[str] = set()
         self.delayed = DelayedRuns()
         self.ids = WaitingIds()
@@ -63,6 +64,8 @@ class Queue:
         # In no lane yet, followers and delayed runs: to be served behind all others when they are in one.
         self._expired_outside: set[Run] = set()
         self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
+        self._settings: ModelSettings | None = None  # of the following
+        self._shares = EQUAL_SHARES
 
     def __contains__(self, run: Run) -> bool:
         name = run.lane if run.sequence is None else self._sequences.lane_name(run)
@@ -156,10 +159,10 @@ class Queue:
 
     def _new_lane(self, run: Run, name: str) -> Lane:
         if name == run.lane:
-            return Lane(name)
+            return Lane(name, turns=self.turns)
         process = self._sequences.process_of(run)
         self._lanes_of.setdefault(process, set()).add(name)
-        return Lane(name, run.lane, process)
+        return Lane(name, run.lane, process, self.turns)
 
     def _admit_part(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> list[Refusal]:
         """Admit the requests of a run in order, each if there is space for it."""
@@ -241,7 +244,7 @@ class Queue:
 
     def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
         count_before, bytes_before = lane.count, lane.bytes
-        batch = pop(limits, settings.tenant_weights)
+        batch = pop(limits, self.shares(settings))
         self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
@@ -429,10 +432,15 @@ class Queue:
             return True
         return settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost
 
-    @staticmethod
-    def peek_batch(lane: Lane, settings: ModelSettings) -> list[Slice]:
+    def peek_batch(self, lane: Lane, settings: ModelSettings) -> list[Slice]:
         """The requests that `pop_batch` would return, without removing them."""
-        return lane.peek_batch(_limits(settings.max_batch_size, settings), settings.tenant_weights)
+        return lane.peek_batch(_limits(settings.max_batch_size, settings), self.shares(settings))
+
+    def shares(self, settings: ModelSettings) -> Shares:
+        """By what the turns of tenants are counted."""
+        if settings is not self._settings:
+            self._settings, self._shares = settings, shares_of(settings)
+        return self._shares
 
 
 def _limits(size: int, settings: ModelSettings) -> BatchLimits:

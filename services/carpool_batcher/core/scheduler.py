@@ -17,9 +17,11 @@
    allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
    needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
    No time is planned for requests that the model is not expected to execute (`core.doubtful_producers`).
-3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one with the
-   oldest request. Within a batch: higher priority first, then tenants in fair turns, then arrival. A batch
-   has requests of one lane only, and requests of other lanes do not close it.
+3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one of the tenant
+   whose turn is next (`core.fairness`), then the one with its oldest request. While it has to wait until a
+   process is free, full batches may be dispatched before it, as many as there are processes. Within a batch:
+   higher priority first, then tenants in fair turns, then arrival. A batch has requests of one lane only, and
+   requests of other lanes do not close it.
 4. A request whose deadline passes is answered at that moment, whether it waits or is in flight. Not so if its
    `expiration_action` is delay: then it moves behind all others if it still waits, and no longer causes a
    dispatch for its deadline; in flight it has no deadline.
