@@ -16,9 +16,9 @@ from carpool_batcher.core import capacity, scheduler
 from carpool_batcher.core.batch_space import BatchSpace
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.fairness import FairQueue, Turn, Turns
+from carpool_batcher.core.fairness import FairQueue, Turns
 from carpool_batcher.core.lane import Lane
-from carpool_batcher.core.lane_index import Gate, LaneIndex
+from carpool_batcher.core.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.withdrawals import ArrivedLater
 from simulation.test_scheduler_machine import SchedulerMachine
@@ -182,15 +182,17 @@ def wait_for_every_run_of_a_tenant(patch: Patch) -> None:
 
 
 @FAULTS.shown_by(examples.test_tenants_share_alike_in_however_many_lanes_they_wait)
-def count_turns_in_each_lane_by_itself(patch: Patch) -> None:
-    """A tenant then has a turn in each lane that it names. The machine finds it, in 600 examples."""
+def choose_lanes_by_arrival_only(patch: Patch) -> None:
+    """A tenant then has a turn in each lane that it names."""
 
-    def first(index: LaneIndex, gate: Gate, rank: int, now_us: int) -> Any:
-        found = first_of(index, gate, rank, now_us)
-        return None if found is None else (Turn(0, 0, ""), *found[1:])
+    def first(index: LaneIndex, gates: Sequence[Gate], now_us: int) -> Claim | None:
+        if original(index, gates, now_us) is None:
+            return None
+        claims = [entry.claim for entry in index._entries.values() if entry.gate in gates]
+        return min((one for one in claims if one.ready_at_us <= now_us), key=lambda one: one.arrival_us)
 
-    first_of = LaneIndex._first_of
-    patch.setattr(LaneIndex, "_first_of", first)
+    original = LaneIndex.first
+    patch.setattr(LaneIndex, "first", first)
 
 
 @FAULTS.found(examples=203)
