@@ -611,7 +611,10 @@ class ModelBatcher:
                 raise ModelKindChangedError("another kind of model has this name now")
             scheduler.kind = kind
         self.wake_at_us = now_us
+        before = scheduler.model_processes
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
+        if scheduler.model_processes > before:
+            self.reads_at_us = 0  # another one can take a batch: first read what was left unread
         self._update_settings(scheduler, snapshot)
         settled_read = session.subscription.settled.after
         session.missing_batches.forget(

@@ -667,7 +667,10 @@ def test_checker_detects_a_follower_beside_its_head(stack: Stack, tmp_path: Path
     stack.batcher(faulty_package=faulty, ready=False)
     stack.worker(SPEC, *LONG_LEASE)
     stack.wait_for_model(MODEL)
-    checker = SequenceChecker()
-    with SequenceLoad(stack, MODEL, checker, answered_s=1):
-        pass
-    assert {"two in flight", "wrong answer"} <= checker.faults().keys()
+    checker, sought = SequenceChecker(), {"two in flight", "wrong answer"}
+    for name in ("a", "b", "c", "d", "e"):  # on a busy machine one load may be too slow to show both
+        with SequenceLoad(stack, MODEL, checker, name=name, answered_s=1):
+            pass
+        if sought <= checker.faults().keys():
+            break
+    assert sought <= checker.faults().keys()

@@ -32,4 +32,4 @@ def test_nothing_raises_and_all_requests_leave(
 @pytest.mark.parametrize("seed", range(3))
 def test_hostile_entries_at_random(seed: int) -> None:
     """A few thousand of the entries that `make fuzz` sends, with the same bounds of steps and memory."""
-    fuzzing_batcher.fuzz(entries=3000, seed=seed, report=lambda line: None)
+    fuzzing_batcher.fuzz(entries=1000, seed=seed, report=lambda line: None)
