@@ -94,6 +94,11 @@ def test_top_models_and_metrics_show_slots_and_chunks(served: Served, gate: Path
             next(stream)
         stream.close()
     wait_until(
+        lambda: not sums(served.of_worker)["carpool_slots_in_use"] and not served.redis.xlen(KEYS.batches),
+        description="the last one has ended: it writes nothing more",
+        timeout_s=TIMEOUT_S,
+    )
+    wait_until(
         lambda: of_steps(served).chunks == chunks_of_worker(served) - chunks_before,
         description="the last one settled, and all chunks are counted",
         timeout_s=TIMEOUT_S,
