@@ -38,7 +38,7 @@ from carpool.messages import (
     tickets_of_each,
 )
 from carpool.model_settings import ModelKind
-from carpool.rows import Rows, StoredBody
+from carpool.rows import only_stored
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import ModelSnapshot
@@ -709,11 +709,10 @@ def _as_in_flight(batch: Batch) -> tuple[str, Dispatch, int]:
 
 def _as_run(batched: BatchedRun, cost: int) -> Run:
     """A run in flight as the scheduler knows it; of its bodies only the names of stored ones are needed."""
-    bodies = batched.bodies
     return Run(
         Entry(batched.entry_id, batched.arrival_us),
         batched.correlation_ids,
-        [] if isinstance(bodies, Rows) else [body for body in bodies if type(body) is StoredBody],
+        only_stored(batched.bodies),
         batched.content_type,
         batched.reply_to,
         batched.arrival_us,

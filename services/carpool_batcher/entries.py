@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from carpool.messages import Entry, Refusal, Run
-from carpool.rows import Rows, StoredBody, stored_names
+from carpool.rows import only_stored, stored_names
 from carpool.store.batcher import ENTRIES_LOOKED_UP, BatcherStore, EntryChanges
 from carpool.store.reader import id_order
 from carpool.wire.requests import Decoded, was_perhaps_put_back
@@ -80,8 +80,7 @@ class EntryTable(dict[str, Entry]):
 def _release_bodies(runs: Iterable[Run]) -> None:
     """Of stored bodies the names are kept: those of requests in flight must not be deleted."""
     for run in runs:
-        bodies = run.bodies
-        run.bodies = [] if isinstance(bodies, Rows) else [body for body in bodies if type(body) is StoredBody]
+        run.bodies = only_stored(run.bodies)
 
 
 class UnreadEntries:

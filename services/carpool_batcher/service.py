@@ -7,7 +7,8 @@
     turn        each model for which something arrived, or that is due: decide and act
 
 A turn that takes longer than SLICE_S goes on in later iterations, one such turn in each: so what one producer
-sends to a model delays the requests of others by two slices, and leases are renewed in time.
+sends to a model delays the requests of others by about two slices, or by the longest piece of a turn if that
+takes longer; and leases are renewed in time.
 
 A model that is idle costs its share of the leases and the comparisons, and nothing else. Four connections
 are used: three of the reader, and one for everything else, which is never blocked.

@@ -72,6 +72,11 @@ class Rows:
 Bodies = Rows | list[Body]
 
 
+def only_stored(bodies: Bodies) -> Bodies:
+    """Those of these bodies that are stored under keys of their own: names, and no contents."""
+    return [] if isinstance(bodies, Rows) else [body for body in bodies if type(body) is StoredBody]
+
+
 def stored_names(bodies: Bodies) -> list[str]:
     """The names of those of these bodies that are stored under keys of their own."""
     return [] if isinstance(bodies, Rows) else [body.name for body in bodies if type(body) is StoredBody]

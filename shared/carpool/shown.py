@@ -78,7 +78,8 @@ def trace_of(error: BaseException, keep: Keep = lambda _: True) -> str:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[tuple[BaseException, str]]:
-    """An exception, what it was raised from or during, and so on; each with what is said below it."""
+    """An exception, what it was raised from or during, and so on; each with the sentence that joins it
+    to the one before, which is empty for the first."""
     joint = ""
     while error is not None:
         yield error, joint

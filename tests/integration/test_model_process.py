@@ -1100,10 +1100,10 @@ def test_a_process_of_which_all_fails_is_retired_once_and_nothing_is_blamed(
     assert log().count("unloaded") == 1 and log()[-2:] == ["unloaded", "e f"]
 
 
-def test_bad_bodies_of_whomever_retire_no_process(
+def test_bad_bodies_of_any_producer_retire_no_process(
     bench: Bench, log: Callable[[], list[str]], suspects_soon: None
 ) -> None:
-    """It executes what it executed before, once for so many batches."""
+    """It executes an earlier request again, once for each BATCHES_MIN failed batches."""
     pid = bench.replica.process.pid
     assert bench.finish(bench.take("a", "b")) == ["A", "B"]
     for _ in range(3 * retirement.BATCHES_MIN):
