@@ -112,14 +112,14 @@ class Batcher:
         for entry in withdrawn.entries:
             self.empty(entry)
         decisions = self.scheduler.poll(self.now_us)
-        for one in decisions:
-            if isinstance(one, Expire):
-                self.answer_in_flight(one.batch_id, one.run)
-                self.scheduler.answered_in_flight([one.run])
+        expired = [one for one in decisions if isinstance(one, Expire)]
+        for one in expired:
+            self.answer_in_flight(one.batch_id, one.run)
+            self.scheduler.answered_in_flight([one.run])
         dispatches = [one for one in decisions if isinstance(one, Dispatch)]
         to_be_dispatched = [run for dispatch in dispatches for run in dispatch.runs]
         refusals = [one for one in decisions if isinstance(one, Refusal)]
-        self.remove(self.checked(refusals, *to_be_dispatched))
+        self.remove(self.checked(refusals, *to_be_dispatched, *[one.run for one in expired]))
         self.dispatch(dispatches)
 
     def dispatch(self, decided: Sequence[Dispatch]) -> None:
@@ -173,7 +173,8 @@ class Batcher:
 
     def checked(self, refusals: Sequence[Refusal], *others: Run) -> Sequence[Refusal]:
         """These refusals. A request is removed without an answer only if another copy of it will have one,
-        and refused with one only if no other copy waits. `others`: runs that are to be dispatched."""
+        and refused with one only if no other copy waits. `others`: runs that are to be dispatched, and those
+        that were answered in flight by the same turn."""
         if self.kind.has_sequences:
             return refusals
         known = {request for requests in self.in_flight.values() for request in requests}
