@@ -6,7 +6,9 @@ one. No Redis: `Batcher.stream` is the request stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, Final
 
@@ -172,11 +174,16 @@ class Batcher:
     # --- what must hold ------------------------------------------------------------------------------------
 
     def checked(self, refusals: Sequence[Refusal], *others: Run) -> Sequence[Refusal]:
-        """These refusals. A request is removed without an answer only if another copy of it will have one,
-        and refused with one only if no other copy waits. `others`: runs that are to be dispatched, and those
-        that were answered in flight by the same turn."""
-        if self.kind.has_sequences:
-            return refusals
+        """These refusals, after `_check`."""
+        if not self.kind.has_sequences:
+            with uncounted():
+                self._check(refusals, others)
+        return refusals
+
+    def _check(self, refusals: Sequence[Refusal], others: Sequence[Run]) -> None:
+        """A request is removed without an answer only if another copy of it will have one, and refused with
+        one only if no other copy waits. `others`: runs that are to be dispatched, and those that were
+        answered in flight by the same turn."""
         known = {request for requests in self.in_flight.values() for request in requests}
         known.update(request for run in self.scheduler._queue.runs() for request in requests_of(run))
         known.update(request for run in others for request in requests_of(run))
@@ -188,7 +195,6 @@ class Batcher:
         waiting = {request for run in self.scheduler._queue.runs() for request in requests_of(run)}
         of_arrivals = {one for one in answered if one[1] not in withdrawn}
         assert not of_arrivals & waiting
-        return refusals
 
     def end(self) -> None:
         """Let everything be served."""
@@ -211,6 +217,17 @@ class Batcher:
         assert not (bodies.waiting or bodies._in_flight or bodies._of_batches)
         assert not (ids._named or ids._indexed or ids._batches)
         assert not self.stream and not self.table
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What is done here does not count as work of the batcher."""
+    counting = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(counting)
 
 
 def requests_of(run: Run) -> list[Request]:
