@@ -25,6 +25,10 @@ a result that went to another request shows. A fault is inflicted at a random mo
 Then the load ends, and every request is looked for: the history of what was sent is in files of the
 producers, not in Redis.
 
+Beside them, one more producer means harm. It sends entries that are within all limits and cost a batcher
+much, each kind in turn: lanes that expire together, misspelt fields, malformed starts and ends of sequences,
+and others. Its requests do not count, but nothing of them may be left over.
+
 - lost: accepted, and without a result; duplicated: more final results than were asked for; misrouted: a
   result of another request; left over: keys or pending batches that should not be there when all is answered.
 - recovery: from the fault until a new request is answered, or, where a worker or its model process is the
