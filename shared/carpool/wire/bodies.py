@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from contextlib import suppress
 from typing import Any, Final
 
@@ -122,8 +123,7 @@ def _with_unique_names(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """A map, whose names must differ: of two values with one name, nobody knows which is meant."""
     named = dict(pairs)
     if len(named) != len(pairs):
-        seen: set[Any] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise _UnclearError(f"the name {twice!r:.60} is in a map more than once")
     return named
 
@@ -155,7 +155,9 @@ def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
         return named if len(named) == len(pairs) else _with_unique_names(pairs)
 
     try:
-        return msgpack.unpackb(body, object_pairs_hook=count_map, list_hook=count, strict_map_key=strict_names)
+        return msgpack.unpackb(
+            body, object_pairs_hook=count_map, list_hook=count, strict_map_key=strict_names
+        )
     except CarpoolError:
         raise
     except _UnclearError as error:
@@ -290,6 +292,7 @@ def _check_names_as_text(named: dict[Any, Any], strict_names: bool) -> None:
 
 _TEXT: Final = frozenset({str})
 _JSON_CONTAINERS: Final = (dict, list, tuple)
+
 
 def _json_name(name: Any) -> str:
     """The text that a name in a map becomes."""

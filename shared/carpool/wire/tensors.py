@@ -245,7 +245,7 @@ def unmasked(array: Array) -> Array:
         return array
     if np.ma.is_masked(array):
         raise ValueError(
-            f"a masked array with {np.ma.count_masked(array)} masked numbers cannot be sent: send "
+            f"a masked array cannot be sent, as {np.sum(array.mask)} of its elements are masked: send "
             "array.filled(...) with a number that the model knows, or array.data and array.mask"
         )
     return np.asarray(array.data)

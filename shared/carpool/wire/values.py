@@ -1,8 +1,8 @@
 """Values of other libraries: what they are on the wire, or an error that names the type and what to do.
 
 Producers and models have values that neither msgpack nor JSON knows. One becomes an array or a plain number
-where that is exact, and it is clear which one is meant. All others are refused: a guess would be a wrong value
-with the status OK. docs/values.md has a table of them, which tests/unit/test_values.py runs.
+where that is exact, and it is clear which one is meant. All others are refused: a guess would be a wrong
+value with the status OK. docs/values.md has a table of them, which tests/unit/test_values.py runs.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def bodies_of(bodies: Any, call: str) -> Any:
     if _is_table(bodies):
         if len(getattr(bodies, "shape", ())) != 1:
             raise TypeError(
-                f"a {kind} gives the names of its columns, not its rows: give {call} "
-                f"{_conversions(bodies)}"
+                f"a {kind} gives the names of its columns, not its rows: give {call} {_conversions(bodies)}"
             )
         return bodies
     if hasattr(bodies, "__array__") and not isinstance(bodies, type):
@@ -95,9 +94,7 @@ def why_not(value: Any) -> str:
         remedy = "send dict(value)"
     elif not remedy and isinstance(value, Iterable):
         remedy = "send list(value)"
-    return f"its type is {kind}: " + (
-        remedy or "send numbers, text, bytes, lists, dicts or numpy arrays"
-    )
+    return f"its type is {kind}: " + (remedy or "send numbers, text, bytes, lists, dicts or numpy arrays")
 
 
 def _name(value: Any) -> str:
@@ -136,8 +133,8 @@ def _array(array: Array) -> Array:
 
 
 def _number(value: np.generic) -> Any:
-    """A scalar of numpy as a plain value. Not `item` of each: that of a datetime is an integer for some units,
-    and that of a structure is a tuple without its names."""
+    """A scalar of numpy as a plain value. Not `item` of each: that of a datetime is an integer for some
+    units, and that of a structure is a tuple without its names."""
     dtype = value.dtype
     if is_bfloat16(dtype) or (dtype.kind in "biuf" and dtype.itemsize <= _FLOAT_BYTES_MAX):
         return value.item()
