@@ -378,8 +378,6 @@ def unpack_each(data: Buffer) -> list[Any]:
 
 
 def _pack_other(value: Any) -> Any:
-    if isinstance(value, int):
-        raise OverflowError("it contains an integer of more than 64 bits")
     value = plain(value)
     if not isinstance(value, np.ndarray):
         return value

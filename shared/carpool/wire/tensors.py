@@ -538,6 +538,8 @@ def tensor_json(array: Array) -> dict[str, Any]:
     """A tensor's map for JSON, `data` flat. Raises ValueError."""
     array = unmasked(array)
     datatype = datatype_of(array)
+    if datatype == "BF16":
+        array = from_bfloat16(array)
     flat = _texts(array) if datatype == "BYTES" else np.asarray(array).ravel().tolist()
     return {"datatype": datatype, "shape": list(array.shape), "data": flat}
 

@@ -40,9 +40,12 @@ _REMEDIES: Final = {
 
 def plain(value: Any) -> Any:
     """What stands for a value that msgpack and JSON do not know: an array that has a datatype, or a plain
-    number or text. Raises TypeError or ValueError, whose text names the type and says what to do."""
+    number or text. Raises TypeError, ValueError or OverflowError, whose text names the type and says what to
+    do."""
     if isinstance(value, np.ndarray):
         return _array(value)
+    if isinstance(value, int):
+        raise OverflowError("it contains an integer of more than 64 bits")
     if isinstance(value, np.generic):
         return _number(value)
     if _is_table(value):
