@@ -125,6 +125,9 @@ def rows() -> Iterator[tuple[str, list[str]]]:
     for row in ROW.findall(DOCUMENT.read_text(encoding="utf-8")):
         value, *outcomes = row.split(" | ")
         assert len(outcomes) == len(WAYS), row
+        for index, outcome in enumerate(outcomes):
+            if outcome == "←":
+                outcomes[index] = outcomes[index - 1]
         yield value.split("`")[1], outcomes
 
 

@@ -53,9 +53,11 @@ class BodyEncoder:
     def take(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
         """What stands for the body and options of a request that is sent later. Never raises: why they cannot
         be sent is found again then."""
-        fields, content_type = options.get("fields"), options.get("content_type")
-        if isinstance(fields, Mapping):
-            options = {**options, "fields": dict(fields)}
+        content_type = None
+        if options:
+            fields, content_type = options.get("fields"), options.get("content_type")
+            if isinstance(fields, Mapping):
+                options = {**options, "fields": dict(fields)}
         if type(body) in CONSTANT_TYPES or not isinstance(content_type, str | None):
             return body, options
         try:
