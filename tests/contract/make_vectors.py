@@ -1234,7 +1234,7 @@ def bf16_roundings() -> list[Case]:
 
     between = [0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x3F81FFFF, 0x00000001, 0x00008000]
     cases = {bits: nearest(bits) for sign in (0, 1 << 31) for bits in (sign | one for one in between)}
-    infinite = {0x7F800000: 0x7F80, 0xFF800000: 0xFF80, 0x7F7FFFFF: 0x7F80, 0xFF7FFFFF: 0xFF80}
+    infinite = {0x7F800000: 0x7F80, 0xFF800000: 0xFF80, 0x7F7F7FFF: 0x7F7F, 0xFF7F7FFF: 0xFF7F}
     return [{"fp32": f"{bits:08x}", "bf16": f"{half:04x}"} for bits, half in {**cases, **infinite}.items()]
 
 

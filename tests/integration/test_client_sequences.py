@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import msgpack
+import numpy as np
 import pytest
 
 from carpool import AsyncClient, Client
@@ -594,3 +595,16 @@ def test_sequence_classes_are_alike() -> None:
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert public(AsyncSequence) == public(BlockingSequence)
+
+
+def test_a_body_of_a_sequence_is_sent_as_it_is_at_the_call(
+    blocking: Client, service: StreamingService
+) -> None:
+    buffer = np.zeros(2)
+    with blocking.sequence(MODEL) as sequence:
+        futures = []
+        for number in range(5):
+            buffer[:] = number
+            futures.append(sequence.submit(buffer))
+        answer(service, *service.take(5))
+        assert [future.result(10)[0] for future in futures] == [0, 1, 2, 3, 4]

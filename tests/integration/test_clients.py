@@ -482,6 +482,51 @@ def test_blocking_client_has_all_calls(blocking: Client) -> None:
         blocking.infer("square", "x")
 
 
+def reused(numbers: range = range(20)) -> Iterator[Any]:
+    """Bodies of a program that fills one array, and one dict with it, again and again."""
+    body = {"values": np.zeros(2)}
+    for number in numbers:
+        body["values"][:] = number
+        yield body
+
+
+def numbers_of(results: Any) -> list[float]:
+    return [result["values"][0] for result in results]
+
+
+def test_a_body_is_sent_as_it_is_at_the_call(blocking: Client) -> None:
+    expected = list(range(20))
+    for retries in ({}, {"retries": 1}):
+        futures = [blocking.submit("Echo", body, **retries) for body in reused()]  # type: ignore[arg-type]
+        assert numbers_of(future.result(10) for future in futures) == expected
+    assert numbers_of(blocking.map("Echo", reused())) == expected
+    assert numbers_of(blocking.infer_many("Echo", reused())) == expected
+    streams = [blocking.stream("Echo", body) for body in reused()]
+    assert numbers_of(value for stream in streams for value in stream) == expected
+
+
+async def test_a_body_is_sent_as_it_was_before_its_model_was_looked_up(client: AsyncClient) -> None:
+    expected = list(range(20))
+    futures = [client.submit("Echo", body) for body in reused()]
+    streams = [client.stream("Echo", body) for body in reused()]
+    assert numbers_of(await asyncio.gather(*futures)) == expected
+    assert numbers_of([value for stream in streams async for value in stream]) == expected
+
+
+async def test_one_body_is_not_sent_as_many(client: AsyncClient, blocking: Client) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: blocking.infer_many("Echo", "one"),
+        lambda: list(blocking.map("Echo", {"a": 1})),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="is one body: use infer"):
+            await asyncio.to_thread(call)
+    with pytest.raises(InvalidArgumentError, match="is one body: use infer"):
+        await client.infer_many("Echo", b"one")
+    with pytest.raises(InvalidArgumentError, match="is one body: use infer"):
+        _ = [result async for result in client.map("Echo", "one")]
+
+
 def test_blocking_map_is_bounded_and_closing_it_withdraws(blocking: Client, stack: Stack, gate: Path) -> None:
     pulled: list[int] = []
 

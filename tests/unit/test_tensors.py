@@ -35,6 +35,7 @@ from carpool.wire.tensors import (
     datatype_of,
     decode_tensor,
     from_bytes,
+    in_datatype,
     is_tensor,
     tensor_head,
     tensor_json,
@@ -263,6 +264,59 @@ def test_array_of_strings_has_datatype_bytes(array: Array) -> None:
     assert all(type(text) is str for text in tensor_map(array)["data"])
 
 
+# --- exact conversion --------------------------------------------------------------------------------------
+
+SIGNIFICANT_BITS = {"FP16": 11, "BF16": 8, "FP32": 24, "FP64": 53}
+LARGEST = {"FP16": 65504, "BF16": 0xFF << 120, "FP32": 0xFFFFFF << 104, "FP64": 2**1024 - 2**971}
+
+
+def is_held(number: Any, datatype: str) -> bool:
+    """Whether a datatype holds a number of an array, by Python's integers and fractions."""
+    if datatype == "BOOL":
+        return number in (0, 1)
+    if datatype not in FLOATS:
+        limits = np.iinfo(DTYPES[datatype])
+        return math.isfinite(number) and number == int(number) and limits.min <= number <= limits.max
+    if isinstance(number, int):
+        odd = abs(number)
+        while odd and odd % 2 == 0:
+            odd //= 2
+        return odd.bit_length() <= SIGNIFICANT_BITS[datatype] and abs(number) <= LARGEST[datatype]
+    ulp = Fraction(LARGEST[datatype]) / (2 ** SIGNIFICANT_BITS[datatype] - 1)
+    return not math.isfinite(number) or abs(Fraction(number)) < LARGEST[datatype] + ulp / 2
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(sorted(DTYPES)), st.sampled_from(sorted({*DTYPES, "BF16"})), st.data())
+def test_a_number_survives_a_conversion_or_is_named(source: str, datatype: str, data: st.DataObject) -> None:
+    edges = [float(2**bits) for bits in (7, 8, 15, 16, 31, 32, 63, 64)] + [2.5, 65519.0, 65520.0, 3.4e38]
+    integers = [sign * (2**bits + step) for bits in range(65) for step in (-1, 0, 1) for sign in (1, -1)]
+    dtype = np.dtype(DTYPES[source])
+    elements = hnp.from_dtype(dtype)
+    if dtype.kind == "f":
+        elements |= st.sampled_from([edge for edge in edges if edge <= float(np.finfo(dtype).max)]).map(
+            dtype.type
+        )
+    elif dtype.kind != "b":
+        limits = np.iinfo(dtype)
+        elements |= st.sampled_from([number for number in integers if limits.min <= number <= limits.max])
+    array = data.draw(hnp.arrays(dtype, shapes, elements=elements))
+    converted, lost = in_datatype(array, datatype)
+    assert converted.shape == array.shape
+    where = np.zeros(array.shape, bool) if lost is None else lost
+    assert lost is None or lost.any()
+    expected = [not is_held(number, datatype) for number in array.ravel().tolist()]
+    assert where.ravel().tolist() == expected
+    for number, held in zip(array[~where], converted[~where], strict=True):
+        if datatype not in FLOATS or np.issubdtype(type(number), np.integer):
+            assert held.item() == number.item()
+        elif datatype == "BF16" and np.isfinite(number):
+            assert abs(held.item() - number.item()) <= abs(number.item()) / 2**8 + 2.0**-133
+        else:
+            dtype = np.dtype(DTYPES.get(datatype, "<f4"))
+            assert np.array_equal(held, number.astype(dtype), equal_nan=datatype in FLOATS)
+
+
 # --- BF16 --------------------------------------------------------------------------------------------------
 
 bits_of_fp32 = st.integers(0, (1 << 32) - 1)
@@ -294,6 +348,10 @@ def nearest_bf16(bits: int) -> int:
 @example(0xFF7FFFFF)
 def test_bf16_is_rounded_to_nearest_ties_to_even(bits: int) -> None:
     array = np.array([bits], "<u4").view("<f4")
+    if nearest_bf16(bits) & 0x7FFF == 0x7F80 and math.isfinite(fp32(bits)):  # it would be infinite
+        with pytest.raises(ValueError, match="a number is outside BF16's range"):
+            to_bytes(array, "BF16")
+        return
     (half,) = struct.unpack("<H", to_bytes(array, "BF16"))
     if math.isnan(fp32(bits)):
         assert math.isnan(fp32(half << 16))

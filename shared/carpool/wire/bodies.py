@@ -10,7 +10,9 @@ JSON goes through the standard library, because integers of any size must surviv
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from contextlib import suppress
 from typing import Any, Final
 
@@ -20,7 +22,8 @@ import numpy as np
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages import JSON, MSGPACK
 from carpool.wire.content_types import ACCEPT, is_value
-from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map
+from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map, unmasked
+from carpool.wire.values import plain
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
@@ -61,8 +64,9 @@ def _decode_json(body: bytes) -> Any:
         raise InvalidArgumentError(
             f"body: more than {MAX_JSON_ITEMS} JSON items; send large tensors as msgpack"
         )
+    decoder = _JSON_DECODER if _is_certainly_finite(body) else _CAREFUL_JSON_DECODER
     try:
-        return _JSON_DECODER.decode(body.decode())
+        value = decoder.decode(body.decode())
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is {body[error.start]:02x} hex"
         raise InvalidArgumentError(
@@ -70,16 +74,69 @@ def _decode_json(body: bytes) -> Any:
         ) from None
     except RecursionError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
+    except _UnclearError as error:
+        raise InvalidArgumentError(f"body: {error}") from None
     except ValueError as error:
         raise InvalidArgumentError(f"body: not JSON ({error})") from None
+    if b"\\" in body and _SURROGATE.search(body) is not None and _has_lone_surrogate(value):
+        raise InvalidArgumentError("body: has a text with a lone surrogate, which UTF-8 cannot encode")
+    return value
+
+
+def _is_certainly_finite(body: bytes) -> bool:
+    """Whether no number can be outside the range of FP64, so that none needs to be looked at: such a number
+    has an exponent of three digits or more, or hundreds of digits."""
+    if len(body) < _SHORT_BYTES and b"e" not in body and b"E" not in body:
+        return True
+    shape = body.translate(_SHAPES_OF_NUMBERS)
+    if b"e" in shape and (b"e000" in shape or b"e+000" in shape):  # a single byte is found much faster
+        return False
+    return _MANY_DIGITS not in shape
+
+
+_SHAPES_OF_NUMBERS: Final = bytes.maketrans(b"123456789E", b"000000000e")
+_SHORT_BYTES: Final = 200  # so many digits and an exponent of two are 10**299 at most
+_MANY_DIGITS: Final = b"0" * _SHORT_BYTES
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    try:
+        _JSON_ENCODER.encode(value).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _UnclearError(f"the number {digits:.40} is outside the range of FP64")
+    return number
+
+
+def _with_unique_names(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A map, whose names must differ: of two values with one name, nobody knows which is meant."""
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise _UnclearError(f"the name {twice!r:.60} is in a map more than once")
+    return named
+
+
+class _UnclearError(ValueError):
+    """What is written is correct JSON or msgpack, but nobody knows which value is meant."""
+
+
 # Not json.loads: from bytes it also accepts UTF-16, UTF-8 with surrogates, and NaN, as few other parsers do.
-_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant)
+_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_with_unique_names)
+_CAREFUL_JSON_DECODER: Final = json.JSONDecoder(  # several times slower for floats
+    parse_constant=_reject_constant, object_pairs_hook=_with_unique_names, parse_float=_finite
+)
 
 
 def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
@@ -92,10 +149,19 @@ def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
             raise InvalidArgumentError(f"body: more than {MAX_CONTAINERS} arrays and maps")
         return container
 
+    def count_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        count(pairs)
+        named = dict(pairs)
+        return named if len(named) == len(pairs) else _with_unique_names(pairs)
+
     try:
-        return msgpack.unpackb(body, object_hook=count, list_hook=count, strict_map_key=strict_names)
+        return msgpack.unpackb(
+            body, object_pairs_hook=count_map, list_hook=count, strict_map_key=strict_names
+        )
     except CarpoolError:
         raise
+    except _UnclearError as error:
+        raise InvalidArgumentError(f"body: {error}") from None
     except msgpack.StackError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except UnicodeDecodeError:
@@ -173,18 +239,64 @@ def _check_depth(depth: int) -> None:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}")
 
 
-def encode_body(content_type: str, value: Any) -> bytes:
-    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError."""
+def encode_body(content_type: str, value: Any, *, strict_names: bool = False) -> bytes:
+    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError.
+
+    The names of maps become text in JSON: `strict_names` allows no others, as `decode_body` does. Two that
+    would be the same text are an error.
+    """
     try:
         if not is_value(content_type):
             return _encode_bytes(value, content_type)
         if content_type == JSON:
-            return _JSON_ENCODER.encode(value).encode()
+            text = _JSON_ENCODER.encode(value)
+            if "{" in text and isinstance(value, _JSON_CONTAINERS):
+                _check_json_names(value, strict_names)
+            return text.encode()
         if type(value) in _SCALARS:
             return bytes(_SCALAR_PACKER.pack(value))
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {_why(error)}") from None
+
+
+def _check_json_names(value: Any, strict_names: bool) -> None:
+    """Raise ValueError for names of maps that would not survive as text. `value` was encoded, so it has an
+    end."""
+    containers = [value]
+    for container in containers:  # which grows
+        items = container
+        if isinstance(container, dict):
+            if not _TEXT.issuperset(map(type, container)):
+                _check_names_as_text(container, strict_names)
+            items = container.values()
+        containers += [item for item in items if isinstance(item, _JSON_CONTAINERS)]
+
+
+def _check_names_as_text(named: dict[Any, Any], strict_names: bool) -> None:
+    seen: dict[str, Any] = {}
+    for name in named:
+        if strict_names and not isinstance(name, str):
+            raise ValueError(
+                f"a name in a map is the {type(name).__name__} {name!r:.40}, and in JSON it would be text: "
+                "send a text as its name"
+            )
+        text = name if isinstance(name, str) else _json_name(name)
+        if text in seen:
+            raise ValueError(
+                f"two names in a map, {seen[text]!r:.40} and {name!r:.40}, are the same text in JSON; use "
+                f"{MSGPACK}, or other names"
+            )
+        seen[text] = name
+
+
+_TEXT: Final = frozenset({str})
+_JSON_CONTAINERS: Final = (dict, list, tuple)
+
+
+def _json_name(name: Any) -> str:
+    """The text that a name in a map becomes."""
+    return json.dumps(name) if isinstance(name, int | float | None) else repr(name)
 
 
 def _why(error: Exception) -> str:
@@ -218,13 +330,10 @@ def _check_wanted(wanted: str, value: Any) -> None:
 
 
 def _json_default(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return tensor_json(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray | memoryview):
         raise ValueError("JSON cannot hold bytes; use msgpack")
-    raise TypeError(f"a {type(value).__name__} cannot be sent")
+    value = plain(value)
+    return tensor_json(value) if isinstance(value, np.ndarray) else value
 
 
 _JSON_ENCODER: Final = json.JSONEncoder(
@@ -236,7 +345,10 @@ def _encode_bytes(value: Any, content_type: str) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        array = unmasked(value)
+        if array.dtype.kind == "O":
+            raise ValueError("an array of objects has no bytes of its own")
+        return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     if isinstance(value, str):
         return value.encode()
     kind = type(value).__name__
@@ -244,8 +356,5 @@ def _encode_bytes(value: Any, content_type: str) -> bytes:
 
 
 def _msgpack_default(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return tensor_map(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot be sent")
+    value = plain(value)
+    return tensor_map(value) if isinstance(value, np.ndarray) else value

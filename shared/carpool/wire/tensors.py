@@ -59,6 +59,8 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
 _DATATYPES_BY_DTYPE: Final[dict[np.dtype[Any], str]] = {dtype: name for name, dtype in _DTYPES.items()}
 DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
 _CONVERTED: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of dtypes -> from which
+_SIGNIFICANT_BITS: Final = {"FP16": 11, "BF16": 8, "FP32": 24, "FP64": 53}
+_BF16_BYTES: Final = 2
 _INTEGER: Final = frozenset({int})
 _JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
@@ -160,7 +162,7 @@ class StateSpec:
         """
         if value is None:
             return bytes(self.row_bytes)
-        array = np.asarray(value)
+        array = np.asarray(unmasked(value))
         if array.ndim == 0:
             array = np.broadcast_to(array, self.row_shape)
         if array.shape != self.row_shape:
@@ -183,19 +185,20 @@ class StateSpec:
         """The inverse of `split`, for what a model returns for `count` sequences.
 
         Numbers are converted to the declared datatype, but floats not to integers. Raises ValueError, also
-        for another shape, and for an integer out of range.
+        for another shape, and for a number that the datatype cannot hold (see `in_datatype`).
         """
-        array = np.asarray(states)
+        array = np.asarray(unmasked(states))
         shape = (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
         if array.shape != shape:
             raise ValueError(f"state {self.name!r}: shape {list(array.shape)}, not {list(shape)}")
         dtype = _DTYPES.get(self.datatype, _DTYPES["FP32"])
-        if array.dtype != dtype:
-            if array.dtype.kind not in _CONVERTED[dtype.kind]:
-                raise ValueError(f"state {self.name!r}: {array.dtype} is not converted to {self.datatype}")
-            if dtype.kind in "iu" and (array.astype(dtype) != array).any():
-                raise ValueError(f"state {self.name!r}: a number is outside {self.datatype}'s range")
-        data = to_bytes(np.moveaxis(array, self.axis, 0), self.datatype)
+        kind = "f" if is_bfloat16(array.dtype) else array.dtype.kind
+        if array.dtype != dtype and kind not in _CONVERTED[dtype.kind]:
+            raise ValueError(f"state {self.name!r}: {array.dtype} is not converted to {self.datatype}")
+        try:
+            data = to_bytes(np.moveaxis(array, self.axis, 0), self.datatype)
+        except ValueError as error:
+            raise ValueError(f"state {self.name!r}: {error}") from None
         return np.frombuffer(data, np.uint8).reshape(count, self.row_bytes)
 
 
@@ -205,16 +208,47 @@ def is_tensor(value: object) -> bool:
 
 
 def datatype_of(array: Array) -> str:
-    """The datatype of an array; BYTES for strings. Raises ValueError for a dtype that has none."""
-    if array.dtype.kind in "US":
+    """The datatype of an array; BYTES for texts. Raises ValueError for a dtype that has none, which says what
+    to do."""
+    dtype = array.dtype
+    kind = dtype.kind
+    if kind in "US":
         return "BYTES"
-    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
-    name = _DATATYPES_BY_DTYPE.get(dtype)
-    if name is None:
+    name = _DATATYPES_BY_DTYPE.get(dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype)
+    if name is not None:
+        return name
+    if is_bfloat16(dtype):
+        return "BF16"
+    if kind in "OT":
+        other = next((item for item in array.ravel().tolist() if not isinstance(item, str)), None)
+        if other is None and (kind == "T" or None not in array.ravel().tolist()):
+            return "BYTES"
         raise ValueError(
-            f"an array of dtype {array.dtype} cannot be sent; use one of {', '.join(sorted(WIDTHS))}"
+            f"an array of dtype {dtype} cannot be sent unless all its elements are text, and one is of type "
+            f"{type(other).__name__}: send array.tolist(), or numbers by array.astype(...)"
         )
-    return name
+    remedy = f"use one of {', '.join(sorted(WIDTHS))}"
+    if dtype.names:
+        remedy = "send a dict with an array for each of its names, {name: array[name]}"
+    elif kind in "mM":
+        remedy = "send array.astype(str), or array.astype('int64') with the unit known to the model"
+    elif kind == "c":
+        remedy = "send array.real and array.imag"
+    elif kind == "f":
+        remedy = "send array.astype('float64')"
+    raise ValueError(f"an array of dtype {dtype} cannot be sent: {remedy}")
+
+
+def unmasked(array: Array) -> Array:
+    """An array without a mask. Raises ValueError if numbers are masked: what is under a mask is not meant."""
+    if type(array) is np.ndarray or not isinstance(array, np.ma.MaskedArray):
+        return array
+    if np.ma.is_masked(array):
+        raise ValueError(
+            f"a masked array cannot be sent, as {np.sum(array.mask)} of its elements are masked: send "
+            "array.filled(...) with a number that the model knows, or array.data and array.mask"
+        )
+    return np.asarray(array.data)
 
 
 def _invalid(field: str, detail: str) -> InvalidArgumentError:
@@ -260,20 +294,127 @@ def check_bools(datatype: str, data: Buffer, field: str = "body") -> None:
 def from_bytes(datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Array:
     """A read-only array over `data`, not a copy. The caller has checked its length. BF16 becomes float32."""
     if datatype == "BF16":
-        upper = np.frombuffer(data, "<u2").astype("<u4") << 16
-        return upper.view("<f4").reshape(shape)
+        return _widened(np.frombuffer(data, "<u2")).reshape(shape)
     return np.frombuffer(data, _DTYPES[datatype]).reshape(shape)
 
 
 def to_bytes(array: Array, datatype: str) -> bytes:
-    """Little-endian, row-major bytes of `array` as `datatype`. BF16 rounds to nearest, ties to even."""
+    """Little-endian, row-major bytes of `array` as `datatype`. BF16 rounds to nearest, ties to even.
+
+    Raises ValueError for a number that does not survive (see `in_datatype`).
+    """
+    array = unmasked(array)
+    if datatype != "BF16" and array.dtype == _DTYPES[datatype]:
+        return array.tobytes()
+    if datatype == "BF16" and is_bfloat16(array.dtype):
+        return np.asarray(array).view(np.uint16).astype("<u2", copy=False).tobytes()
+    numbers, lost = in_datatype(array, datatype)
+    if lost is not None:
+        raise ValueError(why_lost(array, datatype))
+    return _bf16_bits(numbers).tobytes() if datatype == "BF16" else numbers.tobytes()
+
+
+# --- exact conversion --------------------------------------------------------------------------------------
+
+
+def in_datatype(array: Array, datatype: str) -> tuple[Array, NDArray[np.bool_] | None]:
+    """The numbers of `array` in `datatype`, and which of them it cannot hold: an array of bools of the same
+    shape, or None if it holds all. Where it is true, the number is another one, and must not be used.
+
+    Integers, BOOL and integers in floats must be exact: 2.0 is an integer, 2.5 and NaN are none. Floats are
+    rounded to nearest in narrower floats, but none becomes infinite. Those of BF16 are in a float32. Raises
+    ValueError for an array without such numbers.
+    """
+    dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
+    array = unmasked(array)
+    if array.dtype == dtype and datatype != "BF16":
+        return array, None
+    if is_bfloat16(array.dtype):
+        array = from_bfloat16(array)
+        if datatype in ("BF16", "FP32"):
+            return array, None
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{array.dtype} is not converted to {datatype}")
+    if dtype.kind == "f":
+        numbers, lost = _in_floats(array, datatype, dtype)
+    elif dtype.kind == "b":
+        numbers, lost = array.astype(dtype), (array != 0) & (array != 1)
+    elif array.dtype.kind == "f":
+        numbers, lost = _floats_in_integers(array, dtype)
+    else:
+        numbers = array.astype(dtype)
+        lost = numbers != array
+    return numbers, np.asarray(lost) if lost.any() else None
+
+
+def why_lost(array: Array, datatype: str) -> str:
+    """What is wrong with a number of `array` that `datatype` cannot hold, for an error."""
+    kind = array.dtype.kind
+    if datatype == "BOOL":
+        return "a number is neither 0 nor 1, so it is no BOOL"
+    if datatype in _SIGNIFICANT_BITS and kind in "iu":
+        return f"a whole number is one that {datatype} does not have: it would be rounded, or infinite"
+    if datatype not in _SIGNIFICANT_BITS and kind not in "biu":
+        return f"a number is not whole, or is outside {datatype}'s range"
+    return f"a number is outside {datatype}'s range"
+
+
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Whether these are the numbers of BF16, as JAX and ml_dtypes have them. numpy itself has none."""
+    return dtype.kind == "V" and dtype.itemsize == _BF16_BYTES and dtype.name == "bfloat16"
+
+
+def from_bfloat16(array: Array) -> Array:
+    """An array of `is_bfloat16` as float32."""
+    return _widened(np.asarray(array).view(np.uint16))
+
+
+def _in_floats(array: Array, datatype: str, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bool_]]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = array.astype(dtype, copy=False)
     if datatype == "BF16":
-        bits = np.ascontiguousarray(array, "<f4").view("<u4")
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-        # Rounding up a NaN's payload could turn it into an infinity: write a quiet NaN instead.
-        rounded = np.where(np.isnan(np.asarray(array)), np.uint16(0x7FC0), rounded)
-        return rounded.tobytes()
-    return array.astype(_DTYPES[datatype], copy=False).tobytes()
+        numbers = _widened(_bf16_bits(numbers))
+    lost = np.isinf(numbers)
+    if array.dtype.kind == "f":
+        return numbers, lost & np.isfinite(array)
+    if array.dtype.kind in "iu":
+        lost = lost | _is_rounded(array, _SIGNIFICANT_BITS[datatype])
+    return numbers, lost
+
+
+def _is_rounded(integers: Array, bits: int) -> NDArray[np.bool_]:
+    """Which integers have more significant bits than these. Counted, because conversion to a float and back
+    may give the same integer: the largest one of 64 bits becomes 2**63, and that is no integer of 64 bits."""
+    if integers.size and -(1 << bits) <= integers.min() and integers.max() <= 1 << bits:
+        return np.zeros(integers.shape, np.bool_)
+    size = integers.astype(np.uint64)
+    size = np.where(integers < 0, np.uint64(0) - size, size)
+    lowest = size & (np.uint64(0) - size)
+    rounded: NDArray[np.bool_] = size // np.maximum(lowest, 1) >= np.uint64(1 << bits)
+    return rounded
+
+
+def _floats_in_integers(array: Array, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bool_]]:
+    wide = array.astype(np.result_type(array.dtype, np.float64), copy=False)
+    least, above = float(np.iinfo(dtype).min), float(int(np.iinfo(dtype).max) + 1)
+    lost = ~((wide >= least) & (wide < above) & (wide == np.trunc(wide)))  # true for NaN
+    return np.where(lost, 0, wide).astype(dtype), lost
+
+
+def _bf16_bits(array: Array) -> Array:
+    """The upper halves of float32, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(array, "<f4").view("<u4").reshape(array.shape)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    # Rounding up a NaN's payload could turn it into an infinity: write a quiet NaN instead.
+    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+
+
+def _widened(upper: Array) -> Array:
+    """The float32 of which these are the upper halves."""
+    return np.asarray(upper.astype("<u4") << 16).view("<f4")
+
+
+# --- lists and maps ----------------------------------------------------------------------------------------
 
 
 def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list[str]:
@@ -303,7 +444,7 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
     try:
         array = _cast(data, datatype)
     except OverflowError:
-        raise _outside(datatype, field) from None
+        raise _invalid(f"{field}.data", f"a number is outside {datatype}'s range") from None
     except ValueError:
         raise _invalid(f"{field}.data", "has rows of unequal length") from None
     if shape is None:
@@ -319,36 +460,29 @@ def array_of(data: object, datatype: str, field: str = "body", shape: tuple[int,
 def converted(array: Array, datatype: str, field: str = "body") -> Array:
     """An array whose numbers are those of `datatype`, converted where a list of them would be: floats to
     narrower ones and integers to floats, but not floats to integers. Raises InvalidArgumentError, also for a
-    number outside the datatype's range."""
+    number that does not survive (see `in_datatype`)."""
     dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
-    if array.dtype == dtype:
+    if array.dtype == dtype and datatype != "BF16":
         return array
     if array.dtype.kind not in _CONVERTED[dtype.kind]:
         raise _invalid(f"{field}.datatype", f"{datatype_of(array)}, but this model takes {datatype}")
-    if dtype.kind == "f":
-        try:
-            return _cast(array, datatype)
-        except OverflowError:
-            raise _outside(datatype, field) from None
-    numbers = array.astype(dtype)
-    if (numbers != array).any():
-        raise _outside(datatype, field)
+    numbers, lost = in_datatype(array, datatype)
+    if lost is not None:
+        raise _invalid(f"{field}.data", why_lost(array, datatype))
     return numbers
 
 
-def _outside(datatype: str, field: str) -> InvalidArgumentError:
-    return _invalid(f"{field}.data", f"a number is outside {datatype}'s range")
-
-
 def _cast(data: object, datatype: str) -> Array:
-    """Numbers as an array. Raises OverflowError for one out of range, where numpy makes a float infinite."""
+    """Numbers of a list as an array. Raises OverflowError for one out of range.
+
+    Whole numbers are rounded as other numbers are, where floats are meant: JSON has one kind of number, and
+    JavaScript writes 16777217.0 without the point.
+    """
     dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
     if dtype.kind != "f":
         return np.asarray(data, dtype)
-    wide = np.asarray(data, np.float64)
-    with np.errstate(over="ignore"):
-        array = wide.astype(dtype)
-    if np.isinf(array).sum() > np.isinf(wide).sum():
+    array, lost = in_datatype(np.asarray(data, np.float64), datatype)
+    if lost is not None:
         raise OverflowError
     return array
 
@@ -393,22 +527,26 @@ def tensor_head(datatype: str, shape: Sequence[int], data_bytes: int) -> bytes:
 
 
 def tensor_map(array: Array) -> dict[str, Any]:
-    """A tensor's map for msgpack."""
+    """A tensor's map for msgpack. Raises ValueError."""
     datatype = datatype_of(array)
     if datatype == "BYTES":
-        return {
-            "datatype": "BYTES",
-            "shape": list(array.shape),
-            "data": [str(s) for s in array.ravel().astype(str)],
-        }
+        return {"datatype": "BYTES", "shape": list(array.shape), "data": _texts(array)}
     return {"datatype": datatype, "shape": list(array.shape), "data": to_bytes(array, datatype)}
 
 
 def tensor_json(array: Array) -> dict[str, Any]:
-    """A tensor's map for JSON, `data` flat."""
+    """A tensor's map for JSON, `data` flat. Raises ValueError."""
+    array = unmasked(array)
     datatype = datatype_of(array)
-    flat = [str(s) for s in array.ravel().astype(str)] if datatype == "BYTES" else array.ravel().tolist()
+    if datatype == "BF16":
+        array = from_bfloat16(array)
+    flat = _texts(array) if datatype == "BYTES" else np.asarray(array).ravel().tolist()
     return {"datatype": datatype, "shape": list(array.shape), "data": flat}
+
+
+def _texts(array: Array) -> list[str]:
+    flat = np.asarray(array).ravel()
+    return [str.__str__(text) for text in (flat.astype(str) if array.dtype.kind == "S" else flat).tolist()]
 
 
 class HeadMemo:
