@@ -239,5 +239,5 @@ def _decode(admit: Admit, payload: Buffer) -> Any:
     """The body, as passed to `validate`."""
     if admit.parts:
         return StackedItems(frames.unstack(admit.parts, 1, payload)).item(0)
-    (body,) = frames.unpack_values(payload)
+    (body,) = frames.unpack_bodies(payload)
     return body
