@@ -455,8 +455,7 @@ def _take_values(
         bodies = [encode_or_error(content_type, wanted, value) for value in values]
         _take_bodies(execution, run, start, positions, bodies, wanted)
         return
-    for position, value in zip(positions, values, strict=True):
-        value = _shown_as(content_type, value)
+    for position, value in zip(positions, [_shown_as(content_type, value) for value in values], strict=True):
         of_result = result_type(content_type, wanted, value)
         body = encode_or_error(of_result, "", value)
         _take_bodies(execution, run, start, [position], [body], of_result)

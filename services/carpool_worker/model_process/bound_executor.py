@@ -109,7 +109,8 @@ def _of_ready(returned: Returned, indexes: dict[int, int], failures: dict[int, A
     added to `failures`."""
     results, wrong = returned
     failures.update({indexes[row]: failure_of(wrong[row], INTERNAL) for row in indexes if row in wrong})
-    places = {row: at for at, row in enumerate(row for row in range(len(wrong) + _count(results)) if row not in wrong)}
+    right = [row for row in range(len(wrong) + _count(results)) if row not in wrong]
+    places = {row: at for at, row in enumerate(right)}
     ready = [places[row] for row in indexes if row not in wrong]  # the items are in their order
     if isinstance(results, dict):
         return {name: array[ready] for name, array in results.items()}

@@ -10,7 +10,7 @@ Those whose deadlines have passed are not executed, and not executed again: nobo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -30,11 +30,12 @@ _LATE: Final = (
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
 )
 
-_FIXED: Final = frozenset({str, bytes, int, float, bool, type(None)})  # types of values that nobody changes
+FIXED_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})  # of values that nobody can change
 _LATE_BEFORE: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
 
+
 class Items(Protocol):
-    """The bodies of a frame's requests, by index. What is handed out is as it was sent, and may be changed."""
+    """The bodies of a frame's requests, by index, as they were sent: what is handed out may be changed."""
 
     def __len__(self) -> int: ...
     def item(self, index: int) -> Any:
@@ -58,7 +59,8 @@ class ListItems:
         self._values = values
         self._packed = packed
         self._places: list[slice] | None = None
-        self._handed_out = [False] * len(values) if packed and not _FIXED.issuperset(map(type, values)) else []
+        is_fixed = not packed or FIXED_TYPES.issuperset(map(type, values))
+        self._handed_out = [] if is_fixed else [False] * len(values)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -258,9 +260,10 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     items, requests, states, _ = given
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
 
-    def keys() -> list[Any]:
-        bodies = [items.item(index) for index in indexes] if isinstance(items, ListItems) else []
-        return bodies or [info.correlation_id for info in infos]
+    def keys() -> Iterator[Any]:
+        if isinstance(items, ListItems):
+            return (items.item(index) for index in indexes)
+        return (info.correlation_id for info in infos)
 
     if states is None:
         return results_of(model, model.run(items.select(indexes), infos), len(indexes), keys)

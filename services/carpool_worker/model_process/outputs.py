@@ -8,7 +8,7 @@ array of. What is declared is kept: each number is in the declared datatype, or 
 from __future__ import annotations
 
 from collections import UserString
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +28,8 @@ _EXPECTED: Final = (
     "name, each of them such a list or array"
 )
 _TEXT_KINDS: Final = "USOT"  # of dtypes: numpy's texts and bytes, objects, texts of any length
+_KEY_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
+_NUMBERS: Final = frozenset({bool, int, float})
 _NAMES_SHOWN: Final = 10
 
 
@@ -51,7 +53,7 @@ class _Column(NamedTuple):
 
 
 def results_of(
-    model: LoadedModel, outputs: Any, count: int, keys: Callable[[], Collection[Any]] = tuple
+    model: LoadedModel, outputs: Any, count: int, keys: Callable[[], Iterable[Any]] = tuple
 ) -> Returned:
     """What the model returned for `count` requests. Raises WrongOutputError.
 
@@ -111,8 +113,9 @@ def join(parts: Sequence[Results]) -> Results:
 
     Then a result has the same form whether or not another request failed.
     """
-    if len(parts) == 1:
-        return parts[0]
+    parts = [part for part in parts if part != []]  # of which all requests failed
+    if len(parts) <= 1:
+        return parts[0] if parts else []
     stacked = [part for part in parts if isinstance(part, dict)]
     if stacked and len(stacked) == len(parts) and len({_layout(part) for part in stacked}) == 1:
         return {name: np.concatenate([part[name] for part in stacked]) for name in stacked[0]}
@@ -144,7 +147,7 @@ def _shown(names: Collection[Any]) -> str:
 
 
 def _of_dict(
-    model: LoadedModel, outputs: Mapping[Any, Any], count: int, keys: Callable[[], Collection[Any]]
+    model: LoadedModel, outputs: Mapping[Any, Any], count: int, keys: Callable[[], Iterable[Any]]
 ) -> Returned:
     specs = {spec.name: spec for spec in model.outputs}
     _check_names(outputs, specs, count, keys)
@@ -156,7 +159,7 @@ def _check_names(
     outputs: Mapping[Any, Any],
     specs: Mapping[str, TensorSpec],
     count: int,
-    keys: Callable[[], Collection[Any]],
+    keys: Callable[[], Iterable[Any]],
 ) -> None:
     """Raise WrongOutputError unless these are the names of outputs."""
     if specs and outputs.keys() != specs.keys():
@@ -176,14 +179,17 @@ def _check_names(
         )
 
 
-def _is_keyed_by_request(outputs: Mapping[Any, Any], count: int, keys: Collection[Any]) -> bool:
+def _is_keyed_by_request(outputs: Mapping[Any, Any], count: int, keys: Iterable[Any]) -> bool:
     """Whether these may be rows and not columns: then a row has as many values as there are requests only by
     coincidence."""
     if len(outputs) == count and all(str(number) in outputs for number in range(count)):
         return True
-    return any(isinstance(key, str) and key in outputs for key in keys) and outputs.keys() == {
-        key for key in keys if isinstance(key, str)
-    }
+    found: set[str] = set()
+    for key in keys:  # usually none of them is a name, which the first one shows
+        if type(key) not in _KEY_TYPES or (name := str(key)) not in outputs:
+            return False
+        found.add(name)
+    return len(found) == len(outputs)
 
 
 def _column(value: Any, spec: TensorSpec | None, count: int, name: str) -> _Column:
@@ -214,7 +220,9 @@ def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
         (only,) = values.values()
         return _without_errors(only if isinstance(only, list) else list(only), wrong)
     of_rows = zip(*values.values(), strict=True)
-    return Returned([{name: _scalar(v) for name, v in zip(values, row, strict=True)} for row in of_rows], wrong)
+    return Returned(
+        [{name: _scalar(v) for name, v in zip(values, row, strict=True)} for row in of_rows], wrong
+    )
 
 
 def _scalar(value: Any) -> Any:
@@ -273,7 +281,9 @@ def _as_array(value: Any, where: str) -> Array:
     try:
         array = np.asanyarray(value)
     except Exception as error:  # for example a tensor that requires a gradient
-        raise WrongOutputError(f"the model returned a {kind}{where} that cannot be converted: {error}") from None
+        raise WrongOutputError(
+            f"the model returned a {kind}{where} that cannot be converted: {error}"
+        ) from None
     return array if isinstance(array, np.ma.MaskedArray) else np.asarray(array)
 
 
@@ -377,14 +387,25 @@ def _declared_value(value: Any, spec: TensorSpec) -> Any:
 
 def _numbers_of(value: Any, spec: TensorSpec) -> Array:
     """Numbers of one request as an array in which each has its value."""
+    _check_unmasked(value)
     array = np.asarray(value)  # ValueError for rows of unequal length
     if array.dtype.kind == "O":
         raise WrongOutputError(
-            f"the model's result in output {spec.name!r} is not {_of(spec)}: not all of it are numbers that fit"
+            f"the model's result in output {spec.name!r} is not {_of(spec)}: it has other things than numbers, "
+            "or too large ones"
         )
     if array.dtype.kind == "f" and spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
         return array_of(_as_lists(value), spec.datatype, spec.name)  # integers beside floats are rounded
     return array
+
+
+def _check_unmasked(value: Any) -> None:
+    """Raise TypeError if an array in these lists is masked."""
+    if isinstance(value, np.ma.MaskedArray):
+        unmasked(value)
+    elif isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value)):
+        for item in value:
+            _check_unmasked(item)
 
 
 def _as_lists(value: Any) -> Any:

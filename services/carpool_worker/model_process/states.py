@@ -113,7 +113,7 @@ class States:
     def _replace_each(
         self, spec: StateSpec, columns: slice, indexes: Sequence[int], states: Any, failed: Collection[int]
     ) -> dict[int, BaseException]:
-        """Take the rows that can be kept. Returns the others, or all rows if none can be told from another."""
+        """Take the rows that can be kept. Returns the others: all, if rows cannot be told apart."""
         wrong: dict[int, BaseException] = {}
         for row, index in enumerate(indexes):
             try:

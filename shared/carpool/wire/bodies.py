@@ -200,7 +200,7 @@ def encode_body(content_type: str, value: Any) -> bytes:
 def encode_result_body(content_type: str, value: Any) -> bytes:
     """As `encode_body`, for a result: `decode_result` certainly reads it, and no name is lost."""
     body = encode_body(content_type, value)
-    if isinstance(value, dict | list | tuple | msgpack.ExtType | msgpack.Timestamp) and is_value(content_type):
+    if type(value) not in _SCALARS and is_value(content_type):
         reason = _why_unreadable(content_type, value, body)
         if reason:
             raise InternalError(f"the model's result cannot be read by clients: {reason}")
