@@ -188,7 +188,8 @@ def check(choice: random.Random, batches: int = BATCHES_PER_SEED) -> int:
     rehearsal = Rehearsal(model.loaded)
     alone: dict[tuple[str, int], Result] = {}
     encoded: dict[str, list[bytes]] = {
-        content_type: [encode_body(content_type, body) for body in model.bodies] for content_type in (JSON, MSGPACK)
+        content_type: [encode_body(content_type, body) for body in model.bodies]
+        for content_type in (JSON, MSGPACK)
     }
     succeeded = 0
     for _ in range(batches):
@@ -207,7 +208,10 @@ def check(choice: random.Random, batches: int = BATCHES_PER_SEED) -> int:
 
 def _assert_same(model: RandomModel, result: Result, expected: Result) -> None:
     if result.status == OK:
-        found, alone = (result.status, result.content_type, result.body), (OK, expected.content_type, expected.body)
+        found, alone = (
+            (result.status, result.content_type, result.body),
+            (OK, expected.content_type, expected.body),
+        )
         assert found == alone, f"{found} in a batch; alone {expected}"
         assert result.body is not None
         decode_result(result.content_type, result.body)
