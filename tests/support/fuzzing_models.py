@@ -1,8 +1,8 @@
 """Fuzzing what models return, and what they do to their batch.
 
 A model is made at random: what it returns, what it declares, on which bodies it raises, and what it writes
-into its batch. What a request is answered in any batch, with the status OK, must be what it is answered alone:
-the same bytes. If what the model returns can be told apart at all, the status must be the same, too.
+into its batch. What a request is answered in any batch, with the status OK, must be what it is answered
+alone: the same bytes. If what the model returns can be told apart at all, the status must be the same, too.
 
     python -m support.fuzzing_models --batches 1000000 --seed 1
 """
@@ -37,8 +37,8 @@ _BODIES: Final[tuple[Any, ...]] = (
     np.array([1, 2, 6], np.float32), np.array([[1], [2]], np.int64), {"x": np.ones(3, np.float32)}, "0", "1",
 )  # fmt: skip
 _NUMBERS: Final[tuple[Any, ...]] = (
-    0, 1, 7, -1, 255, 257, 2.75, 3.0, float("nan"), float("inf"), 1e5, 1e39, 2**53 + 1, 2**63, True, np.int8(3),
-    np.float32(0.1), np.uint64(2**64 - 1),
+    0, 1, 7, -1, 255, 257, 2.75, 3.0, float("nan"), float("inf"), 1e5, 1e39, 2**53 + 1, 2**63, True,
+    np.int8(3), np.float32(0.1), np.uint64(2**64 - 1),
 )  # fmt: skip
 
 
@@ -50,14 +50,16 @@ def _deep(levels: int) -> Any:
 
 
 _VALUES: Final[tuple[Any, ...]] = (
-    *_NUMBERS, None, "42", "a\0", "", b"\xff", b"a\0", [1, 2], [1, 2.5], [[1], 2], ["a", None], (1, 2), {"a": 1},
-    {"a": [1, {"b": 2.5}]}, np.array([1, 2], np.int8), np.array([[1.5, 2.5]]), np.array(3.5), np.arange(3)[::-1],
+    *_NUMBERS, None, "42", "a\0", "", b"\xff", b"a\0", [1, 2], [1, 2.5], [[1], 2], ["a", None], (1, 2),
+    {"a": 1}, {"a": [1, {"b": 2.5}]}, np.array([1, 2], np.int8), np.array([[1.5, 2.5]]), np.array(3.5),
+    np.arange(3)[::-1],
     np.array([1, 2], ">i4"), np.array(["a", "bcd"]), np.array(["a\0", "b"], object), np.array([], np.float32),
     np.array([True, False]), np.array([1 + 2j]), np.array(["2026-01-01"], "M8[s]"), np.zeros(1, "i4,f4"),
     np.array([1, None], object), np.ma.masked_array([1, 2], [0, 1]), np.ma.masked_array([1, 2]), np.ma.masked,
     {1, 2}, object(), _deep(70), msgpack.Timestamp(1, 0), msgpack.ExtType(5, b"x"), {1: "a", "1": "b"},
-    {True: 1, "true": 2}, {"datatype": "image", "shape": "round", "data": 1}, "\ud800", 2**64, ValueError("odd"),
-    {"datatype": "FP32", "shape": [1], "data": [1.5]}, [np.ma.masked_array([1], [1])], {"x": np.array(2.5)},
+    {True: 1, "true": 2}, {"datatype": "image", "shape": "round", "data": 1}, "\ud800", 2**64,
+    ValueError("odd"), {"datatype": "FP32", "shape": [1], "data": [1.5]}, [np.ma.masked_array([1], [1])],
+    {"x": np.array(2.5)},
 )  # fmt: skip
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _DATATYPES: Final = ("BOOL", "UINT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP32", "FP64", "BYTES")
@@ -71,8 +73,9 @@ _WRONG: Final[tuple[Callable[[list[Any]], Any], ...]] = (
     tuple, iter, dict.fromkeys, lambda values: dict(enumerate(values)), lambda values: "ok"[: len(values)],
     lambda values: bytearray(len(values)), lambda values: memoryview(bytes(len(values))), lambda values: None,
     lambda values: values[:-1], lambda values: [*values, 1], lambda values: {"y": tuple(values)},
-    lambda values: {str(row): values for row in range(len(values))}, lambda values: dict(enumerate(values)).values(),
-    lambda values: collections.UserString("ok"[: len(values)]), lambda values: {"y": {"z": values}}, lambda values: {},
+    lambda values: {str(row): values for row in range(len(values))}, lambda values: {},
+    lambda values: dict(enumerate(values)).values(), lambda values: {"y": {"z": values}},
+    lambda values: collections.UserString("ok"[: len(values)]),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a model returns is counted and matched, never guessed; what it declares is kept; its batch is its own."""
+"""What a model returns is counted and matched, never guessed; what it declares is kept."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from carpool.wire.tensors import StateSpec, TensorSpec
 from carpool_worker.model_process.model import LoadedModel, SteppingModel, adapt, load_model
 from carpool_worker.rehearsal import Rehearsal
 from support import fuzzing_models
-
-NOT_HERE: Final = object()
 
 
 def answers(
@@ -81,11 +79,11 @@ def test_value_in_a_list_of_an_output_is_kept(values: tuple[Any, Any], content_t
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [
-        (lambda batch: collections.deque(batch), [1, 2]),
-        (lambda batch: collections.UserList(batch), [1, 2]),
+        (collections.deque, [1, 2]),
+        (collections.UserList, [1, 2]),
         (lambda batch: range(5, 7), [5, 6]),
-        (lambda batch: np.array(batch), [1, 2]),
-        (lambda batch: np.ma.masked_array(batch), [1, 2]),
+        (np.array, [1, 2]),
+        (np.ma.masked_array, [1, 2]),
         (lambda batch: types.MappingProxyType({"y": batch}), [1, 2]),
         (lambda batch: [collections.namedtuple("P", "a b")(body, 0) for body in batch], [[1, 0], [2, 0]]),
     ],
@@ -101,6 +99,26 @@ class Frame:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return np.array([[2.0**53, 0.5]] * 2)
+
+
+class Series:
+    """Like a Series of integers of which one is missing."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return np.array(self._values, np.float64)
+
+    def to_list(self) -> list[Any]:
+        return self._values
+
+
+def test_series_is_a_list() -> None:
+    """As an array of pandas, [1, None] are floats, and [1] is an integer."""
+    assert plain(answers(lambda batch: Series([1, None]), [0, 1])) == plain([1, None])
+    (first, _) = answers(lambda batch: {"y": Series([1, None]), "z": batch}, [0, 1])
+    assert plain(first) == plain({"y": 1, "z": 0})
 
 
 class Gradient:
@@ -159,8 +177,9 @@ def test_masked_row_fails_alone() -> None:
 @pytest.mark.parametrize(
     ("datatype", "dtype", "bad", "good"),
     [
-        ("UINT8", "i8", 257, 7), ("INT64", "f8", 2.75, 3), ("INT32", "f4", np.nan, 3), ("FP16", "f4", 1e5, 1.5),
-        ("UINT32", "i8", -1, 0), ("BOOL", "f4", 2.5, 1), ("FP32", "f8", 1e39, 0.5), ("INT64", "u8", 2**63, 1),
+        ("UINT8", "i8", 257, 7), ("INT64", "f8", 2.75, 3), ("INT32", "f4", np.nan, 3),
+        ("FP16", "f4", 1e5, 1.5), ("UINT32", "i8", -1, 0),
+        ("BOOL", "f4", 2.5, 1), ("FP32", "f8", 1e39, 0.5), ("INT64", "u8", 2**63, 1),
         ("INT64", "f8", 2.0**63, 1), ("BF16", "f4", 3.4e38, 1.5), ("FP64", "i8", 2**53 + 1, 1),
     ],
 )  # fmt: skip

@@ -59,6 +59,7 @@ def results_of(
 
     `keys`: by what a dict with a row for each request could be keyed, such as the bodies.
     """
+    outputs = _listed(outputs)
     if isinstance(outputs, Mapping):
         return _of_dict(model, outputs, count, keys)
     if _is_list(outputs):
@@ -130,6 +131,15 @@ def _is_list(value: Any) -> bool:
     return type(value) is list or (isinstance(value, Sequence) and not isinstance(value, _NO_LISTS))
 
 
+def _listed(value: Any) -> Any:
+    """A Series of pandas or polars as a list: in an array, one missing value makes floats of integers."""
+    if type(value) in (list, dict, np.ndarray) or not (
+        hasattr(value, "to_list") and hasattr(value, "__array__")
+    ):
+        return value
+    return value.to_list()
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or (hasattr(value, "__array__") and not isinstance(value, type))
 
@@ -194,6 +204,7 @@ def _is_keyed_by_request(outputs: Mapping[Any, Any], count: int, keys: Iterable[
 
 def _column(value: Any, spec: TensorSpec | None, count: int, name: str) -> _Column:
     """One output by name. Raises WrongOutputError."""
+    value = _listed(value)
     if _is_list(value):
         _check_count(len(value), count, f" in output {name!r}")
         if spec is None:
@@ -391,8 +402,8 @@ def _numbers_of(value: Any, spec: TensorSpec) -> Array:
     array = np.asarray(value)  # ValueError for rows of unequal length
     if array.dtype.kind == "O":
         raise WrongOutputError(
-            f"the model's result in output {spec.name!r} is not {_of(spec)}: it has other things than numbers, "
-            "or too large ones"
+            f"the model's result in output {spec.name!r} is not {_of(spec)}: not all of it are "
+            "numbers of 64 bits"
         )
     if array.dtype.kind == "f" and spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
         return array_of(_as_lists(value), spec.datatype, spec.name)  # integers beside floats are rounded
