@@ -230,15 +230,8 @@ def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
     if len(values) == 1:
         (only,) = values.values()
         return _without_errors(only if isinstance(only, list) else list(only), wrong)
-    of_rows = zip(*values.values(), strict=True)
-    return Returned(
-        [{name: _scalar(v) for name, v in zip(values, row, strict=True)} for row in of_rows], wrong
-    )
-
-
-def _scalar(value: Any) -> Any:
-    """A number of a declared output is one of several outputs: as in stacked ones, it is no tensor."""
-    return value[()] if type(value) is np.ndarray and value.ndim == 0 else value
+    of_rows = zip(*values.values(), strict=True)  # of an array of numbers, numbers
+    return Returned([dict(zip(values, row, strict=True)) for row in of_rows], wrong)
 
 
 def _selected(values: Array | list[Any], rows: Sequence[int]) -> Array | list[Any]:
