@@ -32,6 +32,7 @@ from carpool_worker.rehearsal import Rehearsal
 BATCHES_PER_SEED: Final = 250
 BODIES_MAX: Final = 6
 
+_masked_array: Final[Any] = np.ma.masked_array
 _BODIES: Final[tuple[Any, ...]] = (
     "42", "unknown", "a\0", 0, 7, -1, 2.5, True, None, [1, 2], [[1], "x"], {"n": 1}, {"n": {"m": [1, 2]}},
     np.array([1, 2, 6], np.float32), np.array([[1], [2]], np.int64), {"x": np.ones(3, np.float32)}, "0", "1",
@@ -55,10 +56,10 @@ _VALUES: Final[tuple[Any, ...]] = (
     np.arange(3)[::-1],
     np.array([1, 2], ">i4"), np.array(["a", "bcd"]), np.array(["a\0", "b"], object), np.array([], np.float32),
     np.array([True, False]), np.array([1 + 2j]), np.array(["2026-01-01"], "M8[s]"), np.zeros(1, "i4,f4"),
-    np.array([1, None], object), np.ma.masked_array([1, 2], [0, 1]), np.ma.masked_array([1, 2]), np.ma.masked,
+    np.array([1, None], object), _masked_array([1, 2], [0, 1]), _masked_array([1, 2]), np.ma.masked,
     {1, 2}, object(), _deep(70), msgpack.Timestamp(1, 0), msgpack.ExtType(5, b"x"), {1: "a", "1": "b"},
     {True: 1, "true": 2}, {"datatype": "image", "shape": "round", "data": 1}, "\ud800", 2**64,
-    ValueError("odd"), {"datatype": "FP32", "shape": [1], "data": [1.5]}, [np.ma.masked_array([1], [1])],
+    ValueError("odd"), {"datatype": "FP32", "shape": [1], "data": [1.5]}, [_masked_array([1], [1])],
     {"x": np.array(2.5)},
 )  # fmt: skip
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
@@ -179,7 +180,7 @@ class RandomModel:
             array = np.array(numbers, np.float64).astype(self._choice.choice(_DTYPES))
         rows = np.stack([np.full(shape, number) for number in array])
         if self._choice.random() < 0.1:
-            rows = np.ma.masked_array(rows, [np.full(shape, self._choice.random() < 0.2) for _ in rows])
+            rows = _masked_array(rows, [np.full(shape, self._choice.random() < 0.2) for _ in rows])
         elif self._choice.random() < 0.1:
             rows = rows.astype(str)
         return lambda ats: rows[ats]

@@ -150,7 +150,7 @@ def test_undecodable_body_fails_its_request_alone() -> None:
     details = {
         0: "body: not JSON",
         2: "body: not msgpack",
-        3: "body: cannot be encoded for the model",
+        3: "body: has a text with a lone surrogate",
         4: "body: contains an integer of more than 64 bits",
     }
     for position, detail in details.items():
@@ -554,7 +554,7 @@ def test_flat_list_of_strings_with_an_ambiguous_shape_is_rejected(shape: tuple[i
         ([["a"], [None]], "body.x.data: BYTES takes strings only"),
         (np.ones((2, 1)), "body.x.data: BYTES takes strings only"),
         ("ab", "body.x.shape: [], but this model takes [2, -1]"),
-        ([["\ud800"], ["a"]], "body: cannot be encoded for the model"),
+        ([["\ud800"], ["a"]], "body: has a text with a lone surrogate"),
         ({"datatype": "BYTES", "shape": [3], "data": ["a", "b"]}, "body.data: 2 strings, but shape is [3]"),
     ],
 )

@@ -291,7 +291,7 @@ def test_wrong_new_states_fail_the_batch_and_say_why(returned: Any, detail: str)
     ("new", "detail"),
     [
         (np.array([2**63, 1], "u8"), "outside INT64's range"),
-        (np.ma.masked_array([7, 1], [True, False]), "masked values cannot be sent"),
+        (np.ma.masked_array([7, 1], [True, False]), "a masked array cannot be sent"),
     ],
 )
 def test_state_that_cannot_be_kept_breaks_its_own_sequence(new: Any, detail: str) -> None:

@@ -409,10 +409,10 @@ def test_convertible_object_becomes_an_array() -> None:
         ("\ud800", "surrogates"),
         (np.array([1j]), "dtype complex128 cannot be sent"),
         (np.array([object()]), "dtype object cannot be sent"),
-        (np.datetime64("2020-01-01"), "datetime.date"),
+        (np.datetime64("2020-01-01"), "dtype datetime64"),
         (
             Tensor(RuntimeError("it requires a gradient")),
-            "contains a Tensor that cannot be converted: it requires a gradient",
+            "its type is Tensor, which cannot be converted .it requires a gradient.",
         ),
     ],
 )

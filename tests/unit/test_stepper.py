@@ -430,8 +430,13 @@ def test_value_that_cannot_be_sent_fails_its_request() -> None:
     for body in (1, 2, 3):
         b.admit(body)
     b.finish()
-    unsendable = ("INTERNAL", "the model's result cannot be sent: its type is object")
-    assert b.ended == {1: "whole", 2: unsendable, 3: unsendable}
+    assert b.ended[1] == "whole"
+    for body in (2, 3):
+        status, detail = b.ended[body]
+        assert (status, detail[:55]) == (
+            "INTERNAL",
+            "the model's result cannot be sent: its type is object: ",
+        )
 
 
 def test_endless_request_fails_alone_and_its_generator_is_closed() -> None:

@@ -27,6 +27,7 @@ from carpool.errors import RESOURCE_EXHAUSTED
 from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
+from carpool.wire.values import plain
 
 # Neither is text: 0xC1 is in no UTF-8, and begins nothing in msgpack.
 _BEGIN: Final = b"\xc1Cp\x8e\x1d\xf2\xc1>"
@@ -389,41 +390,12 @@ def places_in(data: Buffer) -> list[slice]:
     return places
 
 
-def unmasked(array: Array) -> Array:
-    """An array of numpy's own class. Raises TypeError for one with masked values."""
-    if isinstance(array, np.ma.MaskedArray):
-        if np.ma.is_masked(array):
-            raise TypeError(
-                "it contains a masked array, and masked values cannot be sent: fill them, for example with "
-                ".filled(numpy.nan)"
-            )
-        return np.asarray(array.data)
-    return np.asarray(array)
-
-
 def _pack_other(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        value = value if type(value) is np.ndarray else unmasked(value)
-        if value.dtype.kind in "US":
-            return tensor_map(value)
-        if value.dtype == object and all(isinstance(item, str) for item in value.flat):
-            return {"datatype": "BYTES", "shape": list(value.shape), "data": value.ravel().tolist()}
-        return msgpack.ExtType(_TENSOR, msgpack.packb(tensor_map(value)))
-    if isinstance(value, np.generic):
-        return value.item()
-    if hasattr(value, "columns") and hasattr(value, "__array__"):  # pandas: names would be lost
-        raise TypeError(f'it contains a {type(value).__name__}: use .to_dict("records") of it')
-    if hasattr(value, "__array__"):  # for example a torch tensor on the CPU
-        try:
-            array = np.asanyarray(value)
-        except Exception as error:  # for example a tensor that requires a gradient
-            raise TypeError(
-                f"it contains a {type(value).__name__} that cannot be converted: {error}"
-            ) from None
-        return _pack_other(array)
-    if isinstance(value, int):
-        raise OverflowError("it contains an integer of more than 64 bits")
-    raise TypeError(f"its type is {type(value).__name__}")
+    value = plain(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    tensor = tensor_map(value)
+    return tensor if tensor["datatype"] == "BYTES" else msgpack.ExtType(_TENSOR, msgpack.packb(tensor))
 
 
 def _unpack_ext(code: int, data: bytes) -> Any:

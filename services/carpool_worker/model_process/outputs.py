@@ -13,9 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from carpool.wire.tensors import Array, TensorSpec, array_of, datatype_of, in_datatype, why_lost
+from carpool.wire.tensors import Array, TensorSpec, array_of, datatype_of, in_datatype, unmasked, why_lost
 from carpool_worker.model_process.failures import WrongOutputError
-from carpool_worker.model_process.frames import unmasked
 from carpool_worker.model_process.model import LoadedModel
 
 Stacked = dict[str, Array]  # by output name; the first dimension counts the requests
@@ -404,7 +403,7 @@ def _numbers_of(value: Any, spec: TensorSpec) -> Array:
 
 
 def _check_unmasked(value: Any) -> None:
-    """Raise TypeError if an array in these lists is masked."""
+    """Raise ValueError if an array in these lists has masked numbers."""
     if isinstance(value, np.ma.MaskedArray):
         unmasked(value)
     elif isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value)):

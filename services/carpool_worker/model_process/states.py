@@ -14,8 +14,7 @@ import numpy as np
 
 from carpool.parts import Buffer
 from carpool.plugins import UnusableError
-from carpool.wire.tensors import Array, StateSpec
-from carpool_worker.model_process import frames
+from carpool.wire.tensors import Array, StateSpec, unmasked
 from carpool_worker.model_process.failures import WrongOutputError
 
 STATE_BYTES_MAX: Final = 64 * 1024 * 1024  # of one sequence, all its states together
@@ -138,4 +137,4 @@ def _is_masked(states: Any) -> bool:
 
 
 def _plain(states: Any) -> Any:
-    return frames.unmasked(states) if _is_masked(states) else states
+    return unmasked(states) if _is_masked(states) else states

@@ -30,7 +30,7 @@ import numpy as np
 from carpool.client.awaited import AwaitedRequests
 from carpool.client.cluster import ClusterTransport
 from carpool.client.durability import Durability
-from carpool.client.encoding import BodyEncoder, TensorHead
+from carpool.client.encoding import BodyEncoder, TensorHead, bodies_to_send
 from carpool.client.entries import (
     LARGE_BODY_BYTES,
     MAX_ENDED_SEQUENCES,
@@ -225,6 +225,7 @@ class AsyncClient:
             return await self._retry(self.infer, model, body, options)
         channel = self._channels.get(model)
         if channel is None:
+            body, options = self._encoder.take(body, options)
             channel, options = await self._find(model, options)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
@@ -241,6 +242,7 @@ class AsyncClient:
             return retried
         channel = self._channels.get(model)
         if channel is None:
+            body, options = self._encoder.take(body, options)
             channel, options = await self._find(model, options)
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._replies, future)
@@ -252,9 +254,13 @@ class AsyncClient:
         return reply
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
-        """As `infer`, but return a future at once. Cancelling it withdraws the request."""
+        """As `infer`, but return a future at once. Cancelling it withdraws the request.
+
+        The body is sent as it is now: what is done to an array or a dict afterwards changes nothing.
+        """
         channel = self._channels.get(model)
         if channel is None or "retries" in options:
+            body, options = self._encoder.take(body, options)
             return asyncio.ensure_future(self.infer(model, body, **options))
         future = self._loop.create_future()
         correlation_id = self._add(channel, body, options, self._values, future)
@@ -266,6 +272,8 @@ class AsyncClient:
     async def _retry(
         self, call: Callable[..., Awaitable[Any]], model: str, body: Any, options: RequestOptions
     ) -> Any:
+        body, options = self._encoder.take(body, options)
+
         def send(others: RequestOptions) -> Awaitable[Any]:
             return call(model, body, **others)
 
@@ -292,6 +300,7 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "infer_many")
+        bodies = bodies_to_send(bodies, "infer_many")
         channel = self._channels.get(model)
         if channel is None:
             channel, options = await self._find(model, options)
@@ -328,7 +337,7 @@ class AsyncClient:
         """
         check_in_flight(in_flight)
         check_no_sequence(options, "map")
-        source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies)
+        source = bodies if isinstance(bodies, AsyncIterable) else _iterate(bodies_to_send(bodies, "map"))
         if "retries" in options:
             retried = each_with_retries(lambda body: self.submit(model, body, **options), source, in_flight)
             async with aclosing(retried) as outcomes:
@@ -362,6 +371,7 @@ class AsyncClient:
         if channel is not None:
             self._start_stream(channel, target, body, options)
         else:
+            body, options = self._encoder.take(body, options)
             lookup = loop.create_task(self._start_first_stream(model, target, body, options))
             self._lookups.add(lookup)
             lookup.add_done_callback(self._lookups.discard)

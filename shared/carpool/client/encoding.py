@@ -1,8 +1,12 @@
-"""Values -> bodies. Remembers the heads of tensors, because most have the dtype and shape of others."""
+"""Values -> bodies, when a call is made: what the program does to a value afterwards changes nothing.
+
+Remembers the heads of tensors, because most have the dtype and shape of others.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -12,7 +16,8 @@ from carpool.client.options import RequestOptions
 from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages import MSGPACK, RAW
 from carpool.wire.bodies import encode_body
-from carpool.wire.tensors import Array, datatype_of, tensor_head, to_bytes
+from carpool.wire.tensors import Array, datatype_of, is_bfloat16, tensor_head, to_bytes
+from carpool.wire.values import bodies_of
 
 _CACHED_HEADS_MAX: Final = 1000
 _NO_HEAD: Final = b""
@@ -26,15 +31,53 @@ class TensorHead(NamedTuple):
     exact: bool  # an array's own bytes are the data
 
 
+class TakenBody(NamedTuple):
+    """A body that was encoded when it was given, or why it cannot be."""
+
+    content_type: str
+    head: bytes
+    rest: bytes
+    error: Exception | None = None
+
+
+# Types of what nobody can change.
+CONSTANT_TYPES: Final = frozenset({type(None), bool, int, float, str, bytes, TakenBody})
+
+
 class BodyEncoder:
-    """Encodes bodies. The bytes that tensors of one dtype and shape begin with are made once."""
+    """Encodes bodies, on any thread. What tensors of one dtype and shape begin with is made once."""
 
     def __init__(self) -> None:
         self._heads: dict[tuple[Any, tuple[int, ...]], TensorHead] = {}  # by dtype and shape
 
+    def take(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
+        """What stands for the body and options of a request that is sent later. Never raises: why they cannot
+        be sent is found again then."""
+        fields, content_type = options.get("fields"), options.get("content_type")
+        if isinstance(fields, Mapping):
+            options = {**options, "fields": dict(fields)}
+        if type(body) in CONSTANT_TYPES or not isinstance(content_type, str | None):
+            return body, options
+        try:
+            return TakenBody(*self.encode(body, content_type)), options
+        except Exception as error:
+            return TakenBody("", b"", b"", error), options
+
+    def take_each(self, bodies: Iterable[Any], options: RequestOptions) -> list[Any]:
+        """What stands for bodies that an iterator gives, which may be the same object again and again. Those
+        in a list are not: its owner waits."""
+        if isinstance(bodies, list | tuple):
+            return list(bodies)
+        return [self.take(body, options)[0] for body in bodies]
+
     def encode(self, body: Any, content_type: str | None) -> tuple[str, bytes, bytes]:
-        """The content type of a body, its head, and what follows the head."""
-        if type(body) is np.ndarray and (content_type is None or content_type == MSGPACK):
+        """The content type of a body, its head, and what follows the head. Raises InvalidArgumentError."""
+        kind = type(body)
+        if kind is TakenBody:
+            if body.error is not None:
+                raise body.error
+            return body.content_type, body.head, body.rest
+        if kind is np.ndarray and (content_type is None or content_type == MSGPACK):
             head = self._heads.get((body.dtype, body.shape)) or self._make_head(body.dtype, body.shape)
             if head is not None:
                 if head.exact and body.nbytes >= LARGE_BODY_BYTES:  # copied once
@@ -43,7 +86,7 @@ class BodyEncoder:
         if content_type is None:
             content_type = RAW if isinstance(body, bytes | bytearray | memoryview) else MSGPACK
         try:
-            return content_type, _NO_HEAD, encode_body(content_type, body)
+            return content_type, _NO_HEAD, encode_body(content_type, body, strict_names=True)
         except InternalError as error:
             raise InvalidArgumentError(f"body: {error.detail}") from None
 
@@ -71,6 +114,15 @@ class BodyEncoder:
         if len(self._heads) >= _CACHED_HEADS_MAX:
             self._heads.clear()
         encoded = tensor_head(datatype, shape, math.prod(shape) * dtype.itemsize)
-        head = TensorHead(datatype, encoded, exact=dtype == dtype.newbyteorder("<"))
+        exact = dtype == dtype.newbyteorder("<") and not is_bfloat16(dtype)
+        head = TensorHead(datatype, encoded, exact)
         self._heads[dtype, shape] = head
         return head
+
+
+def bodies_to_send(bodies: Any, call: str) -> Any:
+    """What `infer_many` and `map` are given, as `bodies_of`. Raises InvalidArgumentError."""
+    try:
+        return bodies_of(bodies, call)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"bodies: {error}") from None

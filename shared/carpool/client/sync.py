@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar, Unpack
 import numpy as np
 
 from carpool.client.aio import AsyncClient
+from carpool.client.encoding import CONSTANT_TYPES, bodies_to_send
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -110,6 +111,14 @@ class _ThreadClient(AsyncClient):
             self._loop.call_soon_threadsafe(on_done, future)
         else:
             on_done(future)
+
+    def take(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
+        """The body and options of a request as they are now. On any thread."""
+        return self._encoder.take(body, options)
+
+    def take_each(self, bodies: Iterable[Any], options: RequestOptions) -> list[Any]:
+        """The bodies of requests as they are now. On any thread."""
+        return self._encoder.take_each(bodies, options)
 
     def new_sequence(self, model: str, sequence_id: str | None) -> SequenceProgress:
         """On any thread."""
@@ -297,9 +306,11 @@ class Client:
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         if "retries" in options:
-            return self._start(self._client.infer(model, body, **options))
+            client = self._client
+            body, options = client.take(body, options)
+            return self._start(client.infer(model, body, **options))
         future: Future[Any] = Future()
-        self._submit(_Submission(future, model, body, options))
+        self._submit(future, model, body, options)
         return future
 
     def infer_many(
@@ -315,8 +326,11 @@ class Client:
 
         Options, results and errors as for AsyncClient.infer_many.
         """
-        if not isinstance(bodies, np.ndarray):
-            bodies = list(bodies)  # here, because an iterator may block, which would delay other threads
+        bodies = bodies_to_send(bodies, "infer_many")
+        if not isinstance(
+            bodies, np.ndarray
+        ):  # here, because an iterator may block: that delays other threads
+            bodies = self._client.take_each(bodies, options)
         return self._wait(
             self._start(
                 self._client.infer_many(
@@ -340,6 +354,7 @@ class Client:
         in its turn, or yielded with `return_exceptions`. Closing the iterator withdraws what still waits.
         """
         check_in_flight(in_flight)
+        bodies = bodies_to_send(bodies, "map")
         window: deque[Future[Any]] = deque()
         try:
             for body in bodies:
@@ -358,7 +373,7 @@ class Client:
         Leaving the iterator early withdraws the request: see Stream.
         """
         target = StreamTarget(SimpleQueue())
-        self._submit(_Submission(target, model, body, options))
+        self._submit(target, model, body, options)
         return Stream(target, self._thread.close_stream)
 
     def sequence(self, model: str, sequence_id: str | None = None) -> BlockingSequence:
@@ -367,7 +382,7 @@ class Client:
 
         def submit(progress: SequenceProgress, body: Any, options: RequestOptions, end: bool) -> Future[Any]:
             future: Future[Any] = Future()
-            self._submit(_Submission(future, model, body, options, progress, end))
+            self._submit(future, model, body, options, progress, end)
             return future
 
         client = self._client
@@ -402,10 +417,22 @@ class Client:
             raise UnavailableError("this client is closed")
         return self._thread.start(coroutine)
 
-    def _submit(self, submission: _Submission) -> None:
+    def _submit(
+        self,
+        target: Future[Any] | StreamTarget,
+        model: str,
+        body: Any,
+        options: RequestOptions,
+        sequence: SequenceProgress | None = None,
+        ends: bool = False,
+    ) -> None:
+        """Send a request soon, as its body and options are now."""
         if self._closed:
             raise UnavailableError("this client is closed")
-        self._thread.submit(submission)
+        thread = self._thread
+        if options or type(body) not in CONSTANT_TYPES:
+            body, options = thread.client.take(body, options)
+        thread.submit(_Submission(target, model, body, options, sequence, ends))
 
     @staticmethod
     def _wait(future: Future[T]) -> T:

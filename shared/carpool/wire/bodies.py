@@ -10,7 +10,9 @@ JSON goes through the standard library, because integers of any size must surviv
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -21,7 +23,8 @@ import numpy as np
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages import JSON, MSGPACK
 from carpool.wire.content_types import ACCEPT, is_value
-from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map
+from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map, unmasked
+from carpool.wire.values import plain
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
@@ -30,7 +33,6 @@ MAX_JSON_ITEMS: Final = 1_000_000
 _TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _SCALAR_PACKER: Final = msgpack.Packer()  # shared by threads, so not for what calls back into Python
-_TEXT: Final = frozenset({str})
 _AS_BYTES: Final = (bytes, bytearray, memoryview, str, np.ndarray)
 _Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
@@ -69,8 +71,9 @@ def _decode_json(body: bytes) -> Any:
         raise InvalidArgumentError(
             f"body: more than {MAX_JSON_ITEMS} JSON items; send large tensors as msgpack"
         )
+    decoder = _JSON_DECODER if _is_certainly_finite(body) else _CAREFUL_JSON_DECODER
     try:
-        return _JSON_DECODER.decode(body.decode())
+        value = decoder.decode(body.decode())
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is {body[error.start]:02x} hex"
         raise InvalidArgumentError(
@@ -78,16 +81,69 @@ def _decode_json(body: bytes) -> Any:
         ) from None
     except RecursionError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
+    except _UnclearError as error:
+        raise InvalidArgumentError(f"body: {error}") from None
     except ValueError as error:
         raise InvalidArgumentError(f"body: not JSON ({error})") from None
+    if b"\\" in body and _SURROGATE.search(body) is not None and _has_lone_surrogate(value):
+        raise InvalidArgumentError("body: has a text with a lone surrogate, which UTF-8 cannot encode")
+    return value
+
+
+def _is_certainly_finite(body: bytes) -> bool:
+    """Whether no number can be outside the range of FP64, so that none needs to be looked at: such a number
+    has an exponent of three digits or more, or hundreds of digits."""
+    if len(body) < _SHORT_BYTES and b"e" not in body and b"E" not in body:
+        return True
+    shape = body.translate(_SHAPES_OF_NUMBERS)
+    if b"e" in shape and (b"e000" in shape or b"e+000" in shape):  # a single byte is found much faster
+        return False
+    return _MANY_DIGITS not in shape
+
+
+_SHAPES_OF_NUMBERS: Final = bytes.maketrans(b"123456789E", b"000000000e")
+_SHORT_BYTES: Final = 200  # so many digits and an exponent of two are 10**299 at most
+_MANY_DIGITS: Final = b"0" * _SHORT_BYTES
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    try:
+        _JSON_ENCODER.encode(value).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _UnclearError(f"the number {digits:.40} is outside the range of FP64")
+    return number
+
+
+def _with_unique_names(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A map, whose names must differ: of two values with one name, nobody knows which is meant."""
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise _UnclearError(f"the name {twice!r:.60} is in a map more than once")
+    return named
+
+
+class _UnclearError(ValueError):
+    """What is written is correct JSON or msgpack, but nobody knows which value is meant."""
+
+
 # Not json.loads: from bytes it also accepts UTF-16, UTF-8 with surrogates, and NaN, as few other parsers do.
-_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant)
+_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_with_unique_names)
+_CAREFUL_JSON_DECODER: Final = json.JSONDecoder(  # several times slower for floats
+    parse_constant=_reject_constant, object_pairs_hook=_with_unique_names, parse_float=_finite
+)
 
 
 def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
@@ -100,10 +156,19 @@ def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
             raise InvalidArgumentError(f"body: more than {MAX_CONTAINERS} arrays and maps")
         return container
 
+    def count_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        count(pairs)
+        named = dict(pairs)
+        return named if len(named) == len(pairs) else _with_unique_names(pairs)
+
     try:
-        return msgpack.unpackb(body, object_hook=count, list_hook=count, strict_map_key=strict_names)
+        return msgpack.unpackb(
+            body, object_pairs_hook=count_map, list_hook=count, strict_map_key=strict_names
+        )
     except CarpoolError:
         raise
+    except _UnclearError as error:
+        raise InvalidArgumentError(f"body: {error}") from None
     except msgpack.StackError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except UnicodeDecodeError:
@@ -183,13 +248,20 @@ def _check_depth(depth: int) -> None:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}")
 
 
-def encode_body(content_type: str, value: Any) -> bytes:
-    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError."""
+def encode_body(content_type: str, value: Any, *, strict_names: bool = False) -> bytes:
+    """A value as bytes of `content_type`; arrays become tensors. Raises InternalError.
+
+    The names of maps become text in JSON: `strict_names` allows no others, as `decode_body` does. Two that
+    would be the same text are an error.
+    """
     try:
         if not is_value(content_type):
             return _encode_bytes(value, content_type)
         if content_type == JSON:
-            return _JSON_ENCODER.encode(value).encode()
+            text = _JSON_ENCODER.encode(value)
+            if "{" in text and isinstance(value, _JSON_CONTAINERS):
+                _check_json_names(value, strict_names)
+            return text.encode()
         if type(value) in _SCALARS:
             return bytes(_SCALAR_PACKER.pack(value))
         return bytes(msgpack.packb(value, default=_msgpack_default))
@@ -198,7 +270,7 @@ def encode_body(content_type: str, value: Any) -> bytes:
 
 
 def encode_result_body(content_type: str, value: Any) -> bytes:
-    """As `encode_body`, for a result: `decode_result` certainly reads it, and no name is lost."""
+    """As `encode_body`, for a result: `decode_result` certainly reads it."""
     body = encode_body(content_type, value)
     if type(value) not in _SCALARS and is_value(content_type):
         reason = _why_unreadable(content_type, value, body)
@@ -211,7 +283,7 @@ def _why_unreadable(content_type: str, value: Any, body: bytes) -> str:
     if content_type == JSON and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_ITEMS:
         return f"more than {MAX_JSON_ITEMS} JSON items; use application/msgpack"
     try:
-        containers = _count_containers(value, None, 0, is_json=content_type == JSON)
+        containers = _count_containers(value, None, 0)
     except CarpoolError as error:
         return error.detail
     if content_type == MSGPACK and containers > MAX_CONTAINERS:
@@ -219,7 +291,7 @@ def _why_unreadable(content_type: str, value: Any, body: bytes) -> str:
     return ""
 
 
-def _count_containers(value: Any, path: _Path, depth: int, *, is_json: bool) -> int:
+def _count_containers(value: Any, path: _Path, depth: int) -> int:
     """The arrays and maps in a result, in msgpack. Raises InvalidArgumentError for what cannot be read."""
     kind = type(value)
     if kind is dict:
@@ -227,8 +299,6 @@ def _count_containers(value: Any, path: _Path, depth: int, *, is_json: bool) -> 
             _replace_tensors(value, path, depth)
             return 3
         _check_depth(depth)
-        if is_json and not _TEXT.issuperset(map(type, value)):
-            _check_json_names(value, path)
         if _SCALARS.issuperset(map(type, value.values())):
             return 1
         items = value.items()
@@ -241,14 +311,46 @@ def _count_containers(value: Any, path: _Path, depth: int, *, is_json: bool) -> 
         raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not supported")
     else:
         return 0 if kind in _SCALARS else 3  # a tensor is a map with a shape, and of texts a list
-    return 1 + sum([_count_containers(item, (path, key), depth + 1, is_json=is_json) for key, item in items])
+    return 1 + sum([_count_containers(item, (path, key), depth + 1) for key, item in items])
 
 
-def _check_json_names(value: Mapping[Any, Any], path: _Path) -> None:
-    """JSON has only texts as names, so 1 and "1", or True and "true", are one."""
-    if len({json.dumps({name: 0}) for name in value}) < len(value):
-        names = f"{', '.join(map(repr, value)):.80}"
-        raise InvalidArgumentError(f"{_field(path)}: in JSON some of the names {names} are the same")
+def _check_json_names(value: Any, strict_names: bool) -> None:
+    """Raise ValueError for names of maps that would not survive as text. `value` was encoded, so it has an
+    end."""
+    containers = [value]
+    for container in containers:  # which grows
+        items = container
+        if isinstance(container, dict):
+            if not _TEXT.issuperset(map(type, container)):
+                _check_names_as_text(container, strict_names)
+            items = container.values()
+        containers += [item for item in items if isinstance(item, _JSON_CONTAINERS)]
+
+
+def _check_names_as_text(named: dict[Any, Any], strict_names: bool) -> None:
+    seen: dict[str, Any] = {}
+    for name in named:
+        if strict_names and not isinstance(name, str):
+            raise ValueError(
+                f"a name in a map is the {type(name).__name__} {name!r:.40}, and in JSON it would be text: "
+                "send a text as its name"
+            )
+        text = name if isinstance(name, str) else _json_name(name)
+        if text in seen:
+            raise ValueError(
+                f"two names in a map, {seen[text]!r:.40} and {name!r:.40}, are the same text in JSON; use "
+                f"{MSGPACK}, or other names"
+            )
+        seen[text] = name
+
+
+_TEXT: Final = frozenset({str})
+_JSON_CONTAINERS: Final = (dict, list, tuple)
+
+
+def _json_name(name: Any) -> str:
+    """The text that a name in a map becomes."""
+    return json.dumps(name) if isinstance(name, int | float | None) else repr(name)
 
 
 def _why(error: Exception) -> str:
@@ -282,13 +384,10 @@ def _check_wanted(wanted: str, value: Any) -> None:
 
 
 def _json_default(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return tensor_json(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray | memoryview):
         raise ValueError("JSON cannot hold bytes; use msgpack")
-    raise TypeError(f"a {type(value).__name__} cannot be sent")
+    value = plain(value)
+    return tensor_json(value) if isinstance(value, np.ndarray) else value
 
 
 _JSON_ENCODER: Final = json.JSONEncoder(
@@ -300,7 +399,10 @@ def _encode_bytes(value: Any, content_type: str) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        array = unmasked(value)
+        if array.dtype.kind == "O":
+            raise ValueError("an array of objects has no bytes of its own")
+        return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     if isinstance(value, str):
         return value.encode()
     kind = type(value).__name__
@@ -308,8 +410,5 @@ def _encode_bytes(value: Any, content_type: str) -> bytes:
 
 
 def _msgpack_default(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return tensor_map(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot be sent")
+    value = plain(value)
+    return tensor_map(value) if isinstance(value, np.ndarray) else value

@@ -162,7 +162,7 @@ class StateSpec:
         """
         if value is None:
             return bytes(self.row_bytes)
-        array = np.asarray(value)
+        array = np.asarray(unmasked(value))
         if array.ndim == 0:
             array = np.broadcast_to(array, self.row_shape)
         if array.shape != self.row_shape:
@@ -187,7 +187,7 @@ class StateSpec:
         Numbers are converted to the declared datatype, but floats not to integers. Raises ValueError, also
         for another shape, and for a number that the datatype cannot hold (see `in_datatype`).
         """
-        array = np.asarray(states)
+        array = np.asarray(unmasked(states))
         shape = (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
         if array.shape != shape:
             raise ValueError(f"state {self.name!r}: shape {list(array.shape)}, not {list(shape)}")
@@ -208,16 +208,47 @@ def is_tensor(value: object) -> bool:
 
 
 def datatype_of(array: Array) -> str:
-    """The datatype of an array; BYTES for strings. Raises ValueError for a dtype that has none."""
-    if array.dtype.kind in "US":
+    """The datatype of an array; BYTES for texts. Raises ValueError for a dtype that has none, which says what
+    to do."""
+    dtype = array.dtype
+    kind = dtype.kind
+    if kind in "US":
         return "BYTES"
-    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
-    name = _DATATYPES_BY_DTYPE.get(dtype)
-    if name is None:
+    name = _DATATYPES_BY_DTYPE.get(dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype)
+    if name is not None:
+        return name
+    if is_bfloat16(dtype):
+        return "BF16"
+    if kind in "OT":
+        other = next((item for item in array.ravel().tolist() if not isinstance(item, str)), None)
+        if other is None and (kind == "T" or None not in array.ravel().tolist()):
+            return "BYTES"
         raise ValueError(
-            f"an array of dtype {array.dtype} cannot be sent; use one of {', '.join(sorted(WIDTHS))}"
+            f"an array of dtype {dtype} cannot be sent unless all its elements are text, and one is of type "
+            f"{type(other).__name__}: send array.tolist(), or numbers by array.astype(...)"
         )
-    return name
+    remedy = f"use one of {', '.join(sorted(WIDTHS))}"
+    if dtype.names:
+        remedy = "send a dict with an array for each of its names, {name: array[name]}"
+    elif kind in "mM":
+        remedy = "send array.astype(str), or array.astype('int64') with the unit known to the model"
+    elif kind == "c":
+        remedy = "send array.real and array.imag"
+    elif kind == "f":
+        remedy = "send array.astype('float64')"
+    raise ValueError(f"an array of dtype {dtype} cannot be sent: {remedy}")
+
+
+def unmasked(array: Array) -> Array:
+    """An array without a mask. Raises ValueError if numbers are masked: what is under a mask is not meant."""
+    if type(array) is np.ndarray or not isinstance(array, np.ma.MaskedArray):
+        return array
+    if np.ma.is_masked(array):
+        raise ValueError(
+            f"a masked array cannot be sent, as {np.sum(array.mask)} of its elements are masked: send "
+            "array.filled(...) with a number that the model knows, or array.data and array.mask"
+        )
+    return np.asarray(array.data)
 
 
 def _invalid(field: str, detail: str) -> InvalidArgumentError:
@@ -272,8 +303,11 @@ def to_bytes(array: Array, datatype: str) -> bytes:
 
     Raises ValueError for a number that does not survive (see `in_datatype`).
     """
+    array = unmasked(array)
     if datatype != "BF16" and array.dtype == _DTYPES[datatype]:
         return array.tobytes()
+    if datatype == "BF16" and is_bfloat16(array.dtype):
+        return np.asarray(array).view(np.uint16).astype("<u2", copy=False).tobytes()
     numbers, lost = in_datatype(array, datatype)
     if lost is not None:
         raise ValueError(why_lost(array, datatype))
@@ -292,6 +326,7 @@ def in_datatype(array: Array, datatype: str) -> tuple[Array, NDArray[np.bool_] |
     ValueError for an array without such numbers.
     """
     dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
+    array = unmasked(array)
     if array.dtype == dtype and datatype != "BF16":
         return array, None
     if is_bfloat16(array.dtype):
@@ -492,22 +527,26 @@ def tensor_head(datatype: str, shape: Sequence[int], data_bytes: int) -> bytes:
 
 
 def tensor_map(array: Array) -> dict[str, Any]:
-    """A tensor's map for msgpack."""
+    """A tensor's map for msgpack. Raises ValueError."""
     datatype = datatype_of(array)
     if datatype == "BYTES":
-        return {
-            "datatype": "BYTES",
-            "shape": list(array.shape),
-            "data": [str(s) for s in array.ravel().astype(str)],
-        }
+        return {"datatype": "BYTES", "shape": list(array.shape), "data": _texts(array)}
     return {"datatype": datatype, "shape": list(array.shape), "data": to_bytes(array, datatype)}
 
 
 def tensor_json(array: Array) -> dict[str, Any]:
-    """A tensor's map for JSON, `data` flat."""
+    """A tensor's map for JSON, `data` flat. Raises ValueError."""
+    array = unmasked(array)
     datatype = datatype_of(array)
-    flat = [str(s) for s in array.ravel().astype(str)] if datatype == "BYTES" else array.ravel().tolist()
+    if datatype == "BF16":
+        array = from_bfloat16(array)
+    flat = _texts(array) if datatype == "BYTES" else np.asarray(array).ravel().tolist()
     return {"datatype": datatype, "shape": list(array.shape), "data": flat}
+
+
+def _texts(array: Array) -> list[str]:
+    flat = np.asarray(array).ravel()
+    return [str.__str__(text) for text in (flat.astype(str) if array.dtype.kind == "S" else flat).tolist()]
 
 
 class HeadMemo:

@@ -1,0 +1,145 @@
+"""Values of other libraries: what they are on the wire, or an error that names the type and what to do.
+
+Producers and models have values that neither msgpack nor JSON knows. One becomes an array or a plain number
+where that is exact, and it is clear which one is meant. All others are refused: a guess would be a wrong
+value with the status OK. docs/values.md has a table of them, which tests/unit/test_values.py runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+
+from carpool.wire.tensors import Array, datatype_of, is_bfloat16, unmasked
+
+_FLOAT_BYTES_MAX: Final = 8  # of a Python float
+
+# What to do with a value, by the name of its class or of one that it inherits.
+_REMEDIES: Final = {
+    "Decimal": "send float(value), or str(value) to keep all digits",
+    "Fraction": "send float(value), or str(value)",
+    "UUID": "send str(value)",
+    "PurePath": "send str(value)",
+    "datetime": "send value.isoformat() or value.timestamp()",
+    "date": "send value.isoformat()",
+    "time": "send value.isoformat()",
+    "timedelta": "send value.total_seconds()",
+    "complex": "send [value.real, value.imag]",
+    "set": "it has no order: send a list, such as sorted(value)",
+    "frozenset": "it has no order: send a list, such as sorted(value)",
+    "BaseModel": 'send value.model_dump(mode="json")',
+    "array": "send numpy.asarray(value)",
+    "Image": "send numpy.asarray(value), or the bytes of its file",
+    "NAType": "send None, or leave it out",
+}
+
+
+def plain(value: Any) -> Any:
+    """What stands for a value that msgpack and JSON do not know: an array that has a datatype, or a plain
+    number or text. Raises TypeError, ValueError or OverflowError, whose text names the type and says what to
+    do."""
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, int):
+        raise OverflowError("it contains an integer of more than 64 bits")
+    if isinstance(value, np.generic):
+        return _number(value)
+    if _is_table(value):
+        raise TypeError(why_not(value))
+    if hasattr(value, "__array__") and not isinstance(value, type):
+        return _array(_as_array(value))
+    raise TypeError(why_not(value))
+
+
+def bodies_of(bodies: Any, call: str) -> Any:
+    """What `infer_many` and `map` are given: an array, or an iterable with a body for each request.
+
+    Raises TypeError or ValueError for one body, because its letters or names would become requests, and for a
+    set, whose results nobody could tell apart.
+    """
+    if isinstance(bodies, np.ndarray):
+        return unmasked(bodies)
+    kind = _name(bodies)
+    if isinstance(bodies, str | bytes | bytearray | memoryview | Mapping):
+        raise TypeError(f"a {kind} is one body: use infer, or give {call} a list of bodies")
+    if isinstance(bodies, set | frozenset):
+        raise TypeError(f"a {kind} has no order, so its results could not be told apart: give {call} a list")
+    if _is_table(bodies):
+        if len(getattr(bodies, "shape", ())) != 1:
+            raise TypeError(
+                f"a {kind} gives the names of its columns, not its rows: give {call} {_conversions(bodies)}"
+            )
+        return bodies
+    if hasattr(bodies, "__array__") and not isinstance(bodies, type):
+        return _as_array(bodies)
+    if not isinstance(bodies, Iterable) and not hasattr(type(bodies), "__getitem__"):
+        raise TypeError(f"a {kind} is one body: use infer, or give {call} a list of bodies")
+    return bodies
+
+
+def why_not(value: Any) -> str:
+    """Why a value cannot be sent, and what to do."""
+    kind = _name(value)
+    if _is_table(value):
+        remedy = f"send {_conversions(value)}"
+    elif isinstance(value, Enum):
+        remedy = "send its .value or .name"
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        remedy = "send dataclasses.asdict(value)"
+    else:
+        names = (parent.__name__ for parent in type(value).__mro__)
+        remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), "")
+    if not remedy and isinstance(value, Mapping):
+        remedy = "send dict(value)"
+    elif not remedy and isinstance(value, Iterable):
+        remedy = "send list(value)"
+    return f"its type is {kind}: " + (remedy or "send numbers, text, bytes, lists, dicts or numpy arrays")
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__
+
+
+def _is_table(value: Any) -> bool:
+    """Whether this has names beside its numbers, which an array would lose: of pandas, polars, pyarrow."""
+    return hasattr(value, "to_numpy") and not isinstance(value, type)
+
+
+def _conversions(table: Any) -> str:
+    """Which methods make a body of a table."""
+    if len(getattr(table, "shape", ())) == 1:
+        names = ("to_numpy", "tolist", "to_list", "to_dict")
+        return " or ".join(f"value.{name}()" for name in names if hasattr(table, name))
+    if hasattr(table, "to_dicts"):  # of polars
+        return "value.to_dicts() or value.to_numpy()"
+    return 'value.to_dict("records") or value.to_numpy()'
+
+
+def _as_array(value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except Exception as error:  # for example a tensor that requires a gradient, or is in a GPU's memory
+        raise TypeError(
+            f"its type is {_name(value)}, which cannot be converted ({error}): send an array, of a torch "
+            "tensor value.detach().cpu().numpy()"
+        ) from None
+
+
+def _array(array: Array) -> Array:
+    array = unmasked(array)
+    datatype_of(array)
+    return array
+
+
+def _number(value: np.generic) -> Any:
+    """A scalar of numpy as a plain value. Not `item` of each: that of a datetime is an integer for some
+    units, and that of a structure is a tuple without its names."""
+    dtype = value.dtype
+    if is_bfloat16(dtype) or (dtype.kind in "biuf" and dtype.itemsize <= _FLOAT_BYTES_MAX):
+        return value.item()
+    datatype_of(np.asarray(value))
+    return value.item()
