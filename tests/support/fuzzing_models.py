@@ -145,8 +145,8 @@ class RandomModel:
         if not self.is_told_apart:
             values = self._values()
             if choice.random() < 0.1:  # with as many values for each body as there are requests
-                names = [str(body) if type(body) in _SCALARS else at for at, body in enumerate(self.bodies)]
-                return lambda ats: {names[at]: [values[at]] * len(ats) for at in ats}
+                keys = [str(body) if type(body) in _SCALARS else at for at, body in enumerate(self.bodies)]
+                return lambda ats: {keys[at]: [values[at]] * len(ats) for at in ats}
             wrong = choice.choice(_WRONG)
             return lambda ats: wrong([values[at] for at in ats])
         names = choice.sample(_NAMES, choice.choice((1, 1, 2, 3)))
