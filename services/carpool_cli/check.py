@@ -232,7 +232,13 @@ def _are_same(result: Result, expected: Result) -> bool:
 
 def are_close(one: Any, other: Any) -> bool:
     """Whether two values are the same but for the rounding of numbers."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+    if isinstance(one, np.ndarray) is not isinstance(other, np.ndarray):
+        return False
+    if isinstance(one, bool) is not isinstance(other, bool):
+        return False
+    if isinstance(one, np.ndarray):
+        if one.dtype != other.dtype:
+            return False
         first, second = np.asarray(one), np.asarray(other)
         if first.shape != second.shape or first.dtype.kind not in "fc":
             return first.shape == second.shape and bool(np.array_equal(first, second))

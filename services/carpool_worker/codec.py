@@ -27,7 +27,7 @@ from carpool.errors import (
 from carpool.messages import MSGPACK, RAW, BatchedRun
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
-from carpool.wire.bodies import decode_body, encode_body, result_type
+from carpool.wire.bodies import decode_body, encode_result_body, result_type
 from carpool.wire.content_types import accepted, is_value
 from carpool.wire.tensors import (
     Array,
@@ -455,7 +455,7 @@ def _take_values(
         bodies = [encode_or_error(content_type, wanted, value) for value in values]
         _take_bodies(execution, run, start, positions, bodies, wanted)
         return
-    for position, value in zip(positions, values, strict=True):
+    for position, value in zip(positions, [_shown_as(content_type, value) for value in values], strict=True):
         of_result = result_type(content_type, wanted, value)
         body = encode_or_error(of_result, "", value)
         _take_bodies(execution, run, start, [position], [body], of_result)
@@ -563,9 +563,16 @@ def encode_or_error(content_type: str, wanted: str, value: Any) -> bytes | Carpo
     if isinstance(value, Exception):
         return InternalError(f"the model's result cannot be encoded: {value}")
     try:
-        return encode_body(result_type(content_type, wanted, value) if wanted else content_type, value)
+        of_result = result_type(content_type, wanted, value) if wanted else content_type
+        return encode_result_body(of_result, _shown_as(of_result, value))
     except CarpoolError as error:
         return error
+
+
+def _shown_as(content_type: str, value: Any) -> Any:
+    """A tensor of one number without dimensions is a number where no tensors are, in whatever way it came."""
+    is_number = isinstance(value, np.ndarray) and value.ndim == 0 and content_type not in (MSGPACK, RAW)
+    return value[()] if is_number else value
 
 
 def _row(arrays: dict[str, Array], index: int) -> Any:

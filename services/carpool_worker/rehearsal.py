@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from carpool.errors import OK, CarpoolError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
 from carpool.model_settings import ModelKind
-from carpool.wire.bodies import encode_body, result_type
+from carpool.wire.bodies import encode_result_body, result_type
 from carpool.wire.content_types import accepted
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
@@ -70,7 +70,7 @@ class Rehearsal:
             return self._generate(self._model, execution)
         self._codec.prepare(execution, 0)
         for frame in execution.frames:
-            header, payload = execute_frame(self._model, frame.header, b"".join(frame.payload))
+            header, payload = execute_frame(self._model, frame.header, bytearray().join(frame.payload))
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
         execution.separate()
         return Rehearsed(_in_order(execution), execution.compute_us)
@@ -84,7 +84,7 @@ class Rehearsal:
             if body is not None:
                 request = (str(position), "", fields)
                 admit = Admit(position, body.parts, request, 1, is_streamed=False)
-                stepper.admit(admit, b"".join(body.payload))
+                stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and steps < STEPS_MAX:
             steps += 1
             step = stepper.advance()
@@ -124,7 +124,7 @@ def _take(execution: Execution, advance: Advance) -> None:
         (value,) = frames.unpack_values(advance.output)
         try:
             content_type = result_type(run.content_type, accepted(run.extra), value)
-            body = encode_body(content_type, value)
+            body = encode_result_body(content_type, value)
         except CarpoolError as error:
             execution.fail(advance.key, error.status, error.detail)
             return

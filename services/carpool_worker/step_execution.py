@@ -17,7 +17,7 @@ from carpool.errors import CANCELLED, OK, CarpoolError, ResourceExhaustedError
 from carpool.messages import Chunk, Result, Streamed
 from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
-from carpool.wire.bodies import encode_body, result_type
+from carpool.wire.bodies import encode_result_body, result_type
 from carpool.wire.content_types import accepted
 from carpool.wire.field_hints import warnings_of
 from carpool_worker.execution import Execution
@@ -209,7 +209,7 @@ class StepExecution:
         try:
             (value,) = frames.unpack_values(output)
             content_type = result_type(run.content_type, self._wanted, value)
-            body = encode_body(content_type, value)
+            body = encode_result_body(content_type, value)
             if len(body) > self.result_bytes_max:
                 raise self._too_large()
         except CarpoolError as error:
@@ -280,7 +280,7 @@ class StepExecution:
         value = values[0] if len(values) == 1 else concatenated(values)
         is_list = value is None and len(values) > 1
         content_type = result_type(run.content_type, self._wanted, values if is_list else value)
-        body = encode_body(content_type, values if is_list else value)
+        body = encode_result_body(content_type, values if is_list else value)
         index, merged = self.written + offset, len(values)
         chunk = Chunk(run.correlation_ids[0], content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)

@@ -15,10 +15,11 @@ import pytest
 
 from carpool.errors import InvalidArgumentError, NotFoundError
 from carpool.wire.tensors import TensorSpec
-from carpool_worker.model_process.executor import ListItems, Outcome, Stacked, StackedItems, execute
+from carpool_worker.model_process.executor import ListItems, Outcome, StackedItems, execute
 from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
+from carpool_worker.model_process.outputs import Stacked
 
 HOUR_US: Final = 3_600_000_000
 
@@ -247,7 +248,7 @@ def test_exceptions_returned_in_an_object_array_and_from_halves() -> None:
 # --- wrong number of results -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("results", [[], [1, 2], [1, 2, 3, 4], (), np.zeros(2), np.zeros((2, 5))])
+@pytest.mark.parametrize("results", [[], [1, 2], [1, 2, 3, 4], np.zeros(2), np.zeros((2, 5))])
 def test_wrong_number_of_results_fails_all_items(results: Any) -> None:
     calls = []
 
@@ -276,13 +277,15 @@ def test_wrong_number_of_results_names_the_output() -> None:
         ({1, 2}, "a set for 2 requests, not a list"),
         (np.float32(1), "0 results for 2 requests"),
         ({}, "no outputs for 2 requests"),
-        ({"x": 1.0}, "0 results in output 'x' for 2 requests"),
+        ({"x": 1.0}, "a float in output 'x', not a list"),
     ],
 )
 def test_result_that_is_no_list_fails_all_items(results: Any, error: str) -> None:
-    assert run(lambda _: results, [1, 2]).failures == dict.fromkeys(
-        (0, 1), ("INTERNAL", f"the model returned {error}")
-    )
+    failures = run(lambda _: results, [1, 2]).failures
+    assert failures.keys() == {0, 1}
+    assert {(status, detail.partition(":")[0]) for status, detail in failures.values()} == {
+        ("INTERNAL", f"the model returned {error}")
+    }
 
 
 def test_wrong_number_of_results_from_one_half_fails_that_half() -> None:
@@ -361,6 +364,7 @@ def test_validate_gets_one_row_and_predict_all_valid_rows() -> None:
 # --- tensors -----------------------------------------------------------------------------------------------
 
 Y = TensorSpec("y", "FP32", (2,))
+SCORE = TensorSpec("score", "FP32", ())
 
 
 def stacked(outcome: Outcome) -> dict[str, Any]:
@@ -378,8 +382,8 @@ def test_one_input_is_passed_as_an_array_and_several_by_name() -> None:
 
     run(predict, {"a": a})
     run(predict, {"a": a, "b": b})
-    assert seen[0] is a
-    assert seen[1].keys() == {"a", "b"} and seen[1]["a"] is a and seen[1]["b"] is b
+    assert seen[0].tolist() == a.tolist()
+    assert {name: array.tolist() for name, array in seen[1].items()} == {"a": a.tolist(), "b": b.tolist()}
 
 
 def test_halves_of_stacked_items_are_stacked() -> None:
@@ -430,7 +434,8 @@ def test_convertible_result_becomes_an_array() -> None:
 
 
 def test_several_outputs_by_name() -> None:
-    outcome = run(lambda _: {"y": np.ones((2, 2)), "score": [0.5, 0.25]}, [1, 2], [Y])
+    scores = np.array([0.5, 0.25])
+    outcome = run(lambda _: {"y": np.ones((2, 2)), "score": scores}, [1, 2], [Y, SCORE])
     assert stacked(outcome) == {"y": [[1, 1], [1, 1]], "score": [0.5, 0.25]}
 
 
@@ -440,8 +445,9 @@ def test_results_have_the_same_form_whether_or_not_another_item_failed() -> None
             raise ValueError("bad")
         return {"y": np.array([[x, x] for x in batch], np.float64), "n": np.array(batch)}
 
-    at_once = run(predict, [0, 1, 2], [Y])
-    in_parts = run(predict, [0, 3, 1, 2], [Y])
+    outputs = [Y, TensorSpec("n", "INT64", ())]
+    at_once = run(predict, [0, 1, 2], outputs)
+    in_parts = run(predict, [0, 3, 1, 2], outputs)
     assert stacked(in_parts) == stacked(at_once) == {"y": [[0, 0], [1, 1], [2, 2]], "n": [0, 1, 2]}
     assert in_parts.failures.keys() == {1}
 
@@ -476,7 +482,7 @@ def test_rows_of_unequal_shape_are_preserved() -> None:
         calls.append(batch)
         return {"boxes": [np.ones((x, 4)) for x in batch], "count": batch}
 
-    results = run(predict, [1, 3], [TensorSpec("boxes", "FP32", (-1, 4))]).results
+    results = run(predict, [1, 3]).results
     assert isinstance(results, list)
     assert [(row["boxes"].shape, row["count"]) for row in results] == [((1, 4), 1), ((3, 4), 3)]
     assert len(calls) == 1

@@ -267,7 +267,7 @@ def test_states_of_several_axes_and_datatypes_are_the_same_alone_and_in_a_batch(
         (lambda sums: (sums.tolist(), {"sum": sums / 2}), "state 'sum': float64 is not converted to INT64"),
         (lambda sums: (sums.tolist(), {"sum": ["a", "b"]}), "state 'sum': <U1 is not converted to INT64"),
         (lambda sums: (sums.tolist(), {"sum": [[1], [1, 2]]}), "the model's new state cannot be kept"),
-        (lambda sums: (sums.tolist(), {"sum": np.array([2**63, 1], "u8")}), "outside INT64's range"),
+        (lambda sums: (sums.tolist(), {"sum": np.array([2**63, 2**63], "u8")}), "outside INT64's range"),
         (lambda sums: (sums.tolist()[:1], {"sum": sums}), "the model returned 1 results for 2 requests"),
     ],
 )
@@ -285,6 +285,24 @@ def test_wrong_new_states_fail_the_batch_and_say_why(returned: Any, detail: str)
     for status, found, outcome, _ in results.values():
         assert (status, outcome) == (INTERNAL, "broken")
         assert detail in found
+
+
+@pytest.mark.parametrize(
+    ("new", "detail"),
+    [
+        (np.array([2**63, 1], "u8"), "outside INT64's range"),
+        (np.ma.masked_array([7, 1], [True, False]), "a masked array cannot be sent"),
+    ],
+)
+def test_state_that_cannot_be_kept_breaks_its_own_sequence(new: Any, detail: str) -> None:
+    class Wrong(Sums):
+        def predict(self, batch: list[int], states: dict[str, Any]) -> Any:
+            return batch, {"sum": new}
+
+    results = served(Wrong(), run_of_sequence("a", 1, starts=True), run_of_sequence("b", 2, starts=True))
+    status, found, outcome, _ = results["a"]
+    assert (status, outcome) == (INTERNAL, "broken") and detail in found
+    assert results["b"] == (OK, 2, "kept", np.array([1], "<i8").tobytes())
 
 
 def test_integers_of_another_width_are_converted() -> None:

@@ -4,6 +4,7 @@
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures
+    outputs          what a model returned for a batch: counted, matched, and as it is declared
     states           states of sequences: as a model declares and gets them, and as bytes
     outcomes         from what the model returned to what is sent
     failures         from what the model raised to a status and a detail, or to the end of the process

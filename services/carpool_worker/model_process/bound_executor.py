@@ -18,9 +18,10 @@ import structlog
 
 from carpool.errors import INTERNAL, AbortedError
 from carpool.shown import name_of
-from carpool_worker.model_process.executor import Items, Outcome, results_of, take_failures, validate
+from carpool_worker.model_process.executor import Items, Outcome, validate
 from carpool_worker.model_process.failures import failure_of
 from carpool_worker.model_process.model import BoundModel, BoundSequence, RequestInfo
+from carpool_worker.model_process.outputs import Results, Returned, results_of
 
 _UNKNOWN: Final = "sequence_id: its model process does not have {}; begin it again with sequence_start"
 _NO_SLOT: Final = "sequence_id: no slot is free for {}; begin it again with sequence_start"
@@ -53,10 +54,10 @@ class BoundExecutor:
             return Outcome(failures, [])
         try:
             outputs = self._model.run(items.spread(indexes, self._model.slots), of_slots)
-            results = results_of(self._model, outputs, self._model.slots)
+            returned = results_of(self._model, outputs, self._model.slots)
         except BaseException as error:
             return Outcome(failures | dict.fromkeys(indexes.values(), failure_of(error, INTERNAL)), [])
-        return Outcome(failures, _of_ready(results, indexes, failures), len(indexes))
+        return Outcome(failures, _of_ready(returned, indexes, failures), len(indexes))
 
     def end(self, sequence_ids: Iterable[str]) -> None:
         """These sequences have ended. Those that have no slot are ignored."""
@@ -103,9 +104,18 @@ class BoundExecutor:
             )
 
 
-def _of_ready(results: Any, indexes: dict[int, int], failures: dict[int, Any]) -> Any:
-    """The results of the rows that were ready, in the order of their items; failures among them are moved."""
-    rows = list(indexes)  # the items are in their order
+def _of_ready(returned: Returned, indexes: dict[int, int], failures: dict[int, Any]) -> Results:
+    """The results of the rows that were ready, in the order of their items. Those of them that are wrong are
+    added to `failures`."""
+    results, wrong = returned
+    failures.update({indexes[row]: failure_of(wrong[row], INTERNAL) for row in indexes if row in wrong})
+    right = [row for row in range(len(wrong) + _count(results)) if row not in wrong]
+    places = {row: at for at, row in enumerate(right)}
+    ready = [places[row] for row in indexes if row not in wrong]  # the items are in their order
     if isinstance(results, dict):
-        return {name: array[rows] for name, array in results.items()}
-    return take_failures(list(indexes.values()), [results[row] for row in rows], failures)
+        return {name: array[ready] for name, array in results.items()}
+    return [results[at] for at in ready]
+
+
+def _count(results: Results) -> int:
+    return len(next(iter(results.values()))) if isinstance(results, dict) else len(results)

@@ -10,7 +10,7 @@ Those whose deadlines have passed are not executed, and not executed again: nobo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.failures import WrongOutputError, failure_of
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.outputs import Results, Returned, Stacked, join, results_of, without
 from carpool_worker.model_process.states import States
 
 _LATE: Final = (
@@ -29,13 +30,12 @@ _LATE: Final = (
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
 )
 
+FIXED_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})  # of values that nobody can change
 _LATE_BEFORE: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
-
-Stacked = dict[str, Array]  # by tensor name; the first dimension counts the items
 
 
 class Items(Protocol):
-    """The bodies of a frame's requests, by index."""
+    """The bodies of a frame's requests, by index, as they were sent: what is handed out may be changed."""
 
     def __len__(self) -> int: ...
     def item(self, index: int) -> Any:
@@ -49,51 +49,79 @@ class Items(Protocol):
 
 
 class ListItems:
-    """Bodies of a model that declares no tensors: `predict` gets a list."""
+    """Bodies of a model that declares no tensors: `predict` gets a list.
 
-    def __init__(self, values: list[Any]) -> None:
+    Bodies that may be changed are handed out once, and unpacked again if they are wanted again.
+    """
+
+    def __init__(self, values: list[Any], packed: Buffer = b"") -> None:
+        """`packed`: the list of these values."""
         self._values = values
+        self._packed = packed
+        self._places: list[slice] | None = None
+        is_fixed = not packed or FIXED_TYPES.issuperset(map(type, values))
+        self._handed_out = [] if is_fixed else [False] * len(values)
 
     def __len__(self) -> int:
         return len(self._values)
 
     def item(self, index: int) -> Any:
-        return self._values[index]
+        if not self._handed_out:
+            return self._values[index]
+        if not self._handed_out[index]:
+            self._handed_out[index] = True
+            return self._values[index]
+        if self._places is None:
+            self._places = frames.places_in(self._packed)
+        return frames.unpack_bodies(self._packed[self._places[index]])
 
     def select(self, indexes: Sequence[int]) -> list[Any]:
-        return [self._values[index] for index in indexes]
+        return [self.item(index) for index in indexes]
 
     def spread(self, indexes: Mapping[int, int], count: int) -> list[Any]:
-        return [self._values[indexes[row]] if row in indexes else None for row in range(count)]
+        return [self.item(indexes[row]) if row in indexes else None for row in range(count)]
 
 
 class StackedItems:
-    """Bodies of a model that declares tensors: `predict` gets one stacked array, or several by name."""
+    """Bodies of a model that declares tensors: `predict` gets one stacked array, or several by name.
+
+    What it gets is a copy, because it may be halved after the model has written into it; a batch of one is
+    not.
+    """
 
     def __init__(self, arrays: Stacked) -> None:
         self._arrays = arrays
         first = next(iter(arrays.values()))
         self._count = len(first)
-        self._only = first if len(arrays) == 1 else None
+        self._is_one = len(arrays) == 1
 
     def __len__(self) -> int:
         return self._count
 
     def item(self, index: int) -> Any:
-        if self._only is not None:
-            return self._only[index]
-        return {name: array[index] for name, array in self._arrays.items()}
+        rows = {name: _copied(array[index]) for name, array in self._arrays.items()}
+        return next(iter(rows.values())) if self._is_one else rows
 
     def select(self, indexes: Sequence[int]) -> Any:
-        if len(indexes) == self._count:  # without a copy
-            return dict(self._arrays) if self._only is None else self._only
-        if self._only is not None:
-            return self._only[list(indexes)]
-        return {name: array[list(indexes)] for name, array in self._arrays.items()}
+        if len(indexes) < self._count:
+            selected = {name: array[list(indexes)] for name, array in self._arrays.items()}
+        elif self._count > 1:  # it may be wanted again
+            selected = {name: array.copy() for name, array in self._arrays.items()}
+        else:
+            selected = {name: _writable(array) for name, array in self._arrays.items()}
+        return next(iter(selected.values())) if self._is_one else selected
 
     def spread(self, indexes: Mapping[int, int], count: int) -> Any:
         spread = {name: _spread(array, indexes, count) for name, array in self._arrays.items()}
-        return spread if self._only is None else next(iter(spread.values()))
+        return next(iter(spread.values())) if self._is_one else spread
+
+
+def _copied(row: Any) -> Any:
+    return row.copy() if isinstance(row, np.ndarray) else row  # or a number, or a text
+
+
+def _writable(array: Array) -> Array:
+    return array if array.flags.writeable else array.copy()
 
 
 def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
@@ -107,7 +135,7 @@ def decode_items(frame: FrameHeader, payload: Buffer) -> Items:
     """The bodies in a frame's payload, without states."""
     if frame.parts:
         return StackedItems(frames.unstack(frame.parts, frame.size, payload))
-    return ListItems(frames.unpack_values(payload))
+    return ListItems(frames.unpack_bodies(payload), payload)
 
 
 class Outcome(NamedTuple):
@@ -120,7 +148,7 @@ class Outcome(NamedTuple):
     """
 
     failures: dict[int, Failure]
-    results: list[Any] | Stacked
+    results: Results
     executed: int = 0
     raised: Sequence[int] = ()
     refused: Sequence[int] = ()
@@ -161,12 +189,12 @@ def execute(
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
-    parts: list[list[Any] | Stacked] = []
+    parts: list[Results] = []
     raised: list[int] = []
     given = _Given(items, requests, states, is_late)
     if valid and not _attempt(model, given, valid, failures, parts, raised):
-        return Outcome(failures, _join(parts), 0, tuple(raised), refused)
-    return Outcome(failures, _join(parts), len(valid), (), refused)
+        return Outcome(failures, join(parts), 0, tuple(raised), refused)
+    return Outcome(failures, join(parts), len(valid), (), refused)
 
 
 def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
@@ -186,7 +214,7 @@ def _attempt(
     given: _Given,
     indexes: Sequence[int],
     failures: dict[int, Failure],
-    parts: list[list[Any] | Stacked],
+    parts: list[Results],
     raised: list[int],
 ) -> bool:
     """Run the model on these items. If it raises, run it on each half, to isolate the failing items, but not
@@ -195,12 +223,13 @@ def _attempt(
     Adds to `failures`, `parts` and `raised`. Returns whether it did not raise.
     """
     try:
-        outputs = _run(model, given, indexes)
+        results, wrong = _run(model, given, indexes)
     except BaseException as error:
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
-        parts.append(outputs if isinstance(outputs, dict) else take_failures(indexes, outputs, failures))
+        failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
+        parts.append(results)
         return True
     # Outside the except clause the exception is freed with all that the model held: the halves may need the
     # memory.
@@ -226,108 +255,19 @@ def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Fai
     return [index for index in indexes if index not in failures]
 
 
-def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> list[Any] | Stacked:
+def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
     items, requests, states, _ = given
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
+
+    def keys() -> Iterator[Any]:
+        if isinstance(items, ListItems):
+            return (items.item(index) for index in indexes)
+        return (info.correlation_id for info in infos)
+
     if states is None:
-        return results_of(model, model.run(items.select(indexes), infos), len(indexes))
+        return results_of(model, model.run(items.select(indexes), infos), len(indexes), keys)
     outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
-    results = results_of(model, outputs, len(indexes))
-    states.replace(indexes, new_states)
-    return results
-
-
-def results_of(model: LoadedModel, outputs: Any, count: int) -> list[Any] | Stacked:
-    """What the model returned for `count` items, one for each. Raises WrongOutputError."""
-    if (
-        type(outputs) is not np.ndarray
-        and not isinstance(outputs, Sequence | Mapping)
-        and hasattr(outputs, "__array__")
-    ):
-        outputs = np.asarray(outputs)  # for example a torch tensor on the CPU
-    if isinstance(outputs, np.ndarray):
-        _check_count(len(outputs) if outputs.ndim else 0, count)
-        if model.outputs or (outputs.ndim > 1 and outputs.dtype != object):
-            return _stacked(model, {model.outputs[0].name if model.outputs else "": outputs})
-        # A model that declares no tensors and returns one value for each item: a list of plain values.
-        return list(outputs) if outputs.dtype == object else list(outputs.tolist())
-    if isinstance(outputs, Mapping):
-        columns = {str(name): _column(values) for name, values in outputs.items()}
-        if not columns:
-            raise WrongOutputError(f"the model returned no outputs for {count} requests")
-        for name, column in columns.items():
-            _check_count(len(column) if column.ndim else 0, count, f" in output {name!r}")
-        return _stacked(model, columns)
-    if isinstance(outputs, str | bytes) or not isinstance(outputs, Sequence):
-        raise WrongOutputError(
-            f"the model returned a {type(outputs).__name__} for {count} requests, not a list"
-        )
-    _check_count(len(outputs), count)
-    return list(outputs)
-
-
-def _check_count(count: int, expected: int, where: str = "") -> None:
-    if count != expected:
-        raise WrongOutputError(f"the model returned {count} results{where} for {expected} requests")
-
-
-def _column(values: Any) -> Array:
-    """One of several outputs as an array with a row for each item; rows of unequal shape become objects."""
-    try:
-        return np.asarray(values)
-    except ValueError:
-        column = np.empty(len(values), object)
-        for row, value in enumerate(values):
-            column[row] = value
-        return column
-
-
-def _stacked(model: LoadedModel, columns: Stacked) -> list[Any] | Stacked:
-    """The columns if all can be sent stacked; else (strings, rows of unequal shape) a list of rows."""
-    stackable = True
-    for name, column in columns.items():
-        kind, datatype = column.dtype.kind, model.output_datatypes.get(name)
-        if (datatype == "BYTES" and kind not in "USO") or (datatype not in (None, "BYTES") and kind in "US"):
-            raise WrongOutputError(
-                f"the model returned {column.dtype} in output {name!r}, which is declared as {datatype}"
-            )
-        stackable = stackable and kind in "biuf"
-    return columns if stackable else _rows(columns)
-
-
-def _rows(outputs: list[Any] | Stacked) -> list[Any]:
-    """Stacked results as a list with one element for each item."""
-    if not isinstance(outputs, dict):
-        return outputs
-    if len(outputs) == 1:
-        return list(next(iter(outputs.values())))
-    return [dict(zip(outputs, row, strict=True)) for row in zip(*outputs.values(), strict=True)]
-
-
-def _join(parts: Sequence[list[Any] | Stacked]) -> list[Any] | Stacked:
-    """Join the results of parts of a frame, in order: stacked if all are stacked with the same layout.
-
-    Then a result has the same form whether or not another item failed.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    stacked = [part for part in parts if isinstance(part, dict)]
-    if stacked and len(stacked) == len(parts) and len({_layout(part) for part in stacked}) == 1:
-        return {name: np.concatenate([part[name] for part in stacked]) for name in stacked[0]}
-    return [row for part in parts for row in _rows(part)]
-
-
-def _layout(stacked: Stacked) -> tuple[Any, ...]:
-    return tuple((name, array.dtype, array.shape[1:]) for name, array in stacked.items())
-
-
-def take_failures(indexes: Sequence[int], outputs: Sequence[Any], failures: dict[int, Failure]) -> list[Any]:
-    """Move the exceptions that the model returned in place of results to `failures`."""
-    results: list[Any] = []
-    for index, output in zip(indexes, outputs, strict=True):
-        if isinstance(output, BaseException):
-            failures[index] = failure_of(output, INTERNAL)
-        else:
-            results.append(output)
-    return results
+    returned = results_of(model, outputs, len(indexes), keys)
+    wrong = states.replace(indexes, new_states, returned.wrong)
+    return without(returned, wrong)

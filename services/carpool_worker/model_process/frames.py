@@ -362,19 +362,32 @@ def unpack_values(data: Buffer) -> Any:
     return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
 
 
+def unpack_bodies(data: Buffer) -> Any:
+    """As `unpack_values`, for a model: it may write into the arrays."""
+    return msgpack.unpackb(data, ext_hook=_unpack_writable, strict_map_key=False)
+
+
 def unpack_each(data: Buffer) -> list[Any]:
     """The values of a packed list, each unpacked alone: an exception replaces one that cannot be unpacked."""
-    unpacker = msgpack.Unpacker(max_buffer_size=0)
-    unpacker.feed(data)
     values: list[Any] = []
-    for _ in range(unpacker.read_array_header()):
-        start = unpacker.tell()
-        unpacker.skip()
+    for place in places_in(data):
         try:
-            values.append(unpack_values(data[start : unpacker.tell()]))
+            values.append(unpack_values(data[place]))
         except Exception as error:  # for example a tuple as a map's key, which comes back as a list
             values.append(error)
     return values
+
+
+def places_in(data: Buffer) -> list[slice]:
+    """Where the values of a packed list are."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    unpacker.feed(data)
+    places: list[slice] = []
+    for _ in range(unpacker.read_array_header()):
+        start = unpacker.tell()
+        unpacker.skip()
+        places.append(slice(start, unpacker.tell()))
+    return places
 
 
 def _pack_other(value: Any) -> Any:
@@ -390,6 +403,11 @@ def _unpack_ext(code: int, data: bytes) -> Any:
         return msgpack.ExtType(code, data)
     tensor = msgpack.unpackb(data)
     return from_bytes(tensor["datatype"], tensor["shape"], tensor["data"])
+
+
+def _unpack_writable(code: int, data: bytes) -> Any:
+    value = _unpack_ext(code, data)
+    return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
 
 # --- stacked tensors ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -26,7 +26,8 @@ class Generation(StepRequest):
     """
 
     __slots__ = (
-        "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes", "_taken_count", "is_begun", "key",
+        "_body_again", "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes", "_taken_count",
+        "is_begun", "key",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +35,7 @@ class Generation(StepRequest):
     ) -> None:
         super().__init__(*admit.request, body, admit.cost, observe, limit)
         self.key = admit.key
+        self._body_again: Callable[[], Any] | None = None
         self.is_begun = False  # `end` is to be called for it
         self._is_streamed = admit.is_streamed
         if admit.chunks:
@@ -43,6 +45,15 @@ class Generation(StepRequest):
         self._taken_bytes = self._chunks_bytes = len(self._packed)
         self._emitted_before = self.emitted  # before the last step that `count_silent_steps` heard of
         self._silent_steps = 0
+
+    def keep_body(self, again: Callable[[], Any]) -> None:
+        """The model may change the body: `again` has it as it was sent."""
+        self._body_again = again
+
+    def renew_body(self) -> None:
+        """The body is what was sent, whatever the model did to it."""
+        if self._body_again is not None:
+            self.body = self._body_again()
 
     @property
     def was_sent(self) -> bool:
@@ -90,6 +101,7 @@ class Generation(StepRequest):
         sent, the request is aborted.
         """
         self.state = None
+        self.renew_body()
         if continues:
             self._chunks_count, self._chunks_bytes = self.emitted, len(self._packed)
         elif self.was_sent:

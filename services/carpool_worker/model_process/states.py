@@ -14,7 +14,7 @@ import numpy as np
 
 from carpool.parts import Buffer
 from carpool.plugins import UnusableError
-from carpool.wire.tensors import Array, StateSpec
+from carpool.wire.tensors import Array, StateSpec, unmasked
 from carpool_worker.model_process.failures import WrongOutputError
 
 STATE_BYTES_MAX: Final = 64 * 1024 * 1024  # of one sequence, all its states together
@@ -83,8 +83,12 @@ class States:
             for spec, columns in zip(self._specs, self._columns, strict=True)
         }
 
-    def replace(self, indexes: Sequence[int], states: Mapping[str, Any]) -> None:
-        """Take what `predict` returned as the new states of these requests. Raises WrongOutputError."""
+    def replace(
+        self, indexes: Sequence[int], states: Mapping[str, Any], failed: Collection[int] = ()
+    ) -> dict[int, BaseException]:
+        """Take what `predict` returned as the new states of these requests, whose rows are those of
+        `indexes`; of those in `failed` they do not matter. Returns why single rows cannot be kept. Raises
+        WrongOutputError if it is no matter of single rows."""
         names = [spec.name for spec in self._specs]
         if states.keys() != set(names):
             raise WrongOutputError(
@@ -92,14 +96,45 @@ class States:
                 f"not {', '.join(names)}"
             )
         rows = slice(None) if len(indexes) == len(self._rows) else list(indexes)
+        wrong: dict[int, BaseException] = {}
         for spec, columns in zip(self._specs, self._columns, strict=True):
             try:
-                self._new[rows, columns] = spec.join(states[spec.name], len(indexes))
+                array = _plain(states[spec.name])
+                self._new[rows, columns] = spec.join(array, len(indexes))
             except Exception as error:  # a model's arrays may be of any class and raise anything
-                raise WrongOutputError(f"the model's new state cannot be kept: {error}") from None
+                reason = WrongOutputError(f"the model's new state cannot be kept: {error}")
+                found = self._replace_each(spec, columns, indexes, states[spec.name], failed)
+                if len(found) == len(indexes):
+                    raise reason from None
+                wrong |= found
+        return wrong
+
+    def _replace_each(
+        self, spec: StateSpec, columns: slice, indexes: Sequence[int], states: Any, failed: Collection[int]
+    ) -> dict[int, BaseException]:
+        """Take the rows that can be kept. Returns the others: all, if rows cannot be told apart."""
+        wrong: dict[int, BaseException] = {}
+        for row, index in enumerate(indexes):
+            try:
+                if np.shape(states)[spec.axis] != len(indexes):
+                    raise ValueError("not a row for each request")
+                one = _plain(np.ma.take(states, [row], spec.axis) if _is_masked(states) else
+                             np.take(np.asarray(states), [row], spec.axis))  # fmt: skip
+                self._new[index, columns] = spec.join(one, 1)[0]
+            except Exception as error:
+                wrong[row] = WrongOutputError(f"the model's new state cannot be kept: {error}")
+        return wrong if len(wrong) == len(indexes) else {r: e for r, e in wrong.items() if r not in failed}
 
     def without(self, failed: Collection[int]) -> Buffer:
         """The new states of all requests but these, end to end."""
         if not failed:
             return self._new.data.cast("B")
         return self._new[[index for index in range(len(self._new)) if index not in failed]].tobytes()
+
+
+def _is_masked(states: Any) -> bool:
+    return isinstance(states, np.ma.MaskedArray)
+
+
+def _plain(states: Any) -> Any:
+    return unmasked(states) if _is_masked(states) else states

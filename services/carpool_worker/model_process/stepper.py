@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -17,7 +18,7 @@ from carpool.errors import INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool.shown import name_of
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.executor import StackedItems
+from carpool_worker.model_process.executor import FIXED_TYPES, StackedItems
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
 from carpool_worker.model_process.generation import Generation
 from carpool_worker.model_process.model import SteppingModel
@@ -61,6 +62,8 @@ class Stepper:
     def admit(self, admit: Admit, payload: Buffer) -> None:
         """Take a request. `payload` is its body, as `Admit` says."""
         generation = Generation(admit, _decode(admit, payload), self._observe, self._limit)
+        if type(generation.body) not in FIXED_TYPES:
+            generation.keep_body(partial(_decode, admit, payload))
         if admit.steps_alone:
             self._slots.add_alone(generation, admit.steps_alone)
         else:
@@ -130,6 +133,8 @@ class Stepper:
                 self._model.validate(generation.body)
             except BaseException as error:  # a library's panic, SystemExit: none may end this process
                 generation.reject(failure_of(error, INVALID_ARGUMENT))
+            else:
+                generation.renew_body()
         return not generation.has_ended
 
     def _begin(self, generations: Requests) -> None:
@@ -239,5 +244,5 @@ def _decode(admit: Admit, payload: Buffer) -> Any:
     """The body, as passed to `validate`."""
     if admit.parts:
         return StackedItems(frames.unstack(admit.parts, 1, payload)).item(0)
-    (body,) = frames.unpack_values(payload)
+    (body,) = frames.unpack_bodies(payload)
     return body

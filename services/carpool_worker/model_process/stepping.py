@@ -42,7 +42,7 @@ class ResultLimit:
 class StepRequest:
     """A request that is being generated. `begin` and `step` call its methods, in the thread that called them.
 
-    `body`: as passed to `validate`; not to be changed, because the request may be begun anew with it. `cost`,
+    `body`: as it was sent, and so again if the request is begun anew, whatever the model did to it. `cost`,
     `lane` and `fields` are the producer's. `state`: the model's own, None before each `begin`.
 
     An error in the use of these methods fails this request alone. None of them raises, except that `fail`

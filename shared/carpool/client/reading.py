@@ -34,7 +34,7 @@ class ResultReader:
         memo = self._memo
         data = memo.data_of(body)
         if data is not None:
-            return from_bytes(memo.datatype, memo.shape, data)
+            return from_bytes(memo.datatype, memo.shape, bytearray(data))  # which may be written to
         value = decode_result(content_type, body)
         if type(value) is np.ndarray:
             memo.remember(body, datatype_of(value), value.shape, value.nbytes)

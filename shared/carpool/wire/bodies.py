@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ def decode_body(content_type: str, body: bytes) -> Any:
 
 def decode_result(content_type: str, body: bytes) -> Any:
     """As `decode_body`, for the body of a result: names in maps may be anything that a dict can have, because
-    the model chose them and not a producer."""
+    the model chose them and not a producer. Arrays may be written to."""
     return _decode(content_type, body, strict_names=False)
 
 
@@ -56,7 +57,13 @@ def _decode(content_type: str, body: bytes, *, strict_names: bool) -> Any:
     if not is_value(content_type):
         return body
     value = _decode_json(body) if content_type == JSON else _decode_msgpack(body, strict_names)
-    return _replace_tensors(value, None, 0)
+    return _replace_tensors(value, None, 0, decode_tensor if strict_names else _decode_writable)
+
+
+def _decode_writable(value: Mapping[str, Any], field: str) -> Any:
+    decoded = decode_tensor(value, field)
+    is_fixed = isinstance(decoded, np.ndarray) and not decoded.flags.writeable
+    return decoded.copy() if is_fixed else decoded
 
 
 def _decode_json(body: bytes) -> Any:
@@ -194,21 +201,23 @@ def _why_not_msgpack(body: bytes, error: Exception) -> str:
 _WRONG_NAME: Final = re.compile(r"(\w+) is not allowed for map key")
 
 
-def _replace_tensors(value: Any, path: _Path, depth: int) -> Any:
+def _replace_tensors(
+    value: Any, path: _Path, depth: int, decode: Callable[[Mapping[str, Any], str], Any] = decode_tensor
+) -> Any:
     """`value` with each tensor's map replaced by its array; raises where it is nested too deep."""
     kind = type(value)
     if kind is dict:
         if value.keys() == _TENSOR_FIELDS_AS_BYTES:
             value = _with_str_fields(value)
         if is_tensor(value):
-            return decode_tensor(value, _field(path))
+            return decode(value, _field(path))
         _check_depth(depth)
-        return {key: _replace_tensors(item, (path, key), depth + 1) for key, item in value.items()}
+        return {key: _replace_tensors(item, (path, key), depth + 1, decode) for key, item in value.items()}
     if kind is list:
         _check_depth(depth)
         if _SCALARS.issuperset(map(type, value)):
             return value
-        return [_replace_tensors(item, (path, index), depth + 1) for index, item in enumerate(value)]
+        return [_replace_tensors(item, (path, index), depth + 1, decode) for index, item in enumerate(value)]
     if kind in (msgpack.ExtType, msgpack.Timestamp):
         raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not supported")
     return value
@@ -258,6 +267,51 @@ def encode_body(content_type: str, value: Any, *, strict_names: bool = False) ->
         return bytes(msgpack.packb(value, default=_msgpack_default))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {_why(error)}") from None
+
+
+def encode_result_body(content_type: str, value: Any) -> bytes:
+    """As `encode_body`, for a result: `decode_result` certainly reads it."""
+    body = encode_body(content_type, value)
+    if type(value) not in _SCALARS and is_value(content_type):
+        reason = _why_unreadable(content_type, value, body)
+        if reason:
+            raise InternalError(f"the model's result cannot be read by clients: {reason}")
+    return body
+
+
+def _why_unreadable(content_type: str, value: Any, body: bytes) -> str:
+    if content_type == JSON and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_ITEMS:
+        return f"more than {MAX_JSON_ITEMS} JSON items; use application/msgpack"
+    try:
+        containers = _count_containers(value, None, 0)
+    except CarpoolError as error:
+        return error.detail
+    if content_type == MSGPACK and containers > MAX_CONTAINERS:
+        return f"more than {MAX_CONTAINERS} arrays and maps"
+    return ""
+
+
+def _count_containers(value: Any, path: _Path, depth: int) -> int:
+    """The arrays and maps in a result, in msgpack. Raises InvalidArgumentError for what cannot be read."""
+    kind = type(value)
+    if kind is dict:
+        if value.keys() == _TENSOR_FIELDS_AS_BYTES or is_tensor(value):
+            _replace_tensors(value, path, depth)
+            return 3
+        _check_depth(depth)
+        if _SCALARS.issuperset(map(type, value.values())):
+            return 1
+        items = value.items()
+    elif kind in (list, tuple):
+        _check_depth(depth)
+        if _SCALARS.issuperset(map(type, value)):
+            return 1
+        items = enumerate(value)
+    elif kind in (msgpack.ExtType, msgpack.Timestamp):
+        raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not supported")
+    else:
+        return 0 if kind in _SCALARS else 3  # a tensor is a map with a shape, and of texts a list
+    return 1 + sum([_count_containers(item, (path, key), depth + 1) for key, item in items])
 
 
 def _check_json_names(value: Any, strict_names: bool) -> None:

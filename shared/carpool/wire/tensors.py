@@ -291,7 +291,7 @@ def check_bools(datatype: str, data: Buffer, field: str = "body") -> None:
         raise _invalid(f"{field}.data", "has a byte that is not BOOL: neither 0 nor 1")
 
 
-def from_bytes(datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Array:
+def from_bytes(datatype: str, shape: Sequence[int], data: Buffer) -> Array:
     """A read-only array over `data`, not a copy. The caller has checked its length. BF16 becomes float32."""
     if datatype == "BF16":
         return _widened(np.frombuffer(data, "<u2")).reshape(shape)

@@ -1,0 +1,483 @@
+"""What a model returned for a batch: a result for each request, or why there is none. Pure.
+
+It is counted and matched, never guessed: a list, one array, or a dict of outputs by name, each with the batch
+first. A value keeps its type and form, whatever the other requests of the batch are: a list is never made an
+array of. What is declared is kept: each number is in the declared datatype, or its request fails alone.
+"""
+
+from __future__ import annotations
+
+from collections import UserString
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from carpool.wire.tensors import Array, TensorSpec, array_of, datatype_of, in_datatype, unmasked, why_lost
+from carpool_worker.model_process.failures import WrongOutputError
+from carpool_worker.model_process.model import LoadedModel
+
+Stacked = dict[str, Array]  # by output name; the first dimension counts the requests
+Results = list[Any] | Stacked
+Wrong = dict[int, BaseException]  # by row
+
+_NO_LISTS: Final = (tuple, str, bytes, bytearray, memoryview, UserString)
+_EXPECTED: Final = (
+    "return a list with one result for each request, one array with the batch first, or a dict of outputs by "
+    "name, each of them such a list or array"
+)
+_TEXT_KINDS: Final = "USOT"  # of dtypes: numpy's texts and bytes, objects, texts of any length
+_KEY_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
+_NUMBERS: Final = frozenset({bool, int, float})
+_NAMES_SHOWN: Final = 10
+
+
+class Returned(NamedTuple):
+    """The results of a batch: of all rows but those in `wrong`, in order. They are Stacked where the model
+    returned arrays of numbers."""
+
+    results: Results
+    wrong: Wrong
+
+
+class _Column(NamedTuple):
+    """One output of all rows. Those in `wrong` have values that must not be used."""
+
+    values: Array | list[Any]
+    wrong: Wrong
+
+    @property
+    def is_stackable(self) -> bool:
+        return isinstance(self.values, np.ndarray) and self.values.dtype.kind not in _TEXT_KINDS
+
+
+def results_of(
+    model: LoadedModel, outputs: Any, count: int, keys: Callable[[], Iterable[Any]] = tuple
+) -> Returned:
+    """What the model returned for `count` requests. Raises WrongOutputError.
+
+    `keys`: by what a dict with a row for each request could be keyed, such as the bodies.
+    """
+    outputs = _listed(outputs)
+    if isinstance(outputs, Mapping):
+        return _of_dict(model, outputs, count, keys)
+    if _is_list(outputs):
+        _check_count(len(outputs), count)
+        return _of_rows(model.outputs, list(outputs)) if model.outputs else _without_errors(list(outputs))
+    if len(model.outputs) > 1 and _is_array(outputs):
+        raise WrongOutputError(
+            f"the model returned one array, but declares the outputs {_shown(model.output_datatypes)}: "
+            "return a dict with these names"
+        )
+    if not _is_array(outputs):
+        raise WrongOutputError(
+            f"the model returned a {type(outputs).__name__} for {count} requests, not a list: {_EXPECTED}"
+        )
+    (spec,) = model.outputs or (None,)
+    column = _array_column(outputs, spec, count, "")
+    if spec is None and isinstance(column.values, np.ndarray) and column.values.ndim == 1:
+        # A model that declares no tensors and returns one value for each request: plain values.
+        return _without_errors(_kept(column.values.tolist(), column.wrong), column.wrong)
+    return _joined({spec.name if spec else "": column}, count)
+
+
+def rows_of(results: Results) -> list[Any]:
+    """Results as a list with one element for each request, in the form that stacked ones have."""
+    if not isinstance(results, dict):
+        return results
+    if len(results) == 1:
+        (array,) = results.values()
+        return [array[row, ...] for row in range(len(array))]
+    return [dict(zip(results, row, strict=True)) for row in zip(*results.values(), strict=True)]
+
+
+def without(returned: Returned, wrong: Wrong) -> Returned:
+    """What was returned, without more rows that are wrong."""
+    wrong = {row: error for row, error in wrong.items() if row not in returned.wrong}
+    if not wrong:
+        return returned
+    results = returned.results
+    good_count = len(next(iter(results.values()))) if isinstance(results, dict) else len(results)
+    of_results = [row for row in range(good_count + len(returned.wrong)) if row not in returned.wrong]
+    kept = [at for at, row in enumerate(of_results) if row not in wrong]
+    left: Results
+    if isinstance(results, dict):
+        left = {name: array[kept] for name, array in results.items()}
+    else:
+        left = [results[at] for at in kept]
+    return Returned(left, returned.wrong | wrong)
+
+
+def join(parts: Sequence[Results]) -> Results:
+    """Join the results of parts of a batch, in order: stacked if all are stacked with the same layout.
+
+    Then a result has the same form whether or not another request failed.
+    """
+    parts = [part for part in parts if part != []]  # of which all requests failed
+    if len(parts) <= 1:
+        return parts[0] if parts else []
+    stacked = [part for part in parts if isinstance(part, dict)]
+    if stacked and len(stacked) == len(parts) and len({_layout(part) for part in stacked}) == 1:
+        return {name: np.concatenate([part[name] for part in stacked]) for name in stacked[0]}
+    return [row for part in parts for row in rows_of(part)]
+
+
+def _layout(stacked: Stacked) -> tuple[Any, ...]:
+    return tuple((name, array.dtype, array.shape[1:]) for name, array in stacked.items())
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list or (isinstance(value, Sequence) and not isinstance(value, _NO_LISTS))
+
+
+def _listed(value: Any) -> Any:
+    """A Series of pandas or polars as a list: in an array, one missing value makes floats of integers."""
+    if type(value) in (list, dict, np.ndarray) or not (
+        hasattr(value, "to_list") and hasattr(value, "__array__")
+    ):
+        return value
+    return value.to_list()
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or (hasattr(value, "__array__") and not isinstance(value, type))
+
+
+def _check_count(count: int, expected: int, where: str = "") -> None:
+    if count != expected:
+        raise WrongOutputError(f"the model returned {count} results{where} for {expected} requests")
+
+
+def _shown(names: Collection[Any]) -> str:
+    return f"{', '.join(map(repr, list(names)[:_NAMES_SHOWN])):.200}" or "(none)"
+
+
+# --- outputs by name ---------------------------------------------------------------------------------------
+
+
+def _of_dict(
+    model: LoadedModel, outputs: Mapping[Any, Any], count: int, keys: Callable[[], Iterable[Any]]
+) -> Returned:
+    specs = {spec.name: spec for spec in model.outputs}
+    _check_names(outputs, specs, count, keys)
+    columns = {name: _column(outputs[name], specs.get(name), count, name) for name in specs or outputs}
+    return _joined(columns, count)
+
+
+def _check_names(
+    outputs: Mapping[Any, Any],
+    specs: Mapping[str, TensorSpec],
+    count: int,
+    keys: Callable[[], Iterable[Any]],
+) -> None:
+    """Raise WrongOutputError unless these are the names of outputs."""
+    if specs and outputs.keys() != specs.keys():
+        raise WrongOutputError(
+            f"the model returned the outputs {_shown(outputs)}, but declares {_shown(specs)}"
+        )
+    if not outputs:
+        raise WrongOutputError(f"the model returned no outputs for {count} requests")
+    if not all(isinstance(name, str) for name in outputs):
+        raise WrongOutputError(
+            f"the model returned a dict with the keys {_shown(outputs)}, which are no names of outputs: "
+            f"{_EXPECTED}"
+        )
+    if not specs and count > 1 and _is_keyed_by_request(outputs, count, keys()):
+        raise WrongOutputError(
+            f"the model returned a dict with a key for each request, {_shown(outputs)}: {_EXPECTED}"
+        )
+
+
+def _is_keyed_by_request(outputs: Mapping[Any, Any], count: int, keys: Iterable[Any]) -> bool:
+    """Whether these may be rows and not columns: then a row has as many values as there are requests only by
+    coincidence."""
+    if len(outputs) == count and all(str(number) in outputs for number in range(count)):
+        return True
+    found: set[str] = set()
+    for key in keys:  # usually none of them is a name, which the first one shows
+        if type(key) not in _KEY_TYPES or (name := str(key)) not in outputs:
+            return False
+        found.add(name)
+    return len(found) == len(outputs)
+
+
+def _column(value: Any, spec: TensorSpec | None, count: int, name: str) -> _Column:
+    """One output by name. Raises WrongOutputError."""
+    value = _listed(value)
+    if _is_list(value):
+        _check_count(len(value), count, f" in output {name!r}")
+        if spec is None:
+            return _Column(list(value), {})
+        return _declared_list(list(value), spec)
+    if not _is_array(value):
+        kind = type(value).__name__
+        raise WrongOutputError(f"the model returned a {kind} in output {name!r}, not a list: {_EXPECTED}")
+    return _array_column(value, spec, count, f" in output {name!r}")
+
+
+def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
+    """Columns as results. A row that is wrong in one of them is wrong."""
+    wrong: Wrong = {}
+    for column in columns.values():
+        wrong = column.wrong | wrong if column.wrong else wrong
+    values = {name: column.values for name, column in columns.items()}
+    if wrong:
+        rows = [row for row in range(count) if row not in wrong]
+        values = {name: _selected(column, rows) for name, column in values.items()}
+    if all(column.is_stackable for column in columns.values()):
+        return Returned(values, wrong)  # type: ignore[arg-type]
+    if len(values) == 1:
+        (only,) = values.values()
+        return _without_errors(only if isinstance(only, list) else list(only), wrong)
+    of_rows = zip(*values.values(), strict=True)  # of an array of numbers, numbers
+    return Returned([dict(zip(values, row, strict=True)) for row in of_rows], wrong)
+
+
+def _selected(values: Array | list[Any], rows: Sequence[int]) -> Array | list[Any]:
+    return values[list(rows)] if isinstance(values, np.ndarray) else [values[row] for row in rows]
+
+
+def _kept(values: list[Any], wrong: Wrong) -> list[Any]:
+    return [value for row, value in enumerate(values) if row not in wrong] if wrong else values
+
+
+def _without_errors(values: list[Any], wrong: Wrong | None = None) -> Returned:
+    """Values, of all rows but those that are wrong; exceptions among them are wrong, too."""
+    wrong = wrong or {}
+    if not any(isinstance(value, BaseException) for value in values):
+        return Returned(values, wrong)
+    of_values = (row for row in range(len(values) + len(wrong)) if row not in wrong)
+    found = {row: v for row, v in zip(of_values, values, strict=True) if isinstance(v, BaseException)}
+    return Returned([value for value in values if not isinstance(value, BaseException)], wrong | found)
+
+
+# --- arrays ------------------------------------------------------------------------------------------------
+
+
+def _array_column(value: Any, spec: TensorSpec | None, count: int, where: str) -> _Column:
+    """An array with the batch first, or what can be converted to one. Raises WrongOutputError."""
+    array = value if type(value) is np.ndarray else _as_array(value, where)
+    _check_count(len(array) if array.ndim else 0, count, where)
+    masked: Wrong = {}
+    if isinstance(array, np.ma.MaskedArray):
+        array, masked = _unmasked_rows(array, where)
+    if array.dtype.kind == "T":
+        array = array.astype(object)
+    if spec is not None:
+        column = _declared_array(array, spec)
+        return column._replace(wrong=column.wrong | masked) if masked else column
+    if array.dtype.kind not in _TEXT_KINDS:
+        try:
+            datatype_of(array)
+        except ValueError as error:
+            raise WrongOutputError(f"the model's result{where} cannot be sent: {error}") from None
+    return _Column(array, masked)
+
+
+def _as_array(value: Any, where: str) -> Array:
+    kind = type(value).__name__
+    if hasattr(value, "columns"):  # pandas and polars; as an array, integers beside numbers become floats
+        raise WrongOutputError(
+            f"the model returned a {kind}{where}, whose columns have names: return "
+            '.to_dict("records") of it, a list with a dict for each row, or a dict of its columns'
+        )
+    try:
+        array = np.asanyarray(value)
+    except Exception as error:  # for example a tensor that requires a gradient
+        raise WrongOutputError(
+            f"the model returned a {kind}{where} that cannot be converted: {error}"
+        ) from None
+    return array if isinstance(array, np.ma.MaskedArray) else np.asarray(array)
+
+
+def _unmasked_rows(array: Any, where: str) -> tuple[Array, Wrong]:
+    """The numbers, and the rows that have masked ones."""
+    mask = np.ma.getmaskarray(array)
+    if mask.dtype != np.bool_:
+        raise WrongOutputError(f"the model returned a masked structured array{where}")
+    rows = np.flatnonzero(mask.reshape(len(array), -1).any(axis=1)).tolist()
+    error = WrongOutputError(
+        f"the model returned a masked array{where}, and masked values cannot be sent: fill them, for example "
+        "with .filled(numpy.nan)"
+    )
+    return np.asarray(array.data), dict.fromkeys(rows, error)
+
+
+# --- declared outputs --------------------------------------------------------------------------------------
+
+
+def _of_rows(specs: Sequence[TensorSpec], rows: list[Any]) -> Returned:
+    """A list of results of a model that declares outputs."""
+    wrong: Wrong = {row: value for row, value in enumerate(rows) if isinstance(value, BaseException)}
+    names = {spec.name for spec in specs}
+    for row, value in enumerate(rows):
+        if row in wrong or (len(specs) == 1 and not (isinstance(value, Mapping) and value.keys() == names)):
+            continue
+        if not isinstance(value, Mapping):
+            wrong[row] = WrongOutputError(
+                f"the model returned a {type(value).__name__} as the result of a request, but declares the "
+                f"outputs {_shown(names)}: return a dict with these names"
+            )
+        elif value.keys() != names:
+            wrong[row] = WrongOutputError(
+                f"the model returned the outputs {_shown(value)}, but declares {_shown(names)}"
+            )
+    columns: dict[str, _Column] = {}
+    for spec in specs:
+        values = [
+            None if row in wrong
+            else value[spec.name] if isinstance(value, Mapping) and value.keys() == names
+            else value
+            for row, value in enumerate(rows)
+        ]  # fmt: skip
+        columns[spec.name] = _declared_list(values, spec, wrong)
+    return _joined(columns, len(rows))
+
+
+def _declared_list(values: list[Any], spec: TensorSpec, wrong: Wrong | None = None) -> _Column:
+    """A declared output as a list: each value in the declared datatype and shape, or its row is wrong."""
+    wrong = dict(wrong or {})
+    found: list[Any] = [None] * len(values)
+    for row, value in enumerate(values):
+        if row in wrong:
+            continue
+        try:
+            found[row] = value if isinstance(value, BaseException) else _declared_value(value, spec)
+        except Exception as error:  # a model's arrays may be of any class and raise anything
+            wrong[row] = error if isinstance(error, WrongOutputError) else WrongOutputError(
+                f"the model's result in output {spec.name!r} is not {_of(spec)}: {error}"
+            )  # fmt: skip
+        else:
+            if isinstance(found[row], BaseException):
+                wrong[row] = found[row]
+    good = [value for row, value in enumerate(found) if row not in wrong]
+    if spec.datatype == "BYTES" or not good or len({value.shape for value in good}) > 1:
+        return _Column(found, wrong)
+    filler = good[0]
+    return _Column(np.stack([filler if row in wrong else value for row, value in enumerate(found)]), wrong)
+
+
+def _of(spec: TensorSpec) -> str:
+    return f"{spec.datatype} of shape {list(spec.shape)}, as it is declared"
+
+
+def _declared_value(value: Any, spec: TensorSpec) -> Any:
+    """The value of one request as it is declared. Raises WrongOutputError and InvalidArgumentError."""
+    if _is_array(value) and not isinstance(value, np.generic):
+        array = unmasked(value if isinstance(value, np.ndarray) else _as_array(value, ""))
+        column = _declared_array(array[np.newaxis], spec)
+        for error in column.wrong.values():
+            raise error
+        return column.values[0] if isinstance(column.values, list) else column.values[0, ...]
+    if spec.datatype == "BYTES":
+        return _declared_texts(value, spec)
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, bool | int | float) and spec.shape and set(spec.shape) <= {1, -1}:
+        plain = [plain]  # a number has no shape: it is a tensor of one number
+        for _ in spec.shape[1:]:
+            plain = [plain]
+    if isinstance(plain, str | bytes | Mapping) or plain is None:
+        raise WrongOutputError(
+            f"the model returned a {type(plain).__name__} in output {spec.name!r}, which is {_of(spec)}"
+        )
+    array = _numbers_of(plain, spec)
+    column = _declared_array(array[np.newaxis], spec)
+    for error in column.wrong.values():
+        raise error
+    assert isinstance(column.values, np.ndarray)
+    return column.values[0, ...]
+
+
+def _numbers_of(value: Any, spec: TensorSpec) -> Array:
+    """Numbers of one request as an array in which each has its value."""
+    _check_unmasked(value)
+    array = np.asarray(value)  # ValueError for rows of unequal length
+    if array.dtype.kind == "O":
+        raise WrongOutputError(
+            f"the model's result in output {spec.name!r} is not {_of(spec)}: not all of it are "
+            "numbers of 64 bits"
+        )
+    if array.dtype.kind == "f" and spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
+        return array_of(_as_lists(value), spec.datatype, spec.name)  # integers beside floats are rounded
+    return array
+
+
+def _check_unmasked(value: Any) -> None:
+    """Raise ValueError if an array in these lists has masked numbers."""
+    if isinstance(value, np.ma.MaskedArray):
+        unmasked(value)
+    elif isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value)):
+        for item in value:
+            _check_unmasked(item)
+
+
+def _as_lists(value: Any) -> Any:
+    """Nested sequences as lists, and floats that are integers as these."""
+    if isinstance(value, Sequence | np.ndarray):
+        return [_as_lists(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _declared_texts(value: Any, spec: TensorSpec) -> Any:
+    if isinstance(value, str | bytes) and spec.shape == ():
+        return value
+    array = np.array(value if _is_list(value) or isinstance(value, tuple) else [value], object)
+    if isinstance(value, str | bytes) and set(spec.shape) <= {1, -1}:
+        array = array.reshape((1,) * len(spec.shape))
+    _check_texts(array, spec)
+    if not spec.admits(array.shape):
+        raise _wrong_shape(array.shape, spec)
+    return array
+
+
+def _check_texts(array: Array, spec: TensorSpec) -> None:
+    for text in array.flat:
+        if not isinstance(text, str | bytes):
+            raise WrongOutputError(
+                f"the model returned a {type(text).__name__} in output {spec.name!r}, "
+                f"which is declared as BYTES"
+            )
+
+
+def _declared_array(array: Array, spec: TensorSpec) -> _Column:
+    """A declared output as an array with the batch first: each number is in the declared datatype, or its
+    row is wrong. Raises WrongOutputError if all are."""
+    kind = array.dtype.kind
+    if (kind in "US" and spec.datatype != "BYTES") or (kind not in _TEXT_KINDS and spec.datatype == "BYTES"):
+        raise WrongOutputError(
+            f"the model returned {array.dtype} in output {spec.name!r}, which is declared as {spec.datatype}"
+        )
+    if kind == "O":
+        rows = list(array)
+        return _declared_list([row.tolist() if isinstance(row, np.ndarray) else row for row in rows], spec)
+    if not spec.admits(array.shape[1:]):
+        raise _wrong_shape(array.shape[1:], spec)
+    if spec.datatype == "BYTES":
+        return _Column(array, {})
+    try:
+        numbers, lost = in_datatype(array, spec.datatype)
+    except ValueError:
+        raise WrongOutputError(
+            f"the model returned {array.dtype} in output {spec.name!r}, which is declared as {spec.datatype}"
+        ) from None
+    if lost is None:
+        return _Column(numbers, {})
+    rows = np.flatnonzero(lost.reshape(len(array), -1).any(axis=1)).tolist()
+    return _Column(numbers, {row: _lost(array[row], lost[row], spec) for row in rows})
+
+
+def _wrong_shape(shape: Sequence[int], spec: TensorSpec) -> WrongOutputError:
+    return WrongOutputError(
+        f"the model returned an array of shape {list(shape)} for a request in output {spec.name!r}, "
+        f"which is {_of(spec)}"
+    )
+
+
+def _lost(row: Any, lost: Any, spec: TensorSpec) -> WrongOutputError:
+    number = np.asarray(row)[lost].ravel()[0]
+    return WrongOutputError(
+        f"the model returned {number} in output {spec.name!r}, which is {_of(spec)}: "
+        f"{why_lost(np.asarray(row), spec.datatype)}"
+    )
