@@ -52,10 +52,7 @@ _HOST_ERRORS: Final = {
 }
 _HOST_AND_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([\w.-]+))(?::([0-9]{1,5}))?")
 _DATABASE: Final = re.compile("/?|/([0-9]{1,10})/?")
-_CERT_REQS: Final = re.compile(
-    r"(?:ssl\.)?(?:verifymode\.)?(?:cert_)?(none|optional|required)", re.IGNORECASE
-)
-_CERT_REQS_NUMBERS: Final = {"0": "none", "1": "optional", "2": "required"}  # of Python's ssl.VerifyMode
+_CERT_REQS: Final = ("required", "optional", "none")
 _BOOLEANS: Final = {
     **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
     **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
@@ -283,11 +280,11 @@ def _without_effect(text: str) -> str:
 
 
 def _cert_reqs(text: str) -> str:
-    found = _CERT_REQS.fullmatch(text)
-    required = _CERT_REQS_NUMBERS.get(text) if found is None else found[1].lower()
-    if required is None:
-        raise ValueError("must be required, optional or none (also CERT_REQUIRED, CERT_OPTIONAL, CERT_NONE)")
-    return required
+    if text not in _CERT_REQS:
+        raise ValueError(
+            "must be required, optional or none, in these words: CERT_NONE of Python is none, and so on"
+        )
+    return text
 
 
 def _boolean(text: str) -> bool:
