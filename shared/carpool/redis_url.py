@@ -90,6 +90,12 @@ class RedisUrl(NamedTuple):
         """Whether any password is in it."""
         return bool(self.password or self.sentinel_password or "ssl_password" in self.tls)
 
+    @property
+    def has_credentials(self) -> bool:
+        """Whether anything in it says who connects: a user, a password, or a certificate of the client."""
+        users = self.user or self.sentinel_user
+        return bool(users or self.has_password or {"ssl_certfile", "ssl_keyfile"} & self.tls.keys())
+
     def arguments(self) -> dict[str, Any]:
         """For a URL of one server: where a connection of redis-py leads, and how it signs in."""
         if self.scheme == "unix":

@@ -240,7 +240,8 @@ async def _resolve_with(coroutine: Coroutine[Any, Any, Any], future: Future[Any]
     except BaseException as error:
         fail_future(future, error)
     else:
-        resolve_future(future, value)
+        if not future.done():
+            resolve_future(future, value)
 
 
 def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:

@@ -118,9 +118,9 @@ class ThreadFutureSink:
 
 
 def resolve_future(future: Future[Any], value: Any) -> None:
-    """Set the result of a future, unless it is done."""
+    """Set the result of a future, unless it was cancelled."""
     try:
-        if not future.done() and future.set_running_or_notify_cancel():
+        if future.set_running_or_notify_cancel():
             future.set_result(value)
     except BaseException:
         _on_callback_error()

@@ -310,8 +310,10 @@ class Client:
         return thread
 
     @property
-    def _thread(self) -> _ClientThread:
-        """The thread of this process. Raises UnavailableError if it cannot be started."""
+    def _open(self) -> _ClientThread:
+        """The thread of this process, started. Raises UnavailableError if this is closed."""
+        if self._closed:
+            raise UnavailableError(CLOSED)
         thread = self._own
         if not thread.thread.is_started:
             thread.thread.start()
@@ -392,8 +394,9 @@ class Client:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         if "retries" in options:
             return self._start(self._client.infer(model, body, **options), self._own.timeout_s(options))
-        future = self._own.new_future(options)
-        self._submit(_Submission(future, model, body, options))
+        thread = self._open
+        future = thread.new_future(options)
+        thread.submit(_Submission(future, model, body, options))
         return future
 
     def infer_many(
@@ -451,9 +454,9 @@ class Client:
 
         Leaving the iterator early withdraws the request: see Stream.
         """
+        thread = self._open
         target = StreamTarget(queue.SimpleQueue())
-        self._submit(_Submission(target, model, body, options))
-        thread = self._own
+        thread.submit(_Submission(target, model, body, options))
         take = partial(thread.thread.take, limit_s=thread.timeout_s(options))
         return Stream(target, thread.close_stream, take)
 
@@ -462,8 +465,9 @@ class Client:
         AsyncClient.sequence."""
 
         def submit(progress: SequenceProgress, body: Any, options: RequestOptions, end: bool) -> Future[Any]:
-            future = self._own.new_future(options)
-            self._submit(_Submission(future, model, body, options, progress, end))
+            thread = self._open
+            future = thread.new_future(options)
+            thread.submit(_Submission(future, model, body, options, progress, end))
             return future
 
         client, limit_s = self._client, self._own.timeout_s({})
@@ -499,18 +503,11 @@ class Client:
     def _start(self, coroutine: Coroutine[Any, Any, Any], limit_s: float | None = None) -> RequestFuture:
         """Run a coroutine of the client, which itself takes no longer than `limit_s`."""
         try:
-            if self._closed:
-                raise UnavailableError(CLOSED)
-            thread = self._thread
+            thread = self._open.thread
         except UnavailableError:
             coroutine.close()
             raise
-        return thread.thread.run(coroutine, limit_s)
-
-    def _submit(self, submission: _Submission) -> None:
-        if self._closed:
-            raise UnavailableError(CLOSED)
-        self._thread.submit(submission)
+        return thread.run(coroutine, limit_s)
 
     @staticmethod
     def _wait(future: Future[Any]) -> Any:
