@@ -32,9 +32,9 @@ def _of_model_process() -> str:
     if url := os.environ.get("CARPOOL_REDIS_URL"):
         return url
     raise PermissionDeniedError(
-        "a model does not get the credentials of its worker; for a model that sends requests, start the worker "
-        "with CARPOOL_MODEL_REDIS_URL (--model-redis-url), the address of Redis with a user of the role "
-        "producer, or give the client a URL"
+        "a model does not get the credentials of its worker; for a model that sends requests, start the "
+        "worker with CARPOOL_MODEL_REDIS_URL (--model-redis-url), the address of Redis with a user of the "
+        "role producer, or give the client a URL"
     )
 
 

@@ -5,8 +5,8 @@
     wait       for a future that the loop resolves; RequestFuture waits so by itself
     stop       ends the loop; then, or if the thread dies, all that wait fail with the reason, at once
 
-Where gevent or eventlet has replaced threads, a thread is a greenlet, and only asyncio's own event loop waits
-in a way that lets the others run.
+Where gevent or eventlet has replaced threads, a thread is a greenlet, and its event loop must wait in a way
+that lets the others run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import inspect
 import logging
 import os
 import queue
+import selectors
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from carpool.client.sinks import fail_future, resolve_future
@@ -253,25 +255,71 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(asyncio.sleep(0))  # sockets are closed in the iteration after
 
 
+# --- event loops, also where a library has replaced parts of the standard library ----------------------------
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """An event loop for a thread that `threading` starts: uvloop's where it is installed, because a request
-    then costs less of the processor.
-
-    uvloop waits in C: while a greenlet does that, no other runs, for ever. Where gevent has replaced `select`
-    and not threads, its replacement belongs to its own event loop, and fails on this thread.
-    """
+    then costs less of the processor. It waits in C: while a greenlet does that, no other runs, for ever."""
     if _is_replaced("threading"):
-        return asyncio.SelectorEventLoop()
+        return _GreenletLoop()
     try:
         import uvloop  # noqa: PLC0415 (an optional dependency)
     except ImportError:
-        pass
-    else:
-        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        return loop
-    if _is_replaced("select"):
-        return asyncio.SelectorEventLoop(_original_selector())
-    return asyncio.new_event_loop()
+        return _NativeLoop() if _is_replaced("select") else asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def new_queue() -> queue.SimpleQueue[Any]:
+    """A queue for threads that `threading` starts, also where a library has replaced only queues."""
+    if _is_replaced("threading"):
+        return queue.SimpleQueue()
+    new: queue.SimpleQueue[Any] = _original("queue", "SimpleQueue")()
+    return new
+
+
+class _GreenletLoop(asyncio.SelectorEventLoop):
+    """asyncio's event loop in a greenlet. Others may run in other greenlets of the same thread, of which
+    asyncio knows but one running loop: so this is the one only while it calls its callbacks."""
+
+    def __init__(self) -> None:
+        eventlet = sys.modules.get("eventlet.green.selectors")
+        super().__init__((eventlet or selectors).DefaultSelector())
+        self._other: asyncio.AbstractEventLoop | None = None
+        selector: Any = self._selector  # type: ignore[attr-defined]
+        self._select, selector.select = selector.select, self._select_as_no_loop
+
+    def run_forever(self) -> None:
+        """As of every loop."""
+        self._other = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            super().run_forever()
+        finally:
+            asyncio._set_running_loop(self._other)
+
+    def _select_as_no_loop(self, timeout: float | None = None) -> Any:
+        """Wait for sockets, while other greenlets run."""
+        asyncio._set_running_loop(self._other)
+        try:
+            return self._select(timeout)
+        finally:
+            self._other = asyncio._get_running_loop()
+            asyncio._set_running_loop(self)
+
+
+class _NativeLoop(asyncio.SelectorEventLoop):
+    """asyncio's event loop on a real thread, where a library has replaced sockets and queues: what it put in
+    their place waits in an event loop of its own, and fails on this thread and on those of executors."""
+
+    def __init__(self) -> None:
+        super().__init__(_original("selectors", "DefaultSelector")())
+        self._getaddrinfo = _original("socket", "getaddrinfo")
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
+        """As of every loop. It occupies the thread, which only connects meanwhile."""
+        return self._getaddrinfo(host, port, **options)
 
 
 _EVENTLET_NAMES: Final = {"threading": "thread", "select": "select"}
@@ -286,9 +334,9 @@ def _is_replaced(module: str) -> bool:
     )
 
 
-def _original_selector() -> Any:
-    """A selector of the standard library as it was before it was replaced."""
-    gevent = sys.modules.get("gevent.monkey")
-    if gevent is not None and gevent.is_module_patched("select"):
-        return gevent.get_original("selectors", "DefaultSelector")()
-    return sys.modules["eventlet.patcher"].original("selectors").DefaultSelector()
+def _original(module: str, name: str) -> Any:
+    """What the standard library has under a name, also if it was replaced."""
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if gevent is not None:
+        return gevent.get_original(module, name)
+    return getattr(import_module(module) if eventlet is None else eventlet.original(module), name)

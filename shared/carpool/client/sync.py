@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import sys
 import warnings
 from collections import deque
@@ -33,7 +32,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, Unpack
 import numpy as np
 
 from carpool.client.aio import AsyncClient
-from carpool.client.loop_thread import CLOSED, LoopThread, RequestFuture
+from carpool.client.loop_thread import CLOSED, LoopThread, RequestFuture, new_queue
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -455,7 +454,7 @@ class Client:
         Leaving the iterator early withdraws the request: see Stream.
         """
         thread = self._open
-        target = StreamTarget(queue.SimpleQueue())
+        target = StreamTarget(new_queue())
         thread.submit(_Submission(target, model, body, options))
         take = partial(thread.thread.take, limit_s=thread.timeout_s(options))
         return Stream(target, thread.close_stream, take)
