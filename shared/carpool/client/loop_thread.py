@@ -255,7 +255,7 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(asyncio.sleep(0))  # sockets are closed in the iteration after
 
 
-# --- event loops, also where a library has replaced parts of the standard library ----------------------------
+# --- event loops, also where a library has replaced parts of the standard library --------------------------
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
