@@ -1,4 +1,4 @@
-"""The thread of a `Client`: waits for it end, whatever becomes of it, and its event loop suits what threads are."""
+"""The thread of a `Client`: waits for it end, and its event loop suits what threads are."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_client_is_unavailable_if_no_thread_can_be_started(monkeypatch: pytest.M
             call()
 
 
-# --- where a library has replaced parts of the standard library ----------------------------------------------
+# --- where a library has replaced parts of the standard library -------------------------------------------
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
@@ -238,7 +238,7 @@ def test_loop_of_real_threads_finds_names(monkeypatch: pytest.MonkeyPatch) -> No
     assert {address[1] for *_, address in found} == {7}
 
 
-# --- a client in a model process -----------------------------------------------------------------------------
+# --- a client in a model process --------------------------------------------------------------------------
 
 
 def test_client_of_a_model_reads_only_what_its_worker_gives(
