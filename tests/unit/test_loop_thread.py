@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +78,8 @@ def test_requests_of_a_client_fail_when_its_thread_dies(caplog: pytest.LogCaptur
     submitted, stream = client.submit("square", 7), client.stream("square", 7)
     thread.thread.call(raise_system_exit)
     blocked.set()
-    for wait in (submitted.result, lambda: next(stream), lambda: client.infer("square", 1)):
+    waits: list[Callable[[], object]] = [submitted.result, lambda: next(stream)]
+    for wait in (*waits, lambda: client.infer("square", 1)):
         with pytest.raises(UnavailableError):
             wait()
     thread.thread.join(30)
