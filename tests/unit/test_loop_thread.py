@@ -79,7 +79,8 @@ def test_requests_of_a_client_fail_when_its_thread_dies(caplog: pytest.LogCaptur
     thread.thread.call(raise_system_exit)
     blocked.set()
     waits: list[Callable[[], object]] = [submitted.result, lambda: next(stream)]
-    for wait in (*waits, lambda: client.infer("square", 1)):
+    waits.append(lambda: client.infer("square", 1))
+    for wait in waits:
         with pytest.raises(UnavailableError):
             wait()
     thread.thread.join(30)

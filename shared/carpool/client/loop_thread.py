@@ -23,7 +23,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from carpool.client.sinks import fail_future, resolve_future
@@ -339,4 +338,4 @@ def _original(module: str, name: str) -> Any:
     gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if gevent is not None:
         return gevent.get_original(module, name)
-    return getattr(import_module(module) if eventlet is None else eventlet.original(module), name)
+    return getattr(sys.modules[module] if eventlet is None else eventlet.original(module), name)
