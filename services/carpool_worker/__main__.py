@@ -29,7 +29,11 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(WorkerSettings, argv, "carpool worker")
     keep_freed_memory()
     configure_logs(settings.log_level, "worker")
-    os.environ["CARPOOL_LOG_LEVEL"] = settings.log_level  # for the model processes, which have no flags
+    os.environ |= {  # for the model processes, which have no flags
+        "CARPOOL_LOG_LEVEL": settings.log_level,
+        "CARPOOL_PREFIX": settings.prefix,
+        "CARPOOL_MODEL_REDIS_URL": settings.url_for_models,
+    }
     stop = stop_on_signals()
     log = structlog.get_logger()
     try:

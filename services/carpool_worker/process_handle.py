@@ -303,8 +303,11 @@ class ProcessHandle:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of a model process: not how to sign in to Redis, which its code need not know."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    """The variables of a model process: not how its worker signs in to Redis. In their place is the address
+    that a model may use, if there is one. `Client()` and `AsyncClient()` read these two, and no others."""
+    url = os.environ.get("CARPOOL_MODEL_REDIS_URL", "")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    return {**own, "CARPOOL_MODEL_PROCESS": "1"} | ({"CARPOOL_REDIS_URL": url} if url else {})
 
 
 def _exit_cause(code: int) -> str:

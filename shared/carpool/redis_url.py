@@ -52,10 +52,7 @@ _HOST_ERRORS: Final = {
 }
 _HOST_AND_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([\w.-]+))(?::([0-9]{1,5}))?")
 _DATABASE: Final = re.compile("/?|/([0-9]{1,10})/?")
-_CERT_REQS: Final = re.compile(
-    r"(?:ssl\.)?(?:verifymode\.)?(?:cert_)?(none|optional|required)", re.IGNORECASE
-)
-_CERT_REQS_NUMBERS: Final = {"0": "none", "1": "optional", "2": "required"}  # of Python's ssl.VerifyMode
+_CERT_REQS: Final = ("required", "optional", "none")
 _BOOLEANS: Final = {
     **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
     **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
@@ -92,6 +89,12 @@ class RedisUrl(NamedTuple):
     def has_password(self) -> bool:
         """Whether any password is in it."""
         return bool(self.password or self.sentinel_password or "ssl_password" in self.tls)
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether anything in it says who connects: a user, a password, or a certificate of the client."""
+        users = self.user or self.sentinel_user
+        return bool(users or self.has_password or {"ssl_certfile", "ssl_keyfile"} & self.tls.keys())
 
     def arguments(self) -> dict[str, Any]:
         """For a URL of one server: where a connection of redis-py leads, and how it signs in."""
@@ -283,11 +286,11 @@ def _without_effect(text: str) -> str:
 
 
 def _cert_reqs(text: str) -> str:
-    found = _CERT_REQS.fullmatch(text)
-    required = _CERT_REQS_NUMBERS.get(text) if found is None else found[1].lower()
-    if required is None:
-        raise ValueError("must be required, optional or none (also CERT_REQUIRED, CERT_OPTIONAL, CERT_NONE)")
-    return required
+    if text not in _CERT_REQS:
+        raise ValueError(
+            "must be required, optional or none, in these words: CERT_NONE of Python is none, and so on"
+        )
+    return text
 
 
 def _boolean(text: str) -> bool:

@@ -83,6 +83,9 @@ Devices = Annotated[
 ]
 Replicas = Annotated[int, Field(ge=1, le=256)] | Literal["auto"]
 RedisUrl = Annotated[str, AfterValidator(checked_url)]
+OptionalRedisUrl = Annotated[
+    str | None, BeforeValidator(lambda url: url or None), AfterValidator(lambda url: url and checked_url(url))
+]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -248,6 +251,19 @@ class WorkerSettings(CommonSettings):
         description="after SIGTERM finish the requests of a stepping model; else they are handed over "
         "to other workers",
     )
+    model_redis_url: OptionalRedisUrl = Field(
+        None,
+        description="address of Redis for a model that sends requests itself, with a user of the role "
+        "producer (default: that of the worker, if it names no user, password or client certificate)",
+    )
+
+    @property
+    def url_for_models(self) -> str:
+        """The address of Redis that model processes get; empty for none. Not with the worker's credentials:
+        its role may write results and states of all models."""
+        if self.model_redis_url:
+            return self.model_redis_url
+        return "" if parse(self.redis_url).has_credentials else self.redis_url
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)
@@ -339,7 +355,8 @@ def describe(error: ValidationError, kind: type[BaseSettings], prog: str) -> str
                 f"{prog}: {shown} is missing; give it here, or set CARPOOL_{name.upper()} in the environment"
             )
         else:
-            value = problem["input"] if name != "redis_url" else without_password(str(problem["input"]))
+            is_url = name.endswith("redis_url")
+            value = without_password(str(problem["input"])) if is_url else problem["input"]
             lines.append(f"{prog}: {_flag(name)} is {str(value)!r:.80}: {message}")
         field = kind.model_fields.get(name)
         if field is not None and field.description:

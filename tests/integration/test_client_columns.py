@@ -429,7 +429,7 @@ def test_blocking_client_has_infer_many(
     monkeypatch.setattr("carpool.client.sync._new_event_loop", LOOPS[loop])
     array = np.arange(600).reshape(200, 3)
     with Client(url, timeout=15) as client:
-        assert type(client._thread._loop).__module__.startswith("uvloop") == (loop == "uvloop")
+        assert type(client._open.thread.loop).__module__.startswith("uvloop") == (loop == "uvloop")
         assert same(client.infer_many(MODEL, array), array)
         assert client.infer_many(MODEL, iter("abc")) == ["a", "b", "c"]
         futures = [client.submit(MODEL, number) for number in range(100)]

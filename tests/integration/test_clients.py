@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -639,6 +642,68 @@ def test_closed_blocking_client_is_unavailable(stack: Stack) -> None:
     client.close()
     with pytest.raises(UnavailableError, match="closed"):
         client.infer("square", 1)
+
+
+# --- clients that nobody closes ----------------------------------------------------------------------------
+
+
+def producers(stack: Stack) -> int:
+    """The connections of clients, without those of services."""
+    return sum(each["name"].startswith("py-") for each in stack.redis.client_list())
+
+
+def wait_until_disconnected(stack: Stack, before: int) -> None:
+    wait_until(lambda: producers(stack) == before, description="its connections are closed")
+
+
+def test_client_that_nobody_has_is_closed_once_its_requests_have_results(stack: Stack, gate: Path) -> None:
+    gc.collect()
+    before = producers(stack)
+    with pytest.warns(ResourceWarning, match="unclosed Client of redis://"):
+        assert Client(stack.url).infer("square", 7) == 49
+    wait_until_disconnected(stack, before)
+    with pytest.warns(ResourceWarning, match="unclosed Client of redis://"):
+        future = Client(stack.url).submit("Echo", blocking_body(gate))
+    with pytest.warns(ResourceWarning, match="unclosed Client of redis://"):
+        stream = Client(stack.url).stream("Echo", "streamed")
+    gate.touch()
+    assert (future.result(), list(stream)) == (blocking_body(gate), ["streamed"])
+    wait_until_disconnected(stack, before)
+    wait_until(lambda: not clients_threads(), description="the threads have ended")
+
+
+def clients_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "carpool client"]
+
+
+async def test_async_client_that_nobody_has_is_closed(stack: Stack) -> None:
+    """While its event loop goes on, with the timers of its requests."""
+    gc.collect()
+    before = producers(stack)
+    with pytest.warns(ResourceWarning, match="unclosed AsyncClient of redis://"):
+        assert await AsyncClient(stack.url).infer("square", 7) == 49
+    await asyncio.to_thread(wait_until_disconnected, stack, before)
+    client = AsyncClient(stack.url)
+    await client.infer("Echo", 1)
+    future = client.submit("Echo", 2)
+    with pytest.warns(ResourceWarning, match="unclosed AsyncClient of redis://"):
+        del client
+        assert await future == 2
+        del future
+        await asyncio.sleep(0)
+    await asyncio.to_thread(wait_until_disconnected, stack, before)
+
+
+def test_program_that_closes_no_client_ends_at_once_and_silently(stack: Stack) -> None:
+    code = (
+        "from carpool import Client\n"
+        f"client = Client({stack.url!r}); print(client.infer('square', 7))\n"
+        f"Client({stack.url!r}).infer('square', 8)\n"
+        "future = client.submit('square', 9)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "49\n", "")
 
 
 def test_body_is_sent_as_json_if_the_content_type_says_so(blocking: Client, stack: Stack, gate: Path) -> None:

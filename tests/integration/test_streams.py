@@ -20,6 +20,7 @@ from carpool.client import AsyncStream
 from carpool.client.entries import LARGE_BODY_BYTES
 from carpool.errors import (
     AbortedError,
+    CancelledRequestError,
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
@@ -444,6 +445,38 @@ async def test_leaving_async_for_withdraws_the_request(
     await asyncio.to_thread(service.wait_for_withdrawal, request.correlation_id)
 
 
+async def test_leaving_async_for_withdraws_also_if_a_variable_holds_the_stream(
+    client: AsyncClient, service: StreamingService
+) -> None:
+    stream = client.stream(MODEL, "x")
+    (request,) = await take(service)
+    service.write(request, chunk(request, 0, pack("a")))
+    async for text in stream:
+        assert text == "a"
+        break
+    await asyncio.to_thread(service.wait_for_withdrawal, request.correlation_id)
+    for read_on in (lambda: collect(stream), lambda: anext(stream)):
+        with pytest.raises(CancelledRequestError, match="a loop over this stream was left before its end"):
+            await read_on()
+
+
+async def test_stream_is_read_in_a_loop_after_some_chunks_and_by_several_loops(
+    client: AsyncClient, service: StreamingService
+) -> None:
+    stream = client.stream(MODEL, "x")
+    (request,) = await take(service)
+    service.write(request, chunk(request, 0, pack("a")), chunk(request, 1, pack("b")))
+    assert await anext(stream) == "a"
+    other = aiter(stream)
+    async for text in stream:
+        assert text == "b"
+        break  # the other loop goes on
+    service.write(request, chunk(request, 2, pack("c")), final(request, pack("abc"), index=3))
+    assert [text async for text in other] == ["c"]
+    assert stream.reply is not None and stream.reply.value == "abc"
+    assert service.withdrawn == []
+
+
 async def test_stream_that_has_ended_is_not_withdrawn(client: AsyncClient, service: StreamingService) -> None:
     stream, other = client.stream(MODEL, "x"), client.stream(MODEL, "y")
     first, second = await take(service, 2)
@@ -643,6 +676,20 @@ def test_leaving_a_loop_withdraws_the_request(
     service.write(request, chunk(request, 0, pack("a")))
     reader.result(15)
     service.wait_for_withdrawal(request.correlation_id)
+
+
+def test_leaving_a_loop_withdraws_also_if_a_variable_holds_the_stream(
+    blocking: Client, service: StreamingService
+) -> None:
+    stream = blocking.stream(MODEL, "x")
+    (request,) = service.take()
+    service.write(request, chunk(request, 0, pack("a")))
+    for text in stream:
+        assert text == "a"
+        break
+    service.wait_for_withdrawal(request.correlation_id)
+    with pytest.raises(CancelledRequestError, match="a loop over this stream was left before its end"):
+        next(stream)
 
 
 def test_closing_a_stream_ends_it_for_a_thread_that_waits(

@@ -273,9 +273,8 @@ async def test_untrusted_authority_is_rejected(stack: Stack, certificates: Certi
         assert "CARPOOL_REDIS_CA_FILE" in error
 
 
-@pytest.mark.parametrize("spelling", ["none", "None", "CERT_NONE", "ssl.CERT_NONE"])
-def test_certificate_is_not_checked_if_the_url_says_so(elsewhere: ConfiguredRedis, spelling: str) -> None:
-    url = f"rediss://127.0.0.1:{elsewhere.port}/0?ssl_cert_reqs={spelling}"
+def test_certificate_is_not_checked_if_the_url_says_so(elsewhere: ConfiguredRedis) -> None:
+    url = f"rediss://127.0.0.1:{elsewhere.port}/0?ssl_cert_reqs=none"
     link = Link(url, name="link")
     assert link.call("PING") == b"PONG"
     link.close()
@@ -283,9 +282,9 @@ def test_certificate_is_not_checked_if_the_url_says_so(elsewhere: ConfiguredRedi
         pass
 
 
-async def test_certificate_is_checked_however_that_is_spelt(elsewhere: ConfiguredRedis) -> None:
-    for spelling in ("required", "CERT_REQUIRED", "optional"):
-        url = f"rediss://127.0.0.1:{elsewhere.port}/0?ssl_cert_reqs={spelling}"
+async def test_certificate_is_checked_if_the_url_says_so(elsewhere: ConfiguredRedis) -> None:
+    for required in ("required", "optional"):
+        url = f"rediss://127.0.0.1:{elsewhere.port}/0?ssl_cert_reqs={required}"
         assert "certificate verify failed" in await connection_error(url)
 
 

@@ -76,10 +76,10 @@ def test_user_and_password_may_also_come_from_options_of_the_url() -> None:
 
 
 def test_tls_file_is_added_to_options(working_directory: Path) -> None:
-    for given in ("rediss://h", "rediss://h/0?", "rediss://u:p%3F@h/0?ssl_cert_reqs=None"):
+    for given in ("rediss://h", "rediss://h/0?", "rediss://u:p%3F@h/0?ssl_cert_reqs=none"):
         read = parse(url("--redis-url", given, "--redis-ca-file", "a b.crt"))
         assert read.tls["ssl_ca_certs"] == str(working_directory / "a b.crt")
-        assert read.tls.get("ssl_cert_reqs") == ("none" if "None" in given else None)
+        assert read.tls.get("ssl_cert_reqs") == ("none" if "none" in given else None)
 
 
 def test_environment_overrides_dot_env(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Producers in Python: `AsyncClient`, and `Client` for programs without an event loop.
 
 sync          Client: AsyncClient on a thread of its own
+loop_thread   the thread of Client: its event loop, and waits that end
 aio           AsyncClient
 environment   where to connect to, if no URL is given
 options       the options of requests

@@ -8,25 +8,31 @@ timeouts among it, is done for an entry.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import sys
 import time
+import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Iterable,
     Mapping,
 )
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import count, islice
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self, Unpack
+from typing import Any, Final, NoReturn, Self, TypeVar, Unpack
+from weakref import WeakMethod
 
 import numpy as np
 
+from carpool.address import without_password
 from carpool.client.awaited import AwaitedRequests
 from carpool.client.cluster import ClusterTransport
 from carpool.client.durability import Durability
@@ -77,6 +83,8 @@ from carpool.wire.tensors import Array, to_bytes
 
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
+T = TypeVar("T")
+
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
 # Of a body. At a larger string, a Redis as ops/redis configures it closes the connection, each time anew.
 STRING_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -91,6 +99,9 @@ class AsyncClient:
     `durability`: when a request counts as accepted. "none": when Redis has it in memory; "replicas=N": when N
         replicas have it, too; "fsync": when it is on the disk of Redis. See `flush`.
     `timed_out`: how many requests failed because no result came within their timeout.
+
+    One that nobody has any more, and whose requests have results, closes itself, with a ResourceWarning. For
+    that, what belongs to the event loop (connections, timers) does not keep it.
     """
 
     def __init__(
@@ -101,30 +112,30 @@ class AsyncClient:
         timeout: float | None = DEFAULT_TIMEOUT_S,
         durability: str = "none",
     ) -> None:
-        url, self._prefix = connection(url, prefix)
+        self._url, self._prefix = connection(url, prefix)
         self._timeout_s = checked_timeout_s(timeout)
         self.timed_out = 0
         self._name = f"py-{secrets.token_hex(8)}"
         self._numbers = count()
         self._channels: dict[str, Channel] = {}  # by model
-        self._awaited = AwaitedRequests(self._withdraw)
+        self._awaited = AwaitedRequests(_weakly(self._withdraw))
         # Entries to be sent after this iteration of the event loop, and those that take more requests.
         self._in_full = 0  # requests in those of `_collected` that are full
         self._collected: list[OutgoingEntry | SequencesEnded] = []
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
-        self._lookup = ModelLookup(self._call, self._prefix)
+        self._lookup = ModelLookup(_weakly(self._call), self._prefix)
         self._values, self._replies, self._streams = FutureSink(), ReplySink(), StreamSink()
         self._lookups: set[asyncio.Task[None]] = set()  # of models, for streams
-        self._timeouts = Timeouts(self._on_timeout)
+        self._timeouts = Timeouts(_weakly(self._on_timeout))
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
-        self._transport = self._new_transport(url, Durability.of(durability))
+        self._transport = self._new_transport(self._url, Durability.of(durability))
         self._model_lookups: set[asyncio.Future[None]] = set()  # under way
 
     def _new_transport(self, url: str, durability: Durability) -> Transport | ClusterTransport:
         on_results, on_rejected = self._awaited.on_results, self._awaited.fail
-        parts = (url, self._name, on_results, on_rejected, self._on_unconfirmed)
+        parts = (url, self._name, on_results, on_rejected, _weakly(self._on_unconfirmed))
         unanswered = self._awaited.of_entries
         if not is_cluster(url):
             return Transport(*parts, unanswered, durability)
@@ -138,6 +149,11 @@ class AsyncClient:
         raise TypeError(
             "an AsyncClient has connections, so it cannot be pickled into another process: make one in each"
         )
+
+    @property
+    def address(self) -> str:
+        """The URL without user name and password."""
+        return without_password(self._url)
 
     @property
     def late_results(self) -> int:
@@ -167,7 +183,7 @@ class AsyncClient:
         if self._closed:
             raise UnavailableError("this client is closed")
         if self._opening is None:
-            self._loop = asyncio.get_running_loop()
+            self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
             self._opening = asyncio.ensure_future(self._transport.open())
         self._check_loop()
         opening = self._opening
@@ -190,6 +206,19 @@ class AsyncClient:
         await self._transport.close()
         self._awaited.fail_all("the client was closed before there was a result")
         self._timeouts.close()
+
+    def __del__(self) -> None:
+        opening = getattr(self, "_opening", None)  # None: no connection was begun
+        if opening is None or self._closed or sys.is_finalizing() or self._pid != os.getpid():
+            return
+        with suppress(RuntimeError):  # the event loop is closed: then nothing of it is open
+            self._loop.call_soon_threadsafe(_abandon, self._transport, self._timeouts)
+        warnings.warn(
+            f"unclosed AsyncClient of {self.address}: use it in an `async with`, or await close()",
+            ResourceWarning,
+            source=self,
+            stacklevel=2,
+        )
 
     async def flush(self) -> None:
         """Wait until Redis has accepted all requests that were sent before, as `durability` demands.
@@ -395,7 +424,8 @@ class AsyncClient:
 
         Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
         """
-        await self._lookup.wait_ready(model, checked_timeout_s(timeout))
+        timeout_s = checked_timeout_s(timeout)
+        await self._in_time(self._lookup.wait_ready(model, timeout_s), timeout_s)
 
     # --- commands beside the requests ----------------------------------------------------------------------
 
@@ -404,7 +434,7 @@ class AsyncClient:
         lookup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._model_lookups.add(lookup)
         try:
-            return await self._look_up(model, timeout_s)
+            return await self._in_time(self._look_up(model, timeout_s), timeout_s)
         finally:
             self._model_lookups.discard(lookup)
             lookup.cancel()
@@ -418,6 +448,18 @@ class AsyncClient:
             self._transport.add_channel(channel)
         return channel
 
+    async def _in_time(self, lookup: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """The result of a look-up, which itself takes no longer than `timeout_s` as long as Redis replies."""
+        try:
+            async with asyncio.timeout(None if timeout_s is None else timeout_s + 2 * POLL_S):
+                return await lookup
+        except TimeoutError as late:
+            if isinstance(late, CarpoolError):
+                raise
+            error = self._transport.connection_error
+            cause = f" ({error.detail})" if error else ""
+            raise DeadlineExceededError(f"Redis did not reply within {timeout_s:g} s{cause}") from None
+
     async def _find(self, model: str, options: RequestOptions) -> tuple[Channel, RequestOptions]:
         """The channel of a model that is new to this client. If a worker is loading it, that is waited for,
         and the options have what is left of the timeout, and of `not_before`."""
@@ -428,9 +470,9 @@ class AsyncClient:
 
     async def _call(self, *command: str) -> Any:
         """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""
-        await self.connect()
         try:
             async with asyncio.timeout(self._timeout_s):
+                await self.connect()
                 reply = await self._transport.call_again(*command)
         except TimeoutError:
             error = self._transport.connection_error
@@ -694,6 +736,23 @@ def _unconfirmed(correlation_id: str) -> UnconfirmedError:
     return UnconfirmedError(
         "the connection was lost before Redis confirmed the request", correlation_id=correlation_id
     )
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does not keep its object. Once that is gone, a call does nothing."""
+    reference = WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*arguments)
+
+    return call
+
+
+def _abandon(transport: Transport | ClusterTransport, timeouts: Timeouts) -> None:
+    """Disconnect a client that is gone. Runs on the thread of the event loop."""
+    transport.abandon()
+    timeouts.close()
 
 
 async def _iterate(bodies: Iterable[Any]) -> AsyncIterator[Any]:

@@ -56,6 +56,12 @@ class ClusterTransport:
         for transport in self._open:
             await transport.close()
 
+    def abandon(self) -> None:
+        """As Transport.abandon."""
+        self._closed = True
+        for opening in self._opening.values():
+            opening.add_done_callback(_abandon_opened)
+
     async def _transport_of(self, key: str) -> Transport:
         slot = slot_of(key)
         opening = self._opening.get(slot)
@@ -139,3 +145,8 @@ class ClusterTransport:
     def losses(self) -> int:
         """How often any connection was lost."""
         return sum([transport.losses for transport in self._open])
+
+
+def _abandon_opened(opening: asyncio.Future[Transport]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().abandon()

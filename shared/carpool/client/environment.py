@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from carpool.errors import InvalidArgumentError
+from carpool.errors import InvalidArgumentError, PermissionDeniedError
 from carpool.keys import DEFAULT_PREFIX
 from carpool.redis_url import checked_url
 
@@ -14,15 +14,28 @@ def connection(url: str | None, prefix: str | None) -> tuple[str, str]:
 
     A URL that is given is all there is to say, so that credentials go to no other server than theirs. Without
     one, all settings are read as services and commands read them: from CARPOOL_* variables, then `.env`, then
-    defaults. Raises InvalidArgumentError, which names what is wrong.
+    defaults. In a model process there is only what its worker gives to it. Raises InvalidArgumentError, which
+    names what is wrong, and PermissionDeniedError.
     """
-    if not url:
+    if not url and "CARPOOL_MODEL_PROCESS" in os.environ:
+        url = _of_model_process()
+    elif not url:
         return _from_settings(prefix)
     try:
         checked_url(url)
     except ValueError as error:
         raise InvalidArgumentError(f"url: {error}") from None
     return url, prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
+
+
+def _of_model_process() -> str:
+    if url := os.environ.get("CARPOOL_REDIS_URL"):
+        return url
+    raise PermissionDeniedError(
+        "a model does not get the credentials of its worker; for a model that sends requests, start the "
+        "worker with CARPOOL_MODEL_REDIS_URL (--model-redis-url), the address of Redis with a user of the "
+        "role producer, or give the client a URL"
+    )
 
 
 def _from_settings(prefix: str | None) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Each request has a target, which its sink gets with the result: a future, or the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple, Protocol
@@ -15,6 +16,7 @@ import numpy as np
 from carpool.errors import CarpoolError
 from carpool.wire.tensors import Array
 
+_LOG: Final = logging.getLogger("carpool.client")
 COLUMN_KEPT_BYTES_MAX: Final = 256 * 1024
 
 
@@ -101,21 +103,42 @@ class ThreadFutureSink:
 
     def put(self, correlation_id: str, target: Future[Any], value: Any, served: Served) -> None:
         """Resolve the future, unless it was cancelled."""
-        if target.set_running_or_notify_cancel():
-            target.set_result(value)
+        resolve_future(target, value)
 
     def put_rows(
         self, correlation_ids: Sequence[str], targets: list[Future[Any]], array: Array, served: Served
     ) -> None:
         """Resolve each future with its row."""
         for target, row in zip(targets, rows_of(array), strict=True):
-            if target.set_running_or_notify_cancel():
-                target.set_result(row)
+            resolve_future(target, row)
 
     def fail(self, target: Future[Any], error: Exception) -> None:
         """Set the exception of the future, unless it was cancelled."""
-        if target.set_running_or_notify_cancel():
-            target.set_exception(error)
+        fail_future(target, error)
+
+
+def resolve_future(future: Future[Any], value: Any) -> None:
+    """Set the result of a future, unless it was cancelled."""
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(value)
+    except BaseException:
+        _on_callback_error()
+
+
+def fail_future(future: Future[Any], error: BaseException) -> None:
+    """Set the exception of a future, unless it is done."""
+    try:
+        if not future.done() and future.set_running_or_notify_cancel():
+            future.set_exception(error)
+    except BaseException:
+        _on_callback_error()
+
+
+def _on_callback_error() -> None:
+    """A callback of a future raised what `concurrent.futures` lets through, such as SystemExit. It must not
+    end the thread on which it ran: the results of all others come there."""
+    _LOG.exception("a callback of a future raised")
 
 
 class ReplySink(FutureSink):

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from carpool.client.sinks import Reply, Served, rows_of
-from carpool.errors import InternalError
+from carpool.errors import CancelledRequestError, InternalError
 from carpool.wire.tensors import Array
 
 
@@ -119,6 +119,10 @@ class _Reader:
     def __init__(self, target: StreamTarget) -> None:
         self._target = target
         self._is_over = False
+        self._was_left = False  # a loop over it, before its end
+        self._loops: list[
+            object
+        ] = []  # one item for each loop that is under way; in several threads, perhaps
         self._reply: Reply | None = None
 
     @property
@@ -132,6 +136,30 @@ class _Reader:
     def correlation_id(self) -> str | None:
         """The request's; None while its model is looked up."""
         return self._target.correlation_id
+
+    def _close_left(self) -> None:
+        """Withdraw the request: the last loop over this was left. On any thread."""
+        raise NotImplementedError
+
+    def _on_loop(self) -> None:
+        """A loop over this begins. Raises CancelledRequestError if another one was left early."""
+        self._check_not_left()
+        self._loops.append(self)
+
+    def _on_loop_left(self) -> None:
+        """A loop over this has ended, and nobody can continue it."""
+        self._loops.pop()
+        if not (self._is_over or self._loops):
+            self._is_over = self._was_left = True
+            self._close_left()
+
+    def _check_not_left(self) -> None:
+        if self._was_left:
+            raise CancelledRequestError(
+                "a loop over this stream was left before its end, which withdraws the request; to read on "
+                "after some chunks, take these with next(stream), or with await anext(stream)",
+                correlation_id=self.correlation_id,
+            )
 
     def _finish(self, end: _End) -> None:
         """Take the end of the queue. Raises the error with which the request ended."""
@@ -147,8 +175,10 @@ class _Reader:
 class AsyncStream(_Reader):
     """The chunks of one request, as an async iterator. Raises the CarpoolError of the result's status.
 
-    The request is withdrawn if it has no final result when the iterator is closed (`aclose`, or the end of
-    `async with`) or dropped, as by leaving `async for`, or when a task that waits for a chunk is cancelled.
+    The request is withdrawn if it has no final result when an `async for` over this is left, by `break` or an
+    error, also if a variable holds this; when this is closed (`aclose`, or the end of `async with`) or
+    dropped; and when a task that waits for a chunk is cancelled. `anext` takes one chunk, and withdraws
+    nothing.
     """
 
     def __init__(
@@ -162,12 +192,13 @@ class AsyncStream(_Reader):
         self._close = close
         self._loop = loop
 
-    def __aiter__(self) -> Self:
-        return self
+    def __aiter__(self) -> _AsyncLoop:
+        return _AsyncLoop(self)
 
     async def __anext__(self) -> Any:
         """The next chunk: an emitted value, or several that were merged because they were read slowly."""
         if self._is_over:
+            self._check_not_left()
             raise StopAsyncIteration
         try:
             item = await self._queue.get()
@@ -193,37 +224,65 @@ class AsyncStream(_Reader):
     ) -> None:
         await self.aclose()
 
-    def __del__(self) -> None:
+    def _close_left(self) -> None:
         if not self._target.ended:
             with suppress(RuntimeError):  # the event loop is closed
-                self._loop.call_soon_threadsafe(self._close, self._target)  # this may be any thread
+                self._loop.call_soon_threadsafe(self._close, self._target)
+
+    def __del__(self) -> None:
+        self._close_left()
+
+
+class _AsyncLoop:
+    """One `async for` over a stream. Only the loop has this, and drops it when it is left. So a `break` is
+    noticed at once, whoever holds the stream."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: AsyncStream) -> None:
+        stream._on_loop()
+        self._stream = stream
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self._stream.__anext__()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stream"):
+            self._stream._on_loop_left()
 
 
 class Stream(_Reader):
     """The chunks of one request, as a blocking iterator. Raises the CarpoolError of the result's status.
 
-    The request is withdrawn if it has no final result when the iterator is closed (`close`, or the end of
-    `with`) or dropped, as by leaving `for`.
+    The request is withdrawn if it has no final result when a `for` over this is left, by `break` or an error,
+    also if a variable holds this, and when this is closed (`close`, or the end of `with`) or dropped. `next`
+    takes one chunk, and withdraws nothing.
     """
 
     def __init__(
         self,
         target: StreamTarget,
         close: Callable[[StreamTarget], None],  # on any thread
+        take: Callable[[SimpleQueue[Any]], Any],  # waits for an item
     ) -> None:
         super().__init__(target)
         self._queue: Any = target.queue
         self._close = close
+        self._take = take
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> _Loop:
+        return _Loop(self)
 
     def __next__(self) -> Any:
         """The next chunk: an emitted value, or several that were merged because they were read slowly."""
         if self._is_over:
+            self._check_not_left()
             raise StopIteration
         try:
-            item = self._queue.get()
+            item = self._take(self._queue)
         except BaseException:  # such as Ctrl-C
             self.close()
             raise
@@ -235,6 +294,9 @@ class Stream(_Reader):
     def close(self) -> None:
         """Take no more chunks. Withdraws the request if it has no final result."""
         self._is_over = True
+        self._close_left()
+
+    def _close_left(self) -> None:
         if not self._target.ended:
             self._close(self._target)
 
@@ -248,3 +310,23 @@ class Stream(_Reader):
 
     def __del__(self) -> None:
         self.close()
+
+
+class _Loop:
+    """One `for` over a stream. Only the loop has this, and drops it when it is left: see _AsyncLoop."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: Stream) -> None:
+        stream._on_loop()
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self._stream.__next__()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stream"):
+            self._stream._on_loop_left()

@@ -11,42 +11,49 @@ with Client("redis://127.0.0.1:6379/0") as client:
     with client.sequence("vad") as microphone:       # of a model that keeps a state
         speech = microphone.infer(sound)
 
-The thread runs uvloop where it is installed (`pip install carpool[uvloop]`).
+The thread runs uvloop where it is installed (`pip install carpool[uvloop]`), but for programs under gevent or
+eventlet: see `loop_thread`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import threading
+import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar, Unpack
+from typing import Any, Final, NamedTuple, NoReturn, Self, Unpack
 
 import numpy as np
 
 from carpool.client.aio import AsyncClient
 from carpool.client.encoding import CONSTANT_TYPES, bodies_to_send
+from carpool.client.loop_thread import CLOSED, LoopThread, RequestFuture, new_queue
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
     RequestOptions,
     check_in_flight,
+    checked_timeout_s,
 )
 from carpool.client.sequences import BlockingSequence, SequenceProgress
-from carpool.client.sinks import Reply, ThreadFutureSink
+from carpool.client.sinks import Reply, ThreadFutureSink, fail_future
 from carpool.client.streams import Stream, StreamTarget
-from carpool.errors import UnavailableError
+from carpool.errors import InvalidArgumentError, UnavailableError
 from carpool.wire.tensors import Array
 
 __all__ = ["AsyncClient", "Client", "Reply", "Stream"]
 
-T = TypeVar("T")
+CLOSING_S_MAX: Final = 10.0
+IDLE_CHECK_S: Final = 0.1
+_LOG: Final = logging.getLogger("carpool.client")
+# In the child of a fork: the threads of the parent's Clients. To destroy them would change what it waits for.
+_INHERITED: Final[list[object]] = []
 
 
 class _Submission(NamedTuple):
@@ -64,14 +71,26 @@ class _Submission(NamedTuple):
         target = self.target
         if isinstance(target, StreamTarget):
             target.fail(error)
-        elif target.set_running_or_notify_cancel():
-            target.set_exception(error)
+        else:
+            fail_future(target, error)
 
 
 class _ThreadClient(AsyncClient):
     """AsyncClient with requests of other threads, whose results go to the futures of these threads."""
 
     _thread_futures = ThreadFutureSink()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is to be sent, or has no result."""
+        return not self._awaited and not self._collected
+
+    def on_loop_end(self, why: str) -> None:
+        """The event loop has stopped, perhaps while requests waited: these fail."""
+        self._closed = True
+        self._transport.abandon()
+        self._awaited.fail_all(why)
+        self._timeouts.close()
 
     async def send_to_new_model(self, submission: _Submission) -> None:
         """Look the model up, then send the request."""
@@ -153,48 +172,77 @@ class _ClientThread:
 
     def __init__(self, url: str | None, prefix: str | None, timeout: float | None, durability: str) -> None:
         self.client = _ThreadClient(url, prefix=prefix, timeout=timeout, durability=durability)
-        self._loop = _new_event_loop()
+        self._timeout_s = checked_timeout_s(timeout)
+        self.thread = LoopThread(self._on_thread_end)
         self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
         self._submission_scheduled = False
-        self._lookups: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="carpool client", daemon=True)
-        self._starting = threading.Lock()
-        self.is_started = False
+        self._lookups: dict[asyncio.Task[None], _Submission] = {}  # of models, under way
+        self._closing: asyncio.Task[None] | None = None
 
-    def ensure_started(self) -> None:
-        """Start the thread, if no other thread did."""
-        with self._starting:
-            if not self.is_started:
-                self.is_started = True
-                self._thread.start()
+    def new_future(self, options: RequestOptions) -> RequestFuture:
+        """The future of a request with these options."""
+        return RequestFuture(self.thread, self.timeout_s(options))
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of the client."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def timeout_s(self, options: RequestOptions) -> float | None:
+        """How long a request may take; for options that are wrong, how long it may take to say so."""
+        if "timeout" not in options:
+            return self._timeout_s
+        try:
+            return checked_timeout_s(options["timeout"])
+        except InvalidArgumentError:
+            return self._timeout_s
 
-    def submit(self, submission: _Submission) -> None:
-        """Send a request. All that is submitted until the loop wakes is sent together."""
-        self._submitted.append(submission)
+    def submit(
+        self,
+        target: Future[Any] | StreamTarget,
+        model: str,
+        body: Any,
+        options: RequestOptions,
+        sequence: SequenceProgress | None = None,
+        ends: bool = False,
+    ) -> None:
+        """Send a request soon, as its body and options are now. All that is submitted until the loop wakes is
+        sent together."""
+        if options or type(body) not in CONSTANT_TYPES:
+            body, options = self.client.take(body, options)
+        self._submitted.append(_Submission(target, model, body, options, sequence, ends))
         if not self._submission_scheduled:
             self._submission_scheduled = True
-            self._loop.call_soon_threadsafe(self._send_submitted)
+            self.thread.call(self._send_submitted)
+        if self.thread.why_ended:  # perhaps just now
+            self._fail_submitted(self.thread.why_ended)
 
     def close_stream(self, target: StreamTarget) -> None:
-        """The reader of a stream wants no more."""
-        with suppress(RuntimeError):  # the event loop is closed, and every stream has ended
-            self._loop.call_soon_threadsafe(self.client.close_stream, target)
+        """The reader of a stream wants no more. If the thread has ended, every stream has."""
+        self.thread.call(self.client.close_stream, target)
 
     def close(self) -> None:
         """Disconnect, and end the thread. Requests without a result fail."""
-        self.start(self._close()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        while self._submitted:  # by other threads, too late for the loop
-            self._submitted.popleft().fail(UnavailableError("this client is closed"))
+        thread = self.thread
+        if not thread.is_started or thread.why_ended:
+            thread.stop()
+        elif thread.is_current:  # a callback of a future closes the client
+            thread.loop.create_task(self._close_and_stop())
+        else:
+            closing = thread.run(self._close_and_stop())
+            try:
+                closing.result(CLOSING_S_MAX)
+            except TimeoutError:
+                _LOG.warning(
+                    "the thread of a client was not closed within %g s: it is blocked", CLOSING_S_MAX
+                )
+                return
+            except UnavailableError:  # the thread has ended meanwhile
+                pass
+            thread.join(CLOSING_S_MAX)
+
+    def abandon(self) -> None:
+        """Nobody has the client any more: close it once all requests have their results. On any thread."""
+        self.thread.call(self._close_when_idle)
+
+    # --- on the loop's thread ------------------------------------------------------------------------------
 
     def _send_submitted(self) -> None:
-        """Runs on the loop's thread."""
         self._submission_scheduled = False
         while self._submitted:
             submission = self._submitted.popleft()
@@ -204,9 +252,15 @@ class _ClientThread:
                 submission.fail(error)
                 continue
             if not is_sent:
-                lookup = self._loop.create_task(self.client.send_to_new_model(submission))
-                self._lookups.add(lookup)
-                lookup.add_done_callback(self._lookups.discard)
+                lookup = self.thread.loop.create_task(self.client.send_to_new_model(submission))
+                self._lookups[lookup] = submission
+                lookup.add_done_callback(self._lookups.pop)
+
+    async def _close_and_stop(self) -> None:
+        try:
+            await self._close()
+        finally:
+            self.thread.stop()
 
     async def _close(self) -> None:
         """Close the client, and let every call in other threads end before the event loop stops."""
@@ -218,12 +272,38 @@ class _ClientThread:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
+    def _close_when_idle(self) -> None:
+        loop = self.thread.loop
+        if self._submitted or self._lookups or not (self.thread.is_idle and self.client.is_idle):
+            loop.call_later(IDLE_CHECK_S, self._close_when_idle)
+        else:
+            self._closing = loop.create_task(self._close_and_stop())
+
+    def _on_thread_end(self, why: str) -> None:
+        """The loop has stopped: all that wait for it fail."""
+        for submission in list(self._lookups.values()):
+            submission.fail(UnavailableError(why))
+        self._fail_submitted(why)
+        self.client.on_loop_end(why)
+
+    def _fail_submitted(self, why: str) -> None:
+        """Runs on any thread."""
+        while self._submitted:
+            try:
+                submission = self._submitted.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            submission.fail(UnavailableError(why))
+
 
 class Client:
     """`AsyncClient` on a thread of its own. Any number of threads may share one Client.
 
     Threads do not survive a fork. So in a child process (gunicorn with --preload, Celery, multiprocessing) a
     Client has another thread, with connections of its own: what was sent before belongs to the parent.
+
+    The thread ends with `close` or the end of a `with`. A Client that nobody has any more closes itself, with
+    a ResourceWarning, once its requests have their results.
     """
 
     def __init__(
@@ -235,29 +315,53 @@ class Client:
         durability: str = "none",
     ) -> None:
         self._new_thread = partial(_ClientThread, url, prefix, timeout, durability)
-        # By process ID. That of a parent is kept: to destroy it would change what the parent waits for.
-        self._threads = {os.getpid(): self._new_thread()}
+        self._threads = {os.getpid(): self._new_thread()}  # by process ID
         self._closed = False
 
     @property
-    def _thread(self) -> _ClientThread:
-        """The thread of this process."""
+    def _own(self) -> _ClientThread:
+        """The thread of this process, started or not."""
         pid = os.getpid()
         thread = self._threads.get(pid)
         if thread is None:
             thread = self._threads.setdefault(pid, self._new_thread())
-        if not thread.is_started:
-            thread.ensure_started()
+            _INHERITED.append(self._threads)
+        return thread
+
+    @property
+    def _open(self) -> _ClientThread:
+        """The thread of this process, started. Raises UnavailableError if this is closed."""
+        if self._closed:
+            raise UnavailableError(CLOSED)
+        thread = self._own
+        if not thread.thread.is_started:
+            thread.thread.start()
         return thread
 
     @property
     def _client(self) -> _ThreadClient:
-        return self._thread.client
+        return self._own.client
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Client has connections, so it cannot be pickled into another process: make one in each"
         )
+
+    def __del__(self) -> None:
+        threads = getattr(self, "_threads", None)  # None: its URL was refused
+        if threads is None or self._closed or sys.is_finalizing():
+            return
+        thread = threads.get(os.getpid())
+        if thread is None:  # that of a parent
+            _INHERITED.append(threads)
+        elif thread.thread.is_started and not thread.thread.why_ended:
+            thread.abandon()
+            warnings.warn(
+                f"unclosed Client of {thread.client.address}: use it in a `with`, or call close()",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Self:
         try:
@@ -289,11 +393,11 @@ class Client:
 
     def connect(self) -> None:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached."""
-        self._start(self._client.connect()).result()
+        self._wait(self._start(self._client.connect()))
 
     def flush(self) -> None:
         """As AsyncClient.flush."""
-        self._start(self._client.flush()).result()
+        self._wait(self._start(self._client.flush(), self._own.timeout_s({})))
 
     def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """Send a request and return the model's result; options and errors as for AsyncClient.infer."""
@@ -301,16 +405,19 @@ class Client:
 
     def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, but also return how the request was executed."""
-        return self._wait(self._start(self._client.request(model, body, **options)))
+        limit_s = self._own.timeout_s(options)
+        reply: Reply = self._wait(self._start(self._client.request(model, body, **options), limit_s))
+        return reply
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         if "retries" in options:
             client = self._client
             body, options = client.take(body, options)
-            return self._start(client.infer(model, body, **options))
-        future: Future[Any] = Future()
-        self._submit(future, model, body, options)
+            return self._start(client.infer(model, body, **options), self._own.timeout_s(options))
+        thread = self._open
+        future = thread.new_future(options)
+        thread.submit(future, model, body, options)
         return future
 
     def infer_many(
@@ -327,9 +434,7 @@ class Client:
         Options, results and errors as for AsyncClient.infer_many.
         """
         bodies = bodies_to_send(bodies, "infer_many")
-        if not isinstance(
-            bodies, np.ndarray
-        ):  # here, because an iterator may block: that delays other threads
+        if not isinstance(bodies, np.ndarray):  # here: an iterator may block, which would delay other threads
             bodies = self._client.take_each(bodies, options)
         return self._wait(
             self._start(
@@ -372,23 +477,26 @@ class Client:
 
         Leaving the iterator early withdraws the request: see Stream.
         """
-        target = StreamTarget(SimpleQueue())
-        self._submit(target, model, body, options)
-        return Stream(target, self._thread.close_stream)
+        thread = self._open
+        target = StreamTarget(new_queue())
+        thread.submit(target, model, body, options)
+        take = partial(thread.thread.take, limit_s=thread.timeout_s(options))
+        return Stream(target, thread.close_stream, take)
 
     def sequence(self, model: str, sequence_id: str | None = None) -> BlockingSequence:
         """A sequence of requests to a model that keeps a state between them, for a `with`; as
         AsyncClient.sequence."""
 
         def submit(progress: SequenceProgress, body: Any, options: RequestOptions, end: bool) -> Future[Any]:
-            future: Future[Any] = Future()
-            self._submit(future, model, body, options, progress, end)
+            thread = self._open
+            future = thread.new_future(options)
+            thread.submit(future, model, body, options, progress, end)
             return future
 
-        client = self._client
+        client, limit_s = self._client, self._own.timeout_s({})
         return BlockingSequence(
             client.new_sequence(model, sequence_id),
-            lambda progress: self._wait(self._start(client.enter_sequence(progress))),
+            lambda progress: self._wait(self._start(client.enter_sequence(progress), limit_s)),
             submit,
             lambda progress: self._wait(self._start(client.restart_sequence(progress))),
             lambda progress: self._wait(self._start(client.end_sequence(progress))),
@@ -399,43 +507,33 @@ class Client:
 
         Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
         """
-        self._wait(self._start(self._client.wait_ready(model, timeout)))
+        limit_s = checked_timeout_s(timeout)
+        self._wait(self._start(self._client.wait_ready(model, timeout), limit_s))
 
     def models(self) -> list[str]:
         """Names of the registered models."""
-        return self._wait(self._start(self._client.models()))
+        names: list[str] = self._wait(self._start(self._client.models(), self._own.timeout_s({})))
+        return names
 
     def close(self) -> None:
         """Disconnect. Requests without a result fail with UnavailableError."""
         if not self._closed:
             self._closed = True
-            self._thread.close()
+            thread = self._threads.get(os.getpid())
+            if thread is not None:
+                thread.close()
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed:
+    def _start(self, coroutine: Coroutine[Any, Any, Any], limit_s: float | None = None) -> RequestFuture:
+        """Run a coroutine of the client, which itself takes no longer than `limit_s`."""
+        try:
+            thread = self._open.thread
+        except UnavailableError:
             coroutine.close()
-            raise UnavailableError("this client is closed")
-        return self._thread.start(coroutine)
-
-    def _submit(
-        self,
-        target: Future[Any] | StreamTarget,
-        model: str,
-        body: Any,
-        options: RequestOptions,
-        sequence: SequenceProgress | None = None,
-        ends: bool = False,
-    ) -> None:
-        """Send a request soon, as its body and options are now."""
-        if self._closed:
-            raise UnavailableError("this client is closed")
-        thread = self._thread
-        if options or type(body) not in CONSTANT_TYPES:
-            body, options = thread.client.take(body, options)
-        thread.submit(_Submission(target, model, body, options, sequence, ends))
+            raise
+        return thread.run(coroutine, limit_s)
 
     @staticmethod
-    def _wait(future: Future[T]) -> T:
+    def _wait(future: Future[Any]) -> Any:
         try:
             return future.result()
         except BaseException:  # such as Ctrl-C while waiting: the result is no longer wanted
@@ -447,13 +545,3 @@ class Client:
             return self._wait(future)
         error = future.exception()
         return future.result() if error is None else error
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop where it is installed: a request costs less of the processor."""
-    try:
-        import uvloop  # noqa: PLC0415 (an optional dependency)
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

@@ -159,6 +159,23 @@ class Transport:
         """Disconnect, and fail the calls that have no reply. What was withdrawn before this is sent."""
         if self._flush_scheduled:
             await asyncio.sleep(0)  # the flush is earlier in the next iteration
+        was_connected = self._connected
+        self._disconnect()
+        if was_connected:
+            await asyncio.sleep(0)  # the sockets are closed in the next iteration of the event loop
+        calls = [waiter for waiter in self._waiters if isinstance(waiter, asyncio.Future)]
+        for call in [*calls, *(call for _, call in self._commands)]:
+            if call is not None and not call.done():
+                call.set_exception(UnavailableError("the client was closed before Redis replied"))
+
+    def abandon(self) -> None:
+        """As `close`, without waiting: nobody has the client any more."""
+        if self._flush_scheduled:
+            self._loop.call_soon(self._disconnect)
+        else:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
         self._closed = True
         for scheduled in (self._silence_timer, self._reconnecting):
             if scheduled is not None:
@@ -167,11 +184,6 @@ class Transport:
             self._connected = False
             self._writer.close()
             self._reader.close()
-            await asyncio.sleep(0)  # the sockets are closed in the next iteration of the event loop
-        calls = [waiter for waiter in self._waiters if isinstance(waiter, asyncio.Future)]
-        for call in [*calls, *(call for _, call in self._commands)]:
-            if call is not None and not call.done():
-                call.set_exception(UnavailableError("the client was closed before Redis replied"))
 
     def add_channel(self, channel: Channel) -> None:
         """Read this channel's results from now on."""
@@ -245,9 +257,13 @@ class Transport:
         await writer.connect()
         try:
             await reader.connect()
-        except LinkError:
+        except BaseException:  # also if this is cancelled
             writer.close()
             raise
+        if self._closed:
+            writer.close()
+            reader.close()
+            raise LinkError("the client was closed before it was connected")
         self._writer, self._reader = writer, reader
         self._connected, self._has_accepted = True, False
         self._connected_at_s = self._loop.time()

@@ -100,6 +100,9 @@ class AsyncLink(asyncio.Protocol):
         except (redis.RedisError, OSError) as error:
             await connection.disconnect(nowait=True)
             raise link_error(self._url, error, connecting=True) from error
+        except BaseException:  # above all if this is cancelled
+            await connection.disconnect(nowait=True)
+            raise
         self._loop = asyncio.get_running_loop()
         self.heard_s = self._loop.time()
         self._transport = connection._writer.transport
