@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 
+from carpool.metrics import OF_WEB_PROGRAMS
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.readiness import wait_until_ready
 from carpool_worker.model_process.frames import (
@@ -93,7 +94,8 @@ class ProcessHandle:
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device]
-        command = [sys.executable, "-m", "carpool_worker.model_process.main", *arguments]
+        # -P: nothing is imported from the working directory, where files of any name may be.
+        command = [sys.executable, "-P", "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(
             command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment()
         )
@@ -304,7 +306,8 @@ class ProcessHandle:
 
 def _environment() -> dict[str, str]:
     """The variables of a model process: not how to sign in to Redis, which its code need not know."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    return ours | OF_WEB_PROGRAMS  # a model may use prometheus-client itself
 
 
 def _exit_cause(code: int) -> str:
