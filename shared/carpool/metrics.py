@@ -6,35 +6,25 @@ Durations and sizes are counted here, in integers and a batch at a time: prometh
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Final
 
-# A web program sets these for its own processes. prometheus-client would write what a service measures into
-# that folder, among the web program's, and fail without the folder. It looks when it is imported, and later, too.
-OF_WEB_PROGRAMS: Final = {
-    name: os.environ.pop(name)
-    for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
-    if name in os.environ
-}
-
-from prometheus_client import (  # noqa: E402
+from carpool.prometheus import (
+    Collector,
     CollectorRegistry,
     Counter,
     GCCollector,
+    HistogramMetricFamily,
     Info,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
+    floatToGoString,
 )
-from prometheus_client.core import HistogramMetricFamily  # noqa: E402
-from prometheus_client.registry import Collector  # noqa: E402
-from prometheus_client.utils import floatToGoString  # noqa: E402
-
-from carpool.store.connection import CommandError, LinkError  # noqa: E402
+from carpool.store.connection import CommandError, LinkError
 
 # From a request that does not wait to a model that takes minutes; about three bounds for each factor of ten.
 DURATIONS_US: Final = (

@@ -54,8 +54,8 @@ def reason_of(error: BaseException) -> str:
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         reason += (
-            ". It ended its process while it was loaded. It gets no arguments: give each option a default, or "
-            "read it from the environment"
+            ". It ended its process while it was loaded. It gets no arguments: give each option a default, "
+            "or read it from the environment"
         )
     return reason
 

@@ -253,8 +253,9 @@ def _program(module: str, arguments: list[str], folder: str, environment: dict[s
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[0] = folder
+    sys.path[0] = folder  # for the services of tests of this module
     main = importlib.import_module(module)
+    del sys.path[0]
     sys.argv = [str(main.__file__), *arguments]
     if module == "carpool_worker.__main__":
         model_process = fork_model_processes()
