@@ -16,8 +16,8 @@ from carpool_worker import process_handle
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 
 LIBRARIES: Final = (
-    "carpool", "carpool_batcher", "carpool_worker", "email", "hiredis", "logging", "msgpack", "numpy", "queue",
-    "random", "redis", "secrets", "structlog", "types",
+    "carpool", "carpool_batcher", "carpool_worker", "email", "hiredis", "logging", "msgpack", "numpy",
+    "queue", "random", "redis", "secrets", "structlog", "types",
 )  # fmt: skip
 MODEL: Final = """
 import argparse, os, sys, carpool_test_utils
@@ -74,7 +74,7 @@ def test_model_that_requires_arguments_is_an_error_that_says_that_there_are_none
 
 
 def test_services_are_not_disturbed_by_the_working_directory_and_variables(folder: Path) -> None:
-    """They fail for a setting that is wrong, after they have imported all that they need, and made metrics."""
+    """They fail for a wrong setting, after they have imported all that they need, and made metrics."""
     environment = os.environ | {
         "PROMETHEUS_MULTIPROC_DIR": str(folder / "missing"),
         "PYTHONOPTIMIZE": "2",
