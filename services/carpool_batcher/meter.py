@@ -10,8 +10,6 @@ from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, get_args
 
-from prometheus_client import Counter, Gauge
-
 from carpool.errors import (
     ABORTED,
     CANCELLED,
@@ -24,6 +22,7 @@ from carpool.errors import (
 from carpool.messages import Dispatch, DispatchReason, Entry, Failures, Refusal, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
+from carpool.prometheus import Counter, Gauge
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.chunk_count import ChunkCount
 from carpool_batcher.core.capacity import InFlightBatch

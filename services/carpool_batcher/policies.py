@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from carpool.plugins import UnusableError, find_object
+from carpool.plugins import UnusableError, find_object, reason_of
 from carpool_batcher.core.custom import INCLUDE, CustomPolicy
 
 Policies = Mapping[str, Callable[[], Any]]  # classes of custom policies, by the name that settings refer to
@@ -37,7 +37,8 @@ def create_policy(policies: Policies, name: str) -> CustomPolicy:
         instance = policy()
     except (Exception, SystemExit) as error:
         raise UnusableError(
-            f"{name!r} cannot be created: its constructor, which gets no arguments, raised {_text(error)}"
+            f"{name!r} cannot be created: its constructor, which gets no arguments, raised "
+            f"{type(error).__name__}: {error}"
         ) from None
     try:
         return CustomPolicy(instance)
@@ -51,12 +52,8 @@ def _find_class(name: str) -> Callable[[], Any]:
     except UnusableError:
         raise
     except (Exception, SystemExit) as error:
-        raise UnusableError(f"{name!r} cannot be imported: {_text(error)}") from None
+        raise UnusableError(f"{name!r} cannot be imported: {reason_of(error)}") from None
     if not inspect.isclass(found):
         kind = "a function" if inspect.isroutine(found) else f"an object of the type {type(found).__name__}"
         raise UnusableError(f"{name!r} is {kind}: name a class with a method {INCLUDE}")
     return found
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

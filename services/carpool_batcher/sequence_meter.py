@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
+from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.wire.report import SequencesReport
 
 _CHANGES: Final = ("started", "ended", "broken")  # the counters of SequencesReport

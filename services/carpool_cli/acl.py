@@ -16,6 +16,7 @@ from pydantic import Field
 from carpool.keys import DEFAULT_PREFIX
 from carpool.settings import CarpoolSettings, Prefix, read_settings
 from carpool.shown import complain
+from carpool.text_files import read_text
 from carpool_cli.roles import ROLES, rules
 
 PASSWORD_BYTES: Final = 32
@@ -103,7 +104,7 @@ def _hash(password: str) -> str:
 def _password(path: Path, notify: Notify) -> str:
     """The password in the file, which is written with a new one if it does not exist."""
     try:
-        password = path.read_text().strip()
+        password = read_text(path).strip()
     except FileNotFoundError:
         password = secrets.token_urlsafe(PASSWORD_BYTES)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def _password(path: Path, notify: Notify) -> str:
 def _save(path: Path, text: str) -> str:
     """Write the ACL file unless it has this text already. Returns what was done."""
     with suppress(FileNotFoundError):
-        if path.read_text() == text:
+        if path.read_bytes() == text.encode():
             return f"{path} is up to date."
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, text, 0o644)  # Redis runs as another user and must read it; it has only hashes
@@ -133,7 +134,9 @@ def _write(path: Path, text: str, mode: int) -> None:
     """Replace the file in one step: no reader sees half of it, and it never has wider permissions."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8"
+        ) as file:
             os.fchmod(file.fileno(), mode)  # independent of the umask
             file.write(text)
             file.flush()

@@ -23,9 +23,10 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.errors import OK, CarpoolError, Unhealthy
 from carpool.messages import JSON, Result
-from carpool.plugins import UnusableError
+from carpool.plugins import UnusableError, reason_of
 from carpool.settings import Devices, read_settings
 from carpool.shown import complain
+from carpool.text_files import read_text
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.content_types import ACCEPT, canonical, is_value
 from carpool_cli.infer import BodySettings, read_body
@@ -129,7 +130,7 @@ def _bodies(argument: str, content_type: str) -> list[Any]:
     """The bodies that BODY names. Raises OSError, CarpoolError and ValueError."""
     if not (argument.startswith("@") and argument.endswith(LINES_SUFFIX)) or content_type != JSON:
         return [read_body(argument, content_type)]
-    lines = Path(argument[1:]).read_text().splitlines()
+    lines = read_text(Path(argument[1:])).split("\n")  # JSON may have other ends of lines within a text
     bodies = [read_body(line) for line in lines if line.strip()]
     if not bodies:
         raise ValueError(f"BODY: {argument[1:]} has no lines")
@@ -142,9 +143,9 @@ def _load(screen: Screen, name: str, location: str, device: str) -> LoadedModel 
         model = load_model(find_model(location), device)
     except UnusableError as error:
         raise _NotCheckedError(str(error)) from None
-    except Exception as error:  # the user's own code, so the traceback helps
+    except BaseException as error:  # the user's own code, which may call sys.exit; so the traceback helps
         traceback.print_exc()
-        raise _NotCheckedError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from None
+        raise _NotCheckedError(f"{name} cannot be loaded: {reason_of(error)}") from None
     loaded = f"{name}: loaded on {device} in {duration(time.monotonic() - started_s)}"
     inputs = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in model.inputs)
     screen.print(f"{loaded}; {f'takes {inputs}' if inputs else 'declares no tensors'}")

@@ -20,6 +20,7 @@ from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentE
 from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import CarpoolSettings, ConnectionSettings, Seconds, read_settings
 from carpool.shown import complain, printable_lines
+from carpool.text_files import decoded
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.content_types import canonical
 from carpool_cli.refused import explain
@@ -157,15 +158,17 @@ def read_body(body: str, content_type: str = JSON) -> Any:
     if canonical(content_type) != JSON:
         return decode_body(canonical(content_type), data)
     try:
-        return json.loads(data)
-    except UnicodeDecodeError:
+        text = decoded(data, "body:")
+    except ValueError as error:
         raise InvalidArgumentError(
-            "body: is not UTF-8 text; name its --content-type, such as image/png, or use --raw"
+            f"{error}, or name its --content-type, such as image/png, or use --raw"
         ) from None
+    try:
+        return json.loads(text)
     except RecursionError:
         raise InvalidArgumentError("body: is nested too deep") from None
     except ValueError:
-        return data.decode()
+        return text
 
 
 def _body_bytes(body: str) -> bytes:

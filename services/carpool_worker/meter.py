@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from prometheus_client import Counter, Gauge
-
 from carpool.errors import (
     ABORTED,
     CANCELLED,
@@ -21,6 +19,7 @@ from carpool.errors import (
     UNIMPLEMENTED,
 )
 from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
+from carpool.prometheus import Counter, Gauge
 from carpool.store.dead_letters import BOUNDS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import structlog
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
+from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool.readiness import wait_until_ready
 from carpool_worker.model_process.frames import (
     Ending,
@@ -93,7 +94,8 @@ class ProcessHandle:
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device]
-        command = [sys.executable, "-m", "carpool_worker.model_process.main", *arguments]
+        # -P: nothing is imported from the working directory, where files of any name may be.
+        command = [sys.executable, "-P", "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(
             command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment()
         )
@@ -305,9 +307,12 @@ class ProcessHandle:
 def _environment() -> dict[str, str]:
     """The variables of a model process: not how its worker signs in to Redis. In their place is the address
     that a model may use, if there is one. `Client()` and `AsyncClient()` read these two, and no others."""
-    url = os.environ.get("CARPOOL_MODEL_REDIS_URL", "")
     own = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
-    return {**own, "CARPOOL_MODEL_PROCESS": "1"} | ({"CARPOOL_REDIS_URL": url} if url else {})
+    own |= OF_WEB_PROGRAMS  # a model may use prometheus-client itself
+    own["CARPOOL_MODEL_PROCESS"] = "1"
+    if url := own.get("CARPOOL_MODEL_REDIS_URL"):
+        own["CARPOOL_REDIS_URL"] = url
+    return own
 
 
 def _exit_cause(code: int) -> str:

@@ -17,10 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Protocol
 
 import structlog
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from carpool.metrics import CommonMetrics
+from carpool.prometheus import CollectorRegistry, choose_encoder
 from carpool.settings import CommonSettings
 
 CONNECTIONS_MAX: Final = 16

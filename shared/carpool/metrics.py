@@ -12,19 +12,18 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Final
 
-from prometheus_client import (
+from carpool.prometheus import (
+    Collector,
     CollectorRegistry,
     Counter,
     GCCollector,
+    HistogramMetricFamily,
     Info,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
+    floatToGoString,
 )
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
-
 from carpool.store.connection import CommandError, LinkError
 
 # From a request that does not wait to a model that takes minutes; about three bounds for each factor of ten.

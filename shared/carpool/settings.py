@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, Self, TypeVar
@@ -20,7 +20,10 @@ from pydantic_settings import (
     BaseSettings,
     CliApp,
     CliPositionalArg,
+    DotEnvSettingsSource,
+    EnvSettingsSource,
     NoDecode,
+    PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
 )
@@ -28,6 +31,8 @@ from pydantic_settings import (
 from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
 from carpool.redis_url import checked_url, parse, split
+from carpool.shown import complain
+from carpool.text_files import UTF_8, encoding_of, has_mark, read_text
 from carpool.units import MILLISECONDS, number_in
 
 
@@ -91,17 +96,64 @@ Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
+_ENV_FILE: Final = Path(".env")
+# What Kubernetes tells each container of a Service: CARPOOL_HTTP_PORT=tcp://10.43.0.9:9464 of `carpool-http`.
+_SERVICE_LINK: Final = re.compile("(tcp|udp|sctp)://.*")
+
+
 class CarpoolSettings(BaseSettings):
     """Base class: where settings are read from, and their names there."""
 
     model_config = SettingsConfigDict(
         env_prefix="CARPOOL_",
-        env_file=".env",
         extra="ignore",
         cli_kebab_case=True,
         cli_implicit_flags="toggle",
         cli_hide_none_type=True,
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Called by pydantic-settings, after it has read flags. Raises EnvFileError."""
+        assert isinstance(env_settings, EnvSettingsSource)
+        links = {name.lower() for name in _service_links(settings_cls, os.environ)}
+        given = env_settings.env_vars
+        env_settings.env_vars = {name: value for name, value in given.items() if name.lower() not in links}
+        dotenv = DotEnvSettingsSource(settings_cls, _ENV_FILE, _encoding_of_env_file())
+        return init_settings, env_settings, dotenv, file_secret_settings
+
+
+class EnvFileError(ValueError):
+    """`.env` cannot be read. The message names it and its folder."""
+
+
+def _encoding_of_env_file() -> str:
+    """Python's name for the encoding of `.env`. Raises EnvFileError if that is not known."""
+    path = _ENV_FILE.absolute()
+    if not path.is_file():
+        return UTF_8
+    try:
+        read_text(path)
+        return encoding_of(path.read_bytes()[:4])
+    except OSError as error:
+        raise EnvFileError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise EnvFileError(str(error)) from None
+
+
+def _service_links(kind: type[BaseSettings], environment: Mapping[str, str]) -> Iterable[str]:
+    """The variables that are named like a port of these settings, and describe a Service instead."""
+    for name, value in environment.items():
+        field = name.lower().removeprefix("carpool_")
+        if field.endswith("_port") and field in kind.model_fields and _SERVICE_LINK.fullmatch(value):
+            yield name
 
 
 class RedisSettings(CarpoolSettings):
@@ -166,7 +218,12 @@ def _with_tls_files(url: str, settings: RedisSettings) -> str:
     checked = parse(url)
     if checked.scheme != "rediss":
         raise ValueError(f"{_flag(min(files))} needs TLS: the URL must begin with rediss://")
-    for name in files:
+    for name, path in files.items():
+        if has_mark(path.read_bytes()[:4]):  # OpenSSL, which reads it, then finds nothing in it
+            raise ValueError(
+                f"{_flag(name)} is {path}: it begins with a byte-order mark; save it as ASCII, or as UTF-8 "
+                "without one"
+            )
         if _TLS_FILES[name] in checked.tls:
             raise ValueError(f"{_flag(name)}: the URL has {_TLS_FILES[name]} too; remove one of them")
     query = urlencode({_TLS_FILES[name]: str(path.resolve()) for name, path in files.items()})
@@ -177,9 +234,9 @@ def _password_in(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        password = path.read_text().strip()
-    except UnicodeDecodeError:
-        raise ValueError(f"{_flag('redis_password_file')} is {path}: the file is not UTF-8 text") from None
+        password = read_text(path).strip()
+    except ValueError as error:
+        raise ValueError(f"{_flag('redis_password_file')}: {error}") from None
     if not password:
         raise ValueError(f"{_flag('redis_password_file')} is {path}: the file is empty")
     return password
@@ -272,12 +329,18 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Settings:
     """Settings of `kind`. If any is wrong, prints what and why to standard error, and exits with status 2."""
     try:
-        return CliApp.run(kind, cli_args=list(argv), cli_settings_source=_source(kind, prog))
+        settings = CliApp.run(kind, cli_args=list(argv), cli_settings_source=_source(kind, prog))
     except ValidationError as error:
-        message = describe(error, kind, prog)
-    except SettingsError as error:
-        message = f"{prog}: {error}"
-    print(message, file=sys.stderr)
+        complain(describe(error, kind, prog))
+    except (SettingsError, EnvFileError) as error:
+        complain(f"{prog}: {error}")
+    else:
+        for name in _service_links(kind, os.environ):
+            complain(
+                f"{prog}: {name} is ignored: {os.environ[name]!r:.80} is what Kubernetes tells of a Service. "
+                "Set `enableServiceLinks: false` in the pod's spec, or rename the Service"
+            )
+        return settings
     raise SystemExit(2)
 
 

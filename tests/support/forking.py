@@ -1,7 +1,7 @@
 """Starts services and commands of tests by forking a process that has imported them.
 
 A new interpreter needs 0.3 to 0.6 s of CPU for imports before it does anything, and the tests start more than
-a thousand. `ForkServer.start` does what `python -m MODULE ARGUMENTS` does, in about 20 ms:
+a thousand. `ForkServer.start` does what `python -P -m MODULE ARGUMENTS` does, in about 20 ms:
 
     server = ForkServer.of_this_process()
     worker = server.start("carpool_worker", ["echo.py:Echo"], folder, environment, output, output)
@@ -142,7 +142,7 @@ class ForkServer:
     ) -> ForkedProcess:
         """Run `module.__main__.main(arguments)` in a process of its own.
 
-        `folder` is its working directory, which is first on its `sys.path`, as with `python -m`, and
+        `folder` is its working directory, which is not on its `sys.path`, as with `python -P -m`, and
         `environment` all of its environment. `output` and `errors` get what it writes; it reads nothing.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -253,8 +253,9 @@ def _program(module: str, arguments: list[str], folder: str, environment: dict[s
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[0] = folder
+    sys.path[0] = folder  # for the services of tests of this module
     main = importlib.import_module(module)
+    del sys.path[0]
     sys.argv = [str(main.__file__), *arguments]
     if module == "carpool_worker.__main__":
         model_process = fork_model_processes()

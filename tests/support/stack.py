@@ -81,7 +81,7 @@ class Service:
                 self.process = server.start(module, arguments, MODELS, environment, output, output)
                 return
             self.process = subprocess.Popen(
-                command_that_dies_with_parent([sys.executable, "-m", module, *arguments]),
+                command_that_dies_with_parent([sys.executable, "-P", "-m", module, *arguments]),
                 cwd=MODELS,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from carpool.errors import PermissionDeniedError, UnavailableError
-from carpool.settings import WorkerSettings, read_settings
+from carpool.settings import ConnectionSettings, WorkerSettings, read_environment, read_settings
 from carpool.store.connection import CommandError, LinkError, SignInError
 from carpool_cli import infer, models
 from carpool_cli.__main__ import main
@@ -82,6 +84,52 @@ def test_wrong_setting_in_the_environment_is_named(
     monkeypatch.setenv("CARPOOL_REPLICAS", "many")
     assert run("up", "square") == 2
     assert "CARPOOL_REPLICAS) is 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be with a mark", "utf-32"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_env_file_may_be_in_the_encodings_of_windows(encoding: str, end: str) -> None:
+    mark = "\ufeff" if "with" in encoding else ""
+    text = f"{mark}# für uns{end}CARPOOL_REPLICAS=3{end}".encode(encoding.partition(" ")[0])
+    Path(".env").write_bytes(text)
+    assert read_settings(WorkerSettings, ["square"], "worker").replicas == 3
+    assert read_environment(ConnectionSettings).prefix == "carpool"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("CARPOOL_REPLICAS=3\n# für uns\n".encode("latin-1"), "is not UTF-8 text (byte 0xfc in line 2)"),
+        ("CARPOOL_REPLICAS=3\n".encode("utf-16-le"), "has zero bytes"),
+        ("CARPOOL_REPLICAS=3\n".encode("utf-16")[:-1], "begins like UTF-16 text, but is none"),
+    ],
+)
+def test_env_file_in_another_encoding_is_named(
+    content: bytes, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(".env").write_bytes(content)
+    assert run("worker", "square") == 2
+    assert f"carpool worker: {Path('.env').absolute()} {reason}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(f"{Path('.env').absolute()} {reason}")):
+        read_environment(ConnectionSettings)
+    assert run("worker", "--help") == 0
+
+
+def test_variables_of_kubernetes_are_ignored_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("CARPOOL_HTTP_PORT", "CARPOOL_REDIS_PORT", "CARPOOL_HTTP_PORT_9464_TCP"):
+        monkeypatch.setenv(name, "tcp://10.43.0.9:9464")
+    assert read_settings(WorkerSettings, ["square"], "carpool worker").http_port is None
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("carpool worker: CARPOOL_HTTP_PORT is ignored")
+    assert "enableServiceLinks: false" in warning
+    settings = read_settings(UpSettings, ["square"], "carpool up")
+    assert (settings.http_port, settings.redis_port) == (None, None)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    read_settings(ConnectionSettings, [], "carpool models")
+    assert capsys.readouterr().err == ""
+    assert run("worker", "square", "--http-port", "tcp://10.43.0.9:9464") == 2  # a flag is somebody's wish
 
 
 def test_durations_may_have_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:

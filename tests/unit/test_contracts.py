@@ -33,6 +33,7 @@ FORBIDDEN_IMPORTS: Final = (
     ("carpool_worker.model_process", "carpool.health"),
     ("carpool_worker", "carpool_worker.model_process.executor"),
     ("carpool.store", "hiredis"),
+    ("carpool_worker", "prometheus_client"),
     ("carpool_worker", "rich"),
     ("carpool_cli.demo", "onnxruntime"),
     ("carpool_cli", "importlib"),

@@ -24,7 +24,7 @@ PROGRAM: Final = textwrap.dedent(
         print(json.dumps({
             "argv": argv,
             "sys_argv": sys.argv[1:],
-            "path": sys.path[0],
+            "path": os.getcwd() in sys.path,
             "folder": os.getcwd(),
             "pid": os.getpid(),
             "environment": dict(os.environ),
@@ -80,7 +80,7 @@ def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Pat
     assert told(tmp_path) == {
         "argv": ["end", "0"],
         "sys_argv": ["end", "0"],
-        "path": str(tmp_path),
+        "path": False,
         "folder": str(tmp_path),
         "pid": process.pid,
         "environment": {"SOME": "value"},

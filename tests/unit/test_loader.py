@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
+from carpool.plugins import UnusableError, reason_of
 from carpool_worker.model_process.loader import find_model, model_name, registered_names
 from carpool_worker.models.onnx import OnnxModel
 from carpool_worker.models.square import Square
@@ -15,10 +17,11 @@ from carpool_worker.models.square import Square
 
 @pytest.fixture(autouse=True)
 def restored_imports() -> Iterator[None]:
-    """Remove the modules that a test loaded, and the paths that it added."""
-    path, modules = list(sys.path), set(sys.modules)
+    """Remove the modules that a test loaded, and the paths that it added; give back the command line."""
+    path, modules, argv = list(sys.path), set(sys.modules), sys.argv
     yield
     sys.path[:] = path
+    sys.argv = argv
     for name in sys.modules.keys() - modules:
         del sys.modules[name]
 
@@ -109,6 +112,90 @@ def test_model_in_a_file_can_import_modules_beside_it(
     assert find_model("carpool_test_model.py:Times")().factor == 3
 
 
+# --- names of modules, and what they find -------------------------------------------------------------------
+
+PACKAGE: Final = (
+    "from .carpool_test_factor import FACTOR\ndef times(batch): return [x * FACTOR for x in batch]\n"
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package in the working directory, whose module `model` imports relatively."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "carpool_test_package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "carpool_test_factor.py").write_text("FACTOR = 3\n")
+    (folder / "model.py").write_text(PACKAGE)
+    return folder
+
+
+@pytest.mark.usefixtures("package")
+def test_module_of_the_working_directory_is_found() -> None:
+    assert find_model("carpool_test_package.model:times")([1, 2]) == [3, 6]
+
+
+def test_file_that_imports_relatively_is_told_the_name_of_its_module(package: Path) -> None:
+    with pytest.raises(UnusableError, match=r"name it carpool_test_package\.model:times, with") as caught:
+        find_model("carpool_test_package/model.py:times")
+    assert str(package.parent) in str(caught.value)
+
+
+def test_file_beside_a_model_hides_neither_the_standard_library_nor_what_is_imported(tmp_path: Path) -> None:
+    for name in ("colorsys", "numpy", "redis", "carpool"):  # the first is not imported before
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('a file of the user was imported')")
+    (tmp_path / "carpool_test_hidden.py").write_text(
+        "import colorsys, numpy, redis, carpool\nfrom carpool import TensorSpec, Client\n"
+        "def names(batch): return [colorsys.rgb_to_hsv, numpy.asarray, redis.Redis]\n"
+    )
+    assert len(find_model(f"{tmp_path / 'carpool_test_hidden.py'}:names")([])) == 3
+
+
+def test_file_beside_a_model_is_found_before_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, value in (("installed", "a package"), ("models", "the user")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "carpool_test_utils.py").write_text(f"OF = {value!r}\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
+    file = tmp_path / "models" / "carpool_test_user.py"
+    file.write_text("import carpool_test_utils\ndef of(batch): return carpool_test_utils.OF\n")
+    assert find_model(f"{file}:of")([]) == "the user"
+
+
+@pytest.mark.parametrize("library", ["queue", "numpy", "colorsys", "installed_framework"])
+def test_model_in_a_file_named_like_a_library_may_import_that(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "installed_framework.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
+    file = tmp_path / f"{library}.py"
+    file.write_text(f"import {library}\ndef library(batch): return {library}.__file__\n")
+    assert find_model(f"{file}:library")([]) != str(file)
+    assert find_model(f"{file}:library").__module__ != library
+
+
+def test_model_sees_no_arguments_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", "17", "5", "file.py:Model", "cpu"])
+    file = tmp_path / "carpool_test_arguments.py"
+    file.write_text(
+        "import sys\nseen = list(sys.argv)\ndef arguments(batch): return [seen, list(sys.argv)]\n"
+    )
+    assert find_model(f"{file}:arguments")([]) == [[str(file)], [str(file)]]
+    find_model("square")
+    assert sys.argv == ["square"]
+
+
+def test_file_that_requires_arguments_is_told_that_it_gets_none(tmp_path: Path) -> None:
+    file = tmp_path / "carpool_test_required.py"
+    file.write_text("import argparse\np = argparse.ArgumentParser()\np.add_argument('w')\np.parse_args()\n")
+    with pytest.raises(SystemExit) as caught:
+        find_model(f"{file}:Model")
+    assert "It gets no arguments" in reason_of(caught.value)
+
+
 # --- errors ------------------------------------------------------------------------------------------------
 
 
@@ -141,9 +228,26 @@ def test_missing_file_is_an_error_with_the_current_folder(
         assert str(tmp_path) in str(caught.value)
 
 
-def test_missing_module_is_an_error() -> None:
-    with pytest.raises(ModuleNotFoundError, match="carpool_no_such_module"):
+def test_missing_module_is_an_error_with_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnusableError, match="no module 'carpool_no_such_module'") as caught:
         find_model("carpool_no_such_module:Model")
+    assert str(tmp_path) in str(caught.value)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "carpool_test_times.py").touch()
+    with pytest.raises(UnusableError, match=r"did you mean models/carpool_test_times.py:Model\?"):
+        find_model("models/carpool_test_times:Model")
+
+
+def test_module_that_is_missing_in_a_model_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "carpool_test_needs.py").write_text("import carpool_no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'carpool_no_such_module'"):
+        find_model("carpool_test_needs:Model")
 
 
 def test_error_raised_by_a_file_is_passed_on(tmp_path: Path) -> None:

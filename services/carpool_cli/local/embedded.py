@@ -222,7 +222,7 @@ class EmbeddedRedis:
         return self._home / "redis.log"
 
     def _end_of_log(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+        lines = self._log.read_text("utf-8", "replace").splitlines()[-_LOG_LINES_SHOWN:]
         return "\n".join(["Its log ends with:", *lines]) if lines else "Its log is empty."
 
     def _release_directories(self) -> None:

@@ -132,8 +132,9 @@ class Service:
 
     def start(self) -> None:
         with self.log.open("ab") if self.log else contextlib.nullcontext(sys.stderr) as output:
+            # -P: nothing is imported from the working directory, where files of any name may be.
             self._process = subprocess.Popen(
-                command_that_dies_with_parent([sys.executable, "-m", *self._argv]),
+                command_that_dies_with_parent([sys.executable, "-P", "-m", *self._argv]),
                 env=dict(self._environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

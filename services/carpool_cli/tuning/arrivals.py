@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+from carpool.text_files import read_text
+
 BURST_PHASE_S: Final = 0.5  # mean duration of a busy or a quiet phase
 BURST_RATE_RATIO: Final = 5.0  # of a busy phase to a quiet one
 
@@ -123,11 +125,11 @@ def traffic(name: str) -> Traffic:
 def read_trace(path: Path) -> list[int]:
     """The times of a recorded trace in us, in order, the first at 0. Raises TraceError."""
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise TraceError(
-            f"--arrivals must be poisson, bursty, or a readable file of recorded arrivals; {path}: {reason}"
+            f"--arrivals must be poisson, bursty, or a readable file of recorded arrivals; {reason}"
         ) from None
     times_s = [
         _seconds(path, number, line)
@@ -154,4 +156,4 @@ def write_trace(path: Path, times_us: Sequence[int], title: str) -> None:
     """Write a trace that `read_trace` reads."""
     first_us = min(times_us, default=0)
     lines = [f"# {title}", *(f"{(at_us - first_us) / 1e6:.6f}" for at_us in sorted(times_us))]
-    path.write_text("\n".join([*lines, ""]))
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from carpool.keys import MODEL_NAME
-from carpool.plugins import UnusableError, find_object
+from carpool.plugins import UnusableError, find_object, hide_arguments
 
 MODELS_GROUP: Final = "carpool.models"
 _ONNX: Final = "onnx:"
@@ -44,8 +44,10 @@ def model_name(spec: str) -> tuple[str, str]:
 def find_model(location: str) -> Any:
     """The model object: a class, an instance or a function.
 
-    Raises UnusableError for a location of no known form, and whatever the model's module raises.
+    Raises UnusableError for a location of no known form, and whatever the model's module raises. From now on
+    `sys.argv` is that of a program without arguments.
     """
+    hide_arguments(location)
     if location.startswith(_ONNX):
         from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
 

@@ -24,7 +24,7 @@ from typing import Final, NoReturn
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.plugins import UnusableError
+from carpool.plugins import UnusableError, reason_of
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_loop import BoundLoop
 from carpool_worker.model_process.description import description_of
@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
     except BaseException as error:  # raised by the user's own code, so the traceback helps
-        reason = f"{type(error).__name__}: {error}"
-        frames.send_load_result(sock, LoadFailed(reason, traceback.format_exc()))
+        frames.send_load_result(sock, LoadFailed(reason_of(error), traceback.format_exc()))
         return 1
     frames.send_load_result(sock, description_of(model))
     try:

@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from carpool.model_settings import ModelSettings
+from carpool.plugins import UnusableError
+from carpool.text_files import read_text
 
 METADATA_PREFIX: Final = "carpool."
 
@@ -135,11 +137,15 @@ def _read_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:  # of the syntax, or of UTF-8
-        raise ValueError(f"{path} is not a TOML file: {error}") from None
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise UnusableError(f"{path} is not a TOML file: {error}") from None
 
 
 # --- keys --------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Script:
     def __init__(self, name: str, *, after: Sequence[str] = ()) -> None:
         self.name: Final = name.rpartition("/")[2]
         folder = resources.files("carpool.store") / "lua"
-        self.source: Final = "".join((folder / f"{file}.lua").read_text() for file in (*after, name))
+        self.source: Final = "".join((folder / f"{file}.lua").read_text("utf-8") for file in (*after, name))
         self.sha: Final = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
