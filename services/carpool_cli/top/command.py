@@ -39,7 +39,8 @@ class TopSettings(ConnectionSettings):
     waiting     requests waiting; if no batcher is active, entries of the request stream
     oldest      age of the request that has waited longest
     in flight   batches dispatched and not settled, and the requests in them
-    processes   model processes; one that was killed counts until its lease runs out
+    processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
+                the model
     requests/s  requests dispatched, over the last 5 seconds
     fill        mean fill of those batches, relative to max_batch_size or max_batch_cost
     p50, p99    time from arrival until the batch was settled, over the last 10 to 20 seconds
@@ -151,11 +152,19 @@ def follow(
 
 
 def take_sample(directory: Directory, only_model: str) -> Sample:
-    """Every registered model, or only one, as it is now. Raises TopError if that one is not registered."""
+    """Every registered model, or only one, as it is now, also while it is loaded for the first time; without
+    any, those that are being loaded. Raises TopError if the one is not known.
+
+    Those are found by the names of all keys, which only some roles may see, so it is not done beside others.
+    """
     models = directory.models()
-    if only_model and only_model not in models:
+    if not only_model:
+        shown = models or directory.loading()
+    elif only_model in models or directory.is_loading(only_model):
+        shown = [only_model]
+    else:
         raise TopError(describe_unregistered(only_model, models))
-    return {model: _sample_model(directory, model) for model in ([only_model] if only_model else models)}
+    return {model: _sample_model(directory, model) for model in shown}
 
 
 def _sample_model(directory: Directory, model: str) -> ModelSample:
@@ -172,6 +181,7 @@ def _sample_model(directory: Directory, model: str) -> ModelSample:
         overview.batcher,
         report,
         overview.dead,
+        overview.loading,
     )
 
 
