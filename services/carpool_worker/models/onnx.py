@@ -1,9 +1,8 @@
 """The model for `onnx:FILE`: any ONNX file with a batch dimension, run by onnxruntime.
 
 Inputs, outputs and their types are read from the file. States of sequences, constants and control inputs
-are declared beside it (`onnx_declaration`). Whether its outputs have the batch first is found when it is loaded
-(`onnx_probe`). onnxruntime is optional (the extra `onnx`) and is imported only
-when a model is loaded.
+are declared beside it (`onnx_declaration`). Whether its outputs have the batch first is found when it is
+loaded (`onnx_probe`). onnxruntime is optional (the extra `onnx`) and is imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ class OnnxModel:
     output does not depend on the other rows, except for rounding (onnxruntime may sum in another order).
     Dynamic quantization scales by the whole batch, so there it does depend on them: `load` logs a warning.
 
-    `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded. A file
-    with maps among its outputs (ZipMap) has no `outputs`, because a map is no tensor. With `states`, it is a
-    model of sequences. `declared` has the keys of the TOML file beside the ONNX file, and
-    replaces those that it has.
+    `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded. With
+    maps among the outputs (ZipMap) there are no `outputs`, because a map is no tensor. With `states`, it is a
+    model of sequences. `declared` has the keys of the TOML file beside the ONNX file, and replaces those that
+    it has.
 
     `predict` takes a batch of n: the stacked input (n, *shape), or a dict name -> stacked input if the file
-    has several; the returned outputs likewise, or, if there are maps among them, a list with the result of each
-    request: the map, or a dict name -> value. BF16 is float32 on both sides. Once loaded, it also takes
+    has several; the returned outputs likewise, or, if there are maps among them, a list with the result of
+    each request: the map, or a dict name -> value. BF16 is float32 on both sides. Once loaded, it also takes
     `states` if there are any, each with n rows along its axis, and returns (outputs, new states). With
     control inputs it takes `requests` after them. Raises RuntimeError if an output does not have n rows, and
     what onnxruntime raises for inputs that the graph cannot take.

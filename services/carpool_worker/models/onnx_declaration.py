@@ -1,4 +1,4 @@
-"""What is declared about an ONNX file beside its graph: states of sequences, constants, controls, outputs, settings.
+"""What is declared about an ONNX file beside its graph: states, constants, controls, outputs, settings.
 
 A file whose inputs all come from requests needs no declaration. Others have a TOML file of the same name
 beside them, for example `vad.toml` for `vad.onnx`:

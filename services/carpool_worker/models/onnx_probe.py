@@ -1,9 +1,9 @@
 """Whether the outputs of an ONNX graph have the batch first, found with made-up requests. Pure.
 
 That an output has as many rows as a batch has requests may be luck: a transposed one of three columns has
-three rows for three requests. So two different requests, 0 and 1, are executed, each alone and then together as
-0, 1, 0. An output has the batch first if its first dimension is 1, 1 and 3. What is declared about it counts
-less: exporters write the sizes of the example that they had.
+three rows for three requests. So two different requests, 0 and 1, are executed, each alone and then together
+as 0, 1, 0. An output has the batch first if its first dimension is 1, 1 and 3. What is declared about it
+counts less: exporters write the sizes of the example that they had.
 
 A graph may raise for values and sizes that are made up. Then others are tried; if it raises for all of them,
 what it declares is believed, and what comes is counted for each batch. Values are compared, too: a row that
@@ -27,8 +27,8 @@ from carpool_worker.models.onnx_signature import ResultOutput
 
 _ALONE: Final = ((0,), (1,))
 _TOGETHER: Final = (0, 1, 0)
-# For dimensions that vary: small ones for texts; networks for images halve theirs up to five times. Neither is
-# the size of a batch here, and hardly one that an exporter had as an example.
+# For dimensions that vary: a small one; and one that networks for images can halve five times. Neither is the
+# size of a batch here, and hardly one that an exporter had as an example.
 _SIZES: Final = (5, 96)
 # For integers: two indexes that most tables have; then ones, which are lengths and masks, too.
 _INTEGERS: Final = ((0, 1), (1, 1))
@@ -71,7 +71,8 @@ class Probed(NamedTuple):
 def probe(inputs: Sequence[TensorSpec], execute: Execute, batch_max: int) -> Probed:
     """Execute made-up requests for these inputs, together if batches may have several."""
     together = _TOGETHER[:batch_max]
-    best, error = (), ""
+    best: tuple[Run, ...] = ()
+    error = ""
     for filling in _fillings(inputs):
         runs: list[Run] = []
         try:
@@ -104,7 +105,7 @@ def _filled(shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def made_up(spec: TensorSpec, rows: Sequence[int], filling: Filling) -> Array:
-    """The input of a batch of the requests `rows`, each 0 or 1: of shape (n, *spec.shape), BF16 as float32."""
+    """The input of a batch of the requests `rows`, each 0 or 1: (n, *spec.shape), BF16 as float32."""
     return np.stack([_row(spec, row, filling) for row in rows])
 
 
@@ -160,12 +161,12 @@ def count_of(value: Any) -> int:
 
 def shown(value: Any) -> str:
     """The form of an output, for errors."""
-    return f"{len(value)} maps" if isinstance(value, list) else f"the shape {list(value.shape)}"
+    return f"{len(value)} maps" if isinstance(value, list) else f"shape {list(value.shape)}"
 
 
 def _problem(result: ResultOutput, probed: Probed) -> str:
     """Why an output has not the batch first; empty if it has, or nothing says that it has not."""
-    for run in probed.runs:
+    for run in reversed(probed.runs):  # the batch says most
         value = run.outputs[result.name]
         if count_of(value) != len(run.rows):
             return (
@@ -192,8 +193,8 @@ def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[tuple[Any, Any, Any
 def _is_in_another_order(result: ResultOutput, runs: Sequence[Run]) -> bool:
     """Whether the rows are those of the two requests alone, but not in their order.
 
-    Then rows of the same request differ. In a graph that only scales by the batch they are equal. Integers and
-    texts say nothing: a label at a tie may be another by rounding.
+    Then rows of the same request differ. In a graph that only scales by the batch they are equal. Integers
+    and texts say nothing: a label at a tie may be another by rounding.
     """
     rows = _rows(result, runs)
     if not rows or result.datatype not in ("", *_FLOATS) or _is_same(rows[0][1], rows[0][2]):

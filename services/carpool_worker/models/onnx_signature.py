@@ -112,8 +112,8 @@ def _ids(ids: Sequence[str], datatype: str) -> Array:
 class ResultOutput:
     """An output of results, as the graph declares it, which may be wrong (see `onnx_probe`).
 
-    `datatype`: "" for a sequence of maps. `shape`: without the batch; None if none is declared. `problem`: why
-    what is declared has not the batch first; "" if it may have.
+    `datatype`: "" for a sequence of maps. `shape`: without the batch; None if none is declared. `problem`:
+    why what is declared has not the batch first; "" if it may have.
     """
 
     name: str
@@ -188,9 +188,9 @@ def _spec(value: Any, path: Path) -> TensorSpec:
         )
     if not value.shape:
         raise ValueError(
-            f"{path}: input {value.name!r} is a scalar or has no declared shape, so it has no "
-            "batch dimension; export the model with a dynamic first dimension, or declare it under [constants] "
-            f"in {toml_path(path)}"
+            f"{path}: input {value.name!r} is a scalar or has no declared shape, so it has no batch "
+            "dimension; export the model with a dynamic first dimension, or declare it under [constants] in "
+            f"{toml_path(path)}"
         )
     return TensorSpec(value.name, datatype, tuple(_size(size) for size in value.shape[1:]))
 
@@ -227,7 +227,7 @@ def _results(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> tuple
     maps = [result.name for result in results if result.is_maps]
     if maps and "tensor(bfloat16)" in types:  # for which onnxruntime's Python interface has no way
         raise ValueError(
-            f"{path}: output {maps[0]!r} has maps, and the model has tensors of BF16, which do not go together; "
+            f"{path}: output {maps[0]!r} has maps, which onnxruntime does not return beside BF16; "
             f"export the model with zipmap=False, or {_leave_out(path)}"
         )
     return results
@@ -289,8 +289,8 @@ def _check_chosen(chosen: Outputs, outputs: Mapping[str, Any], used: Mapping[tup
             raise ValueError(f"{chosen.where}: the file has no output {name!r}; it has {', '.join(outputs)}")
         if ("output", name) in used:
             raise ValueError(
-                f"{chosen.where}: output {name!r} is the new state of {used['output', name]}, and not part of the "
-                "result; leave it out here, or export the model with a copy of it as another output"
+                f"{chosen.where}: output {name!r} is the new state of {used['output', name]}, and no part "
+                "of the result; leave it out here, or export the model with a copy of it as another output"
             )
 
 
