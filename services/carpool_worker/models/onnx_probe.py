@@ -2,7 +2,7 @@
 
 That an output has as many rows as a batch has requests may be luck: a transposed one of three columns has
 three rows for three requests. So two different requests, 0 and 1, are executed, each alone and then together
-as 0, 1, 0. An output has the batch first if its first dimension is 1, 1 and 3. What is declared about it
+as 0, 0, 1, 0. An output has the batch first if its first dimension is 1, 1 and 4. What is declared about it
 counts less: exporters write the sizes of the example that they had.
 
 A graph may raise for values and sizes that are made up. Then others are tried; if it raises for all of them,
@@ -26,7 +26,7 @@ from carpool_worker.models.onnx_declaration import toml_path
 from carpool_worker.models.onnx_signature import ResultOutput
 
 _ALONE: Final = ((0,), (1,))
-_TOGETHER: Final = (0, 1, 0)
+_TOGETHER: Final = (0, 0, 1, 0)  # of smaller batches the end; neither sorted nor the same from behind
 # For dimensions that vary: a small one; and one that networks for images can halve five times. Neither is the
 # size of a batch here, and hardly one that an exporter had as an example.
 _SIZES: Final = (5, 96)
@@ -51,6 +51,15 @@ class Run(NamedTuple):
     outputs: Mapping[str, Any]
 
 
+class _Row(NamedTuple):
+    """A row of the batch: whose it is, and what this request and the other one get alone."""
+
+    request: int
+    value: Any
+    alone: Any
+    other: Any
+
+
 Execute = Callable[[Sequence[int], Filling], Mapping[str, Any]]
 
 
@@ -70,7 +79,7 @@ class Probed(NamedTuple):
 
 def probe(inputs: Sequence[TensorSpec], execute: Execute, batch_max: int) -> Probed:
     """Execute made-up requests for these inputs, together if batches may have several."""
-    together = _TOGETHER[:batch_max]
+    together = _TOGETHER[-batch_max:]
     best: tuple[Run, ...] = ()
     error = ""
     for filling in _fillings(inputs):
@@ -147,11 +156,11 @@ def batch_mates_matter(results: Sequence[ResultOutput], probed: Probed) -> bool:
     return any(_depends_on_others(_rows(result, probed.runs)) for result in results)
 
 
-def _depends_on_others(rows: Sequence[tuple[Any, Any, Any]]) -> bool:
-    if all(_is_same(row, alone) for row, alone, _ in rows):
+def _depends_on_others(rows: Sequence[_Row]) -> bool:
+    if all(_is_same(row.value, row.alone) for row in rows):
         return False
-    (first, alone, _), (last, _, _) = rows[0], rows[-1]  # of the same request: by chance they differ
-    return _is_same(first, alone) or _is_same(first, last)
+    first, *others = (row for row in rows if row.request == 0)  # by chance, rows of one request differ, too
+    return _is_same(first.value, first.alone) or all(_is_same(first.value, row.value) for row in others)
 
 
 def count_of(value: Any) -> int:
@@ -179,14 +188,14 @@ def _problem(result: ResultOutput, probed: Probed) -> str:
     return ""
 
 
-def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[tuple[Any, Any, Any]]:
-    """Each row of the batch; what its request gets alone, and what the other one gets."""
+def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[_Row]:
+    """The rows of an output of the batch; none if no batch was executed."""
     alone = {run.rows[0]: run.outputs[result.name][0] for run in runs if len(run.rows) == 1}
-    together = [run for run in runs if len(run.rows) > 1]
     return [
-        (value, alone[row], alone[1 - row])
-        for run in together
-        for row, value in zip(run.rows, run.outputs[result.name], strict=True)
+        _Row(request, value, alone[request], alone[1 - request])
+        for run in runs
+        if len(run.rows) > 1
+        for request, value in zip(run.rows, run.outputs[result.name], strict=True)
     ]
 
 
@@ -197,11 +206,11 @@ def _is_in_another_order(result: ResultOutput, runs: Sequence[Run]) -> bool:
     and texts say nothing: a label at a tie may be another by rounding.
     """
     rows = _rows(result, runs)
-    if not rows or result.datatype not in ("", *_FLOATS) or _is_same(rows[0][1], rows[0][2]):
+    if not rows or result.datatype not in ("", *_FLOATS) or _is_same(rows[0].alone, rows[0].other):
         return False
-    moved = [not _is_same(row, alone) and _is_same(row, other) for row, alone, other in rows]
-    known = [is_moved or _is_same(row, alone) for is_moved, (row, alone, _) in zip(moved, rows, strict=True)]
-    return all(known) and moved[0] != moved[-1] and len(rows) == len(_TOGETHER)
+    if not all(_is_same(row.value, row.alone) or _is_same(row.value, row.other) for row in rows):
+        return False
+    return len({_is_same(row.value, row.alone) for row in rows if row.request == 0}) > 1
 
 
 def _is_same(one: Any, other: Any) -> bool:
