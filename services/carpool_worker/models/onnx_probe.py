@@ -88,7 +88,7 @@ def probe(inputs: Sequence[TensorSpec], execute: Execute, batch_max: int) -> Pro
             for rows in (*_ALONE, together) if batch_max > 1 else _ALONE:
                 runs.append(Run(rows, execute(rows, filling)))
         except Exception as raised:  # onnxruntime's exceptions have no common base class
-            error = str(raised)
+            error = f"{' '.join(str(raised).split()):.300}"
         found = Probed(tuple(runs), error, batch_max)
         if found.has_batch:
             return found
@@ -138,17 +138,20 @@ def outputs_found(results: Sequence[ResultOutput], probed: Probed, path: Path) -
     all that were not seen. Raises ValueError for an output that has not the batch first."""
     problems = {result.name: _problem(result, probed) for result in results}
     good = [name for name, problem in problems.items() if not problem]
-    for name, problem in problems.items():
-        if problem:
-            raise ValueError(
-                f"{path}: output {name!r} {problem}; export the model with a row for each request there"
-                + (
-                    f", or leave it out: write outputs = {json.dumps(good)} in {toml_path(path)}"
-                    if good
-                    else ""
-                )
-            )
+    for result in results:
+        if problem := problems[result.name]:
+            fixes = ["export the model with a row for each request there"]
+            if good:
+                fixes.append(f"leave it out with outputs = {json.dumps(good)} in {toml_path(path)}")
+            if probed.batch_max > 1 and _is_right_alone(result, probed.runs):
+                fixes.append(f"execute each request alone with max_batch_size = 1 in {toml_path(path)}")
+            raise ValueError(f"{path}: output {result.name!r} {problem}; {', or '.join(fixes)}")
     return tuple(_spec(result, probed.runs) for result in results if not result.is_maps)
+
+
+def _is_right_alone(result: ResultOutput, runs: Sequence[Run]) -> bool:
+    counts = [count_of(run.outputs[result.name]) for run in runs if len(run.rows) == 1]
+    return bool(counts) and set(counts) == {1}
 
 
 def batch_mates_matter(results: Sequence[ResultOutput], probed: Probed) -> bool:
@@ -182,7 +185,7 @@ def _problem(result: ResultOutput, probed: Probed) -> str:
                 f"has {shown(value)} for a batch of {len(run.rows)}, so its first dimension is not the batch"
             )
     if result.problem and not probed.has_batch:
-        return f"{result.problem}, and could not be tried out: {probed.error.strip():.200}"
+        return f"{result.problem}, and could not be tried out ({probed.error})"
     if _is_in_another_order(result, probed.runs):
         return "has rows that belong to other requests of the batch"
     return ""
