@@ -33,7 +33,7 @@ BAD_OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "value": {"fields": {"a": "\ud800"}},
     "cost": {"cost": 2**70},
     "digits": {"fields": {"a": 10**5000}},
-    "bool": {"fields": {"a": True}},
+    "none": {"fields": {"a": None}},
     "name": {"fields": {1: "x"}},
     "end_sequences": {"fields": {"end_sequences": "x"}},
     "withdraw": {"fields": {"withdraw": "x"}},
