@@ -45,7 +45,7 @@ def visible_gpus(environment: Mapping[str, str], found: int) -> int:
     """How many of the GPUs that were found CUDA shows to a process with this environment. It numbers them
     from 0.
 
-    As CUDA does: entries of CUDA_VISIBLE_DEVICES are indexes, or UUIDs of GPUs or of their MIG parts; the first
+    As CUDA does: entries of CUDA_VISIBLE_DEVICES are indexes, or UUIDs of GPUs or of MIG parts; the first
     one says which. The list ends before the first entry that names none. It also ends before one that was
     there before, of which CUDA's documents say nothing: to count no GPU would be to use the CPU silently.
     """
