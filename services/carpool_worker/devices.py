@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 _DEV: Final = "/dev"
 _CGROUPS: Final = "/sys/fs/cgroup"
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
-_NO_GPU: Final = frozenset({"void", "none"})  # of NVIDIA's container runtime
 # Each is read by a library of its own, which uses the first one if its own is not set.
 THREAD_VARIABLES: Final = (
     "OMP_NUM_THREADS",
@@ -48,8 +47,11 @@ def visible_gpus(environment: Mapping[str, str], found: int) -> int:
     As CUDA does: entries of CUDA_VISIBLE_DEVICES are indexes, or UUIDs of GPUs or of MIG parts; the first
     one says which. The list ends before the first entry that names none. It also ends before one that was
     there before, of which CUDA's documents say nothing: to count no GPU would be to use the CPU silently.
+
+    NVIDIA_VISIBLE_DEVICES is for a container's runtime, and CUDA does not read it. "none" is heeded. "void"
+    says nothing: whoever adds the GPUs by the Container Device Interface (CDI) sets it, with GPUs as well.
     """
-    if not found or environment.get("NVIDIA_VISIBLE_DEVICES") in _NO_GPU:
+    if not found or environment.get("NVIDIA_VISIBLE_DEVICES") == "none":
         return 0
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:

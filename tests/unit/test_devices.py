@@ -97,8 +97,9 @@ def test_cuda_shows_the_listed_gpus_before_the_first_invalid_one(listed: str | N
     assert visible_gpus(environment, 4) == gpus
 
 
-@pytest.mark.parametrize(("value", "gpus"), [("void", 0), ("none", 0), ("all", 2), ("0,1", 2)])
-def test_containers_without_gpus_have_none(value: str, gpus: int) -> None:
+@pytest.mark.parametrize(("value", "gpus"), [("none", 0), ("void", 2), ("all", 2), ("0,1", 2)])
+def test_container_has_the_gpus_of_its_dev_unless_it_shall_have_none(value: str, gpus: int) -> None:
+    """With void, too: that is also in containers that have GPUs by the Container Device Interface."""
     assert visible_gpus({"NVIDIA_VISIBLE_DEVICES": value}, 2) == gpus
 
 
