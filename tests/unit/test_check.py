@@ -294,5 +294,5 @@ def test_model_has_the_threads_of_a_model_process_before_numpy_is_imported(tmp_p
     )
     environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     command = [sys.executable, "-P", "-c", program, *THREAD_VARIABLES]
-    checked = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert checked.stdout.splitlines()[0].split() == [str(usable_cpus())] * len(THREAD_VARIABLES)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0].split() == [str(usable_cpus())] * len(THREAD_VARIABLES)
