@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_version()
     if command not in COMMANDS:
         return _report_unknown(command)
+    if command == "check":
+        _set_threads()
     try:
         status: int = importlib.import_module(COMMANDS[command].module).main(rest)
     except KeyboardInterrupt:
@@ -36,6 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
+
+
+def _set_threads() -> None:
+    """For a model that is executed in this process, as a worker does for its model process. Before numpy is
+    imported: its libraries read the variables then."""
+    from carpool_worker.devices import with_threads  # noqa: PLC0415 (not for the other commands)
+
+    os.environ |= with_threads(os.environ, 1)
 
 
 def _print_version() -> int:

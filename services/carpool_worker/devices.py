@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, takewhile
 from math import ceil
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 _DEV: Final = "/dev"
 _CGROUPS: Final = "/sys/fs/cgroup"
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
-_NO_GPU: Final = frozenset({"void", "none"})  # of NVIDIA's container runtime
 # Each is read by a library of its own, which uses the first one if its own is not set.
 THREAD_VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",  # of macOS
 )
 
 
@@ -44,21 +44,41 @@ def visible_gpus(environment: Mapping[str, str], found: int) -> int:
     """How many of the GPUs that were found CUDA shows to a process with this environment. It numbers them
     from 0.
 
-    As CUDA does: the list in CUDA_VISIBLE_DEVICES ends before the first entry that names no GPU, or one that
-    was named before. Entries are indexes, or UUIDs of GPUs and of their MIG parts.
+    As CUDA does: entries of CUDA_VISIBLE_DEVICES are indexes, or UUIDs of GPUs or of MIG parts; the first
+    one says which. The list ends before the first entry that names none. It also ends before one that was
+    there before, of which CUDA's documents say nothing: to count no GPU would be to use the CPU silently.
+
+    NVIDIA_VISIBLE_DEVICES is for a container's runtime, and CUDA does not read it. "none" is heeded. "void"
+    says nothing: whoever adds the GPUs by the Container Device Interface (CDI) sets it, with GPUs as well.
     """
-    if environment.get("NVIDIA_VISIBLE_DEVICES") in _NO_GPU:
+    if not found or environment.get("NVIDIA_VISIBLE_DEVICES") == "none":
         return 0
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return found
-    named: set[str] = set()
-    for name in map(str.strip, listed.split(",")):
-        is_index = name.isascii() and name.isdigit() and int(name) < found
-        if name in named or not (is_index or name.startswith(("GPU-", "MIG-"))):
+    entries = [entry.strip() for entry in listed.split(",")]
+    prefix = entries[0][:4]
+    if prefix == "MIG-":
+        return _distinct_before(entries, lambda entry: entry.startswith(prefix))
+    if prefix == "GPU-":
+        return min(found, _distinct_before(entries, lambda entry: entry.startswith(prefix)))
+    return _distinct_before(map(_index, entries), lambda index: 0 <= index < found)
+
+
+def _distinct_before(entries: Iterable[Any], names_one: Callable[[Any], bool]) -> int:
+    """How many entries there are before the first that names none, or is there twice."""
+    named: set[Any] = set()
+    for entry in entries:
+        if entry in named or not names_one(entry):
             break
-        named.add(name)
-    return len(named) if found else 0
+        named.add(entry)
+    return len(named)
+
+
+def _index(entry: str) -> int:
+    """The number at the beginning of an entry, which CUDA reads; -1 if there is none."""
+    digits = "".join(takewhile("0123456789".__contains__, entry.removeprefix("+")))
+    return int(digits) if digits else -1
 
 
 # --- CPUs --------------------------------------------------------------------------------------------------
@@ -66,13 +86,20 @@ def visible_gpus(environment: Mapping[str, str], found: int) -> int:
 
 def with_threads(environment: Mapping[str, str], processes: int) -> dict[str, str]:
     """The environment of each of these model processes, in which numeric libraries start as many threads as
-    there are CPUs for it. What the user has set stays: of OMP_NUM_THREADS, which all of them read, nothing
-    else is set, of another one its own value."""
+    there are CPUs for it. What the user has set stays: with OMP_NUM_THREADS, which all but macOS's read,
+    nothing is added; another one keeps its own value. What is no number of threads, such as an empty text,
+    counts as not set, because libraries ignore it."""
     own = dict(environment)
-    if "OMP_NUM_THREADS" not in own:
+    if not _are_threads(own.get("OMP_NUM_THREADS", "")):
         threads = str(max(1, usable_cpus() // processes))
-        own |= {name: threads for name in THREAD_VARIABLES if name not in own}
+        own |= {name: threads for name in THREAD_VARIABLES if not _are_threads(own.get(name, ""))}
     return own
+
+
+def _are_threads(value: str) -> bool:
+    """Whether it is a number of threads, or one for each level of nesting: "4,2"."""
+    first = value.partition(",")[0].strip()
+    return first.isascii() and first.isdigit() and int(first) > 0
 
 
 def threads_of(environment: Mapping[str, str], processes: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from carpool_cli import check
+from carpool_worker.devices import THREAD_VARIABLES, usable_cpus
 
 MODELS: Final = """
 import numpy as np
@@ -273,3 +277,22 @@ def test_misspelt_setting_is_named(checked: Check) -> None:
 def test_numbers_may_differ_by_their_rounding(one: Any, other: Any, close: bool) -> None:
     assert check.are_close(one, other) is close
     assert check.are_close(other, one) is close
+
+
+def test_model_has_the_threads_of_a_model_process_before_numpy_is_imported(tmp_path: Path) -> None:
+    """numpy's OpenBLAS reads its number of threads when it is imported, and not again."""
+    (tmp_path / "echo.py").write_text("def echo(batch): return batch\n")
+    program = (
+        "import os, sys\n"
+        "from carpool_cli.__main__ import main\n"
+        "class Observed:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'numpy':\n"
+        "            print(*[os.environ.get(variable) for variable in sys.argv[1:]])\n"
+        "sys.meta_path.insert(0, Observed())\n"
+        "sys.exit(main(['check', 'echo.py:echo', '1']))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
+    command = [sys.executable, "-P", "-c", program, *THREAD_VARIABLES]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0].split() == [str(usable_cpus())] * len(THREAD_VARIABLES)

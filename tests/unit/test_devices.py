@@ -11,7 +11,8 @@ import pytest
 
 from carpool.settings import WorkerSettings, read_settings
 from carpool_cli.local.up import UpSettings
-from carpool_worker.devices import devices, usable_cpus, visible_gpus, with_threads
+from carpool_worker.devices import THREAD_VARIABLES, devices, usable_cpus, visible_gpus, with_threads
+from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 
 
 @pytest.mark.parametrize("name", ["gpu", "gpu:0", "GPU", "cuda0", "cuda:", "0", "cpu,gpu", "auto,cpu"])
@@ -70,11 +71,25 @@ def test_each_model_process_gets_a_device_in_turn(
         (" 3 , 1 ", 2),
         ("0,-1,2", 1),
         ("0,4,1", 1),
+        ("4", 0),
+        (",0", 0),
+        ("0,", 1),
         ("1,1", 1),
+        ("1,2,1,3", 2),
+        ("1,01", 1),
+        ("1gpu,2", 2),
         ("NoDevFiles", 0),
+        ("all", 0),
         ("GPU-8f3c,GPU-11ab", 2),
+        ("GPU-8f3c, GPU-11ab", 2),
         ("GPU-8f3c,GPU-8f3c", 1),
+        ("GPU-8f3c,1", 1),
+        ("1,GPU-8f3c", 1),
+        ("GPU-1,GPU-2,GPU-3,GPU-4,GPU-5", 4),
         ("MIG-1111", 1),
+        ("MIG-GPU-8f3c/1/0,MIG-GPU-8f3c/2/0", 2),
+        ("MIG-1,MIG-2,MIG-3,MIG-4,MIG-5", 5),
+        ("MIG-1111,0", 1),
     ],
 )
 def test_cuda_shows_the_listed_gpus_before_the_first_invalid_one(listed: str | None, gpus: int) -> None:
@@ -82,8 +97,9 @@ def test_cuda_shows_the_listed_gpus_before_the_first_invalid_one(listed: str | N
     assert visible_gpus(environment, 4) == gpus
 
 
-@pytest.mark.parametrize(("value", "gpus"), [("void", 0), ("none", 0), ("all", 2), ("0,1", 2)])
-def test_containers_without_gpus_have_none(value: str, gpus: int) -> None:
+@pytest.mark.parametrize(("value", "gpus"), [("none", 0), ("void", 2), ("all", 2), ("0,1", 2)])
+def test_container_has_the_gpus_of_its_dev_unless_it_shall_have_none(value: str, gpus: int) -> None:
+    """With void, too: that is also in containers that have GPUs by the Container Device Interface."""
     assert visible_gpus({"NVIDIA_VISIBLE_DEVICES": value}, 2) == gpus
 
 
@@ -148,6 +164,7 @@ def test_processes_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "MKL_NUM_THREADS": "16",
         "OPENBLAS_NUM_THREADS": "16",
         "NUMEXPR_NUM_THREADS": "16",
+        "VECLIB_MAXIMUM_THREADS": "16",
     }
     assert with_threads({}, 5)["OMP_NUM_THREADS"] == "3"
     assert with_threads({}, 40)["OMP_NUM_THREADS"] == "1"
@@ -158,3 +175,42 @@ def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> 
     assert with_threads({"OMP_NUM_THREADS": "2"}, 1) == {"OMP_NUM_THREADS": "2"}
     set_for_one = with_threads({"MKL_NUM_THREADS": "2"}, 1)
     assert (set_for_one["MKL_NUM_THREADS"], set_for_one["OMP_NUM_THREADS"]) == ("2", "16")
+
+
+@pytest.mark.parametrize("value", ["2", " 2 ", "4,2"])
+def test_number_of_threads_stays(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setattr("carpool_worker.devices.usable_cpus", lambda: 16)
+    assert with_threads({"OMP_NUM_THREADS": value}, 1) == {"OMP_NUM_THREADS": value}
+
+
+@pytest.mark.parametrize("value", ["", " ", "0", "-1", "auto", ",4", "²"])
+def test_what_is_no_number_of_threads_is_not_set(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """As of a file for containers, in which a variable is empty unless its reader has a value for it."""
+    monkeypatch.setattr("carpool_worker.devices.usable_cpus", lambda: 16)
+    shared = with_threads(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), value), 4)
+    assert (shared["OMP_NUM_THREADS"], shared["MKL_NUM_THREADS"]) == ("4", "4")
+    assert with_threads({"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": value}, 4)["MKL_NUM_THREADS"] == value
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(1, 6), (2, 3), (8, 1)])
+def test_model_process_has_its_share_of_the_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: int, threads: int
+) -> None:
+    """A process that is really started, with a model that tells what it has."""
+    monkeypatch.setattr("carpool_worker.devices.usable_cpus", lambda: 6)
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "told.py").write_text(
+        "import os\n"
+        "class Told:\n"
+        "    def load(self, device):\n"
+        f"        raise ValueError([os.environ[name] for name in {THREAD_VARIABLES}])\n"
+        "    def predict(self, batch): ...\n"
+    )
+    process = ProcessHandle(f"{tmp_path / 'told.py'}:Told", "cpu", processes=processes)
+    try:
+        with pytest.raises(ModelLoadError) as caught:
+            process.start()
+    finally:
+        process.close(wait_s=0)
+    assert str(caught.value) == f"ValueError: {[str(threads)] * len(THREAD_VARIABLES)}"

@@ -99,11 +99,22 @@ def test_outputs_of_which_one_has_not_the_batch_first_may_be_served_without_it(t
     np.testing.assert_array_equal(model.predict(ROWS), ROWS)
 
 
-def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:
+def reversed_rows(kind: int) -> bytes:
     minus_all = integers("end", -(2**62))
+    nodes = [integers("start", -1), minus_all, integers("axis", 0), integers("step", -1)]
     slices = Node("Slice", ["x", "start", "end", "axis", "step"], ["y"])
-    content = graph([Y], integers("start", -1), minus_all, integers("axis", 0), integers("step", -1), slices)
-    assert "output 'y' has rows that belong to other requests of the batch" in error_of(tmp_path, content)
+    return graph([Value("y", ["N", 3], kind)], *nodes, slices, x=Value("x", ["N", 3], kind))
+
+
+@pytest.mark.parametrize("kind", [tiny_onnx.FLOAT, INT64, STRING, BOOL])
+@pytest.mark.parametrize("batch_max", [2, 3, 4, 32])
+def test_rows_in_another_order_are_refused(tmp_path: Path, kind: int, batch_max: int) -> None:
+    error = error_of(tmp_path, reversed_rows(kind), f"max_batch_size = {batch_max}")
+    assert "output 'y' has rows that belong to other requests of the batch" in error
+
+
+def test_order_does_not_matter_for_one_request_at_a_time(tmp_path: Path) -> None:
+    assert logged(tmp_path, reversed_rows(INT64), toml="max_batch_size = 1") == []
 
 
 @pytest.mark.parametrize(

@@ -467,7 +467,7 @@ ENOUGH = PRESENT_FIGURES._replace(within=0.996)
             [
                 "3,000 requests/s need 4 model processes, which answer 99.6% within 20 ms; with one less, it "
                 "is 91.2%. 1 runs now.",
-                "Each is assumed to have a core or a device of its own.",
+                "Each is assumed to have a core or a device of its own, and as many threads as now.",
                 "To have more, start workers, or start them with more --replicas.",
             ],
         ),
@@ -477,7 +477,7 @@ ENOUGH = PRESENT_FIGURES._replace(within=0.996)
             [
                 "3,000 requests/s need 4 model processes, which answer 99.6% within 20 ms; fewer cannot "
                 "execute that many. 4 run now.",
-                "Each is assumed to have a core or a device of its own.",
+                "Each is assumed to have a core or a device of its own, and as many threads as now.",
                 "This is a guess, because l(n) is one for 50% of the simulated batches.",
             ],
         ),

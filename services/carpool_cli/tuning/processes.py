@@ -97,7 +97,7 @@ def describe(needed: ProcessesNeeded | None, rate: float, latency_ms: float, run
             fewer = f"with one less, it is {needed.one_less.within:.1%}"
         lines = [
             f"{asked} need {needed.number:,} model processes, which answer {share}; {fewer}. {now}",
-            "Each is assumed to have a core or a device of its own.",
+            "Each is assumed to have a core or a device of its own, and as many threads as now.",
         ]
     if needed.number > running:
         lines.append("To have more, start workers, or start them with more --replicas.")

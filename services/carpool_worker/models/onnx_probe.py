@@ -26,7 +26,8 @@ from carpool_worker.models.onnx_declaration import toml_path
 from carpool_worker.models.onnx_signature import ResultOutput
 
 _ALONE: Final = ((0,), (1,))
-_TOGETHER: Final = (0, 0, 1, 0)  # of smaller batches the end; neither sorted nor the same from behind
+# By the size of the batch, from 2 on. None is the same from behind, or in descending order.
+_TOGETHER: Final = ((0, 1), (0, 0, 1), (0, 0, 1, 0))
 # For dimensions that vary: a small one; and one that networks for images can halve five times. Neither is the
 # size of a batch here, and hardly one that an exporter had as an example.
 _SIZES: Final = (5, 96)
@@ -80,13 +81,12 @@ class Probed(NamedTuple):
 
 def probe(inputs: Sequence[TensorSpec], execute: Execute, batch_max: int) -> Probed:
     """Execute made-up requests for these inputs, together if batches may have several."""
-    together = _TOGETHER[-batch_max:]
     best: tuple[Run, ...] = ()
     error = ""
     for filling in _fillings(inputs):
         runs: list[Run] = []
         try:
-            for rows in (*_ALONE, together) if batch_max > 1 else _ALONE:
+            for rows in (*_ALONE, *_together(batch_max)):
                 runs.append(Run(rows, execute(rows, filling)))
         except Exception as raised:  # onnxruntime's exceptions have no common base class
             error = f"{' '.join(str(raised).split()):.300}"
@@ -95,6 +95,11 @@ def probe(inputs: Sequence[TensorSpec], execute: Execute, batch_max: int) -> Pro
             return found
         best = max(best, found.runs if len(runs) == len(_ALONE) else (), key=len)
     return Probed(best, error, batch_max)
+
+
+def _together(batch_max: int) -> tuple[tuple[int, ...], ...]:
+    """The largest of the batches that may be; none if each request is executed alone."""
+    return _TOGETHER[: batch_max - 1][-1:]
 
 
 def _fillings(inputs: Sequence[TensorSpec]) -> list[Filling]:
@@ -107,7 +112,7 @@ def _fillings(inputs: Sequence[TensorSpec]) -> list[Filling]:
 
 
 def _count(inputs: Sequence[TensorSpec], size: int) -> int:
-    return len(_TOGETHER) * sum(math.prod(_filled(spec.shape, size)) for spec in inputs)
+    return len(_TOGETHER[-1]) * sum(math.prod(_filled(spec.shape, size)) for spec in inputs)
 
 
 def _filled(shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -206,15 +211,19 @@ def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[_Row]:
 def _is_in_another_order(result: ResultOutput, runs: Sequence[Run]) -> bool:
     """Whether the rows are those of the two requests alone, but not in their order.
 
-    Then rows of the same request differ. In a graph that only scales by the batch they are equal. Integers
-    and texts say nothing: a label at a tie may be another by rounding.
+    If the two have exchanged rows, that is certain. Else floats of one request must differ: in a graph that
+    only scales by the batch they are equal. Integers and texts say nothing then, because a label at a tie may
+    be another by rounding; two that change places by it are not to be expected.
     """
     rows = _rows(result, runs)
-    if not rows or result.datatype not in ("", *_FLOATS) or _is_same(rows[0].alone, rows[0].other):
+    if not rows or _is_same(rows[0].alone, rows[0].other):
         return False
     if not all(_is_same(row.value, row.alone) or _is_same(row.value, row.other) for row in rows):
         return False
-    return len({_is_same(row.value, row.alone) for row in rows if row.request == 0}) > 1
+    moved = [row.request for row in rows if not _is_same(row.value, row.alone)]
+    if moved.count(0) == moved.count(1) > 0:
+        return True
+    return result.datatype in ("", *_FLOATS) and 0 < moved.count(0) < [row.request for row in rows].count(0)
 
 
 def _is_same(one: Any, other: Any) -> bool:
