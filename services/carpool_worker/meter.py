@@ -167,7 +167,9 @@ class WorkerMetrics(CommonMetrics):
         return counter
 
     def stepped(self, step: Step) -> None:
-        """A stepping model took a step."""
+        """A stepping model took a step, or only began requests, which is not counted."""
+        if step.begin_us and not step.step_us:
+            return
         self._steps.inc()
         self._step.observe_equal(step.step_us, 1)
 

@@ -199,10 +199,19 @@ def test_result_that_cannot_be_sent_fails_its_request_alone(value: Any, detail: 
 
 
 def test_results_of_octet_streams_are_bytes_or_else_json() -> None:
-    results = [b"bytes", "text", np.array([1, 2], "<i2"), 3, ["x"]]
+    results = [b"bytes", np.array([1, 2], "<i2"), "text", 3, ["x"]]
     got = served(codec_of(), lambda _: results, *_of_types(RAW, RAW, RAW, RAW, RAW))
-    assert got[:3] == [b"bytes", b"text", b"\1\0\2\0"]
-    assert got[3:] == [3, ["x"]]
+    assert got[:2] == [b"bytes", b"\1\0\2\0"]
+    assert got[2:] == ["text", 3, ["x"]]
+
+
+def test_only_bytes_have_the_type_of_an_image() -> None:
+    """A text is a value, and so is an array: the bytes of its numbers are no image."""
+    results = [b"bytes", "cat", np.array([1, 2], "<i2"), ["cat"]]
+    got = served(codec_of(), lambda _: results, *_of_types(*["image/png"] * 4))
+    assert got[0] == b"bytes"
+    assert got[1] == "cat" and got[3] == ["cat"]
+    assert got[2].tolist() == [1, 2]
 
 
 def _of_types(*content_types: str) -> list[BatchedRequest]:

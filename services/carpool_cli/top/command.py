@@ -39,7 +39,8 @@ class TopSettings(ConnectionSettings):
     waiting     requests waiting; if no batcher is active, entries of the request stream
     oldest      age of the request that has waited longest
     in flight   batches dispatched and not settled, and the requests in them
-    processes   model processes; one that was killed counts until its lease runs out
+    processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
+                the model
     requests/s  requests dispatched, over the last 5 seconds
     fill        mean fill of those batches, relative to max_batch_size or max_batch_cost
     p50, p99    time from arrival until the batch was settled, over the last 10 to 20 seconds
@@ -151,11 +152,16 @@ def follow(
 
 
 def take_sample(directory: Directory, only_model: str) -> Sample:
-    """Every registered model, or only one, as it is now. Raises TopError if that one is not registered."""
+    """Every model that is registered or being loaded, or only one, as it is now. Raises TopError if that one is
+    neither."""
     models = directory.models()
-    if only_model and only_model not in models:
-        raise TopError(describe_unregistered(only_model, models))
-    return {model: _sample_model(directory, model) for model in ([only_model] if only_model else models)}
+    if only_model:
+        shown = [only_model] if only_model in models or directory.is_loading(only_model) else []
+        if not shown:
+            raise TopError(describe_unregistered(only_model, models))
+    else:
+        shown = sorted([*models, *directory.loading(models)])
+    return {model: _sample_model(directory, model) for model in shown}
 
 
 def _sample_model(directory: Directory, model: str) -> ModelSample:
@@ -172,6 +178,7 @@ def _sample_model(directory: Directory, model: str) -> ModelSample:
         overview.batcher,
         report,
         overview.dead,
+        overview.loading,
     )
 
 

@@ -22,6 +22,7 @@ class ModelSample(NamedTuple):
     batcher: bool
     report: BatcherReport | None = None
     dead: int = 0  # dead letters
+    loading: bool = False  # a worker loads it
 
 
 class Requests(NamedTuple):
@@ -94,6 +95,7 @@ class Figures(NamedTuple):
     last_error: str = ""  # what the model raised last, such as `KeyError at model.py:14`
     last_error_s: float | None = None  # how long ago that was
     dead: int = 0  # dead letters
+    loading: bool = False  # a worker loads it
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -116,7 +118,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     """The figures of a model. `before` is an earlier sample, the same one, or None."""
     known_without_report = Figures(
         model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight,
-        dead=now.dead,
+        dead=now.dead, loading=now.loading,
     )  # fmt: skip
     report = now.report if now.batcher else None
     if report is None:

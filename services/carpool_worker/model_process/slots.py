@@ -57,6 +57,10 @@ class Slots(Generic[T]):
         """How many requests have a slot."""
         return len(self._running)
 
+    def has(self, key: int) -> bool:
+        """Whether the request of this key has a slot."""
+        return key in self._running
+
     @property
     def has_next(self) -> bool:
         """Whether the next round has anything to do."""

@@ -118,8 +118,9 @@ class Step(NamedTuple):
     """Process to worker: what changed since the last one. Sent if something did, and now and then without,
     while the process steps, to show that it does not hang.
 
-    `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. `running`: how
-    many requests hold a slot after it, `size` how many took part in it. `error`: the name of what the model
+    `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. What `begin`
+    emitted is sent before `step` is called, as a Step of its own. `running`: how many requests hold a slot
+    after it, `size` how many took part in it. `error`: the name of what the model
     raised last (`raised`), or why a result is too large; else empty.
     """
 

@@ -50,6 +50,7 @@ class Stepper:
             settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost
         )
         self._limit = ResultLimit(settings.max_result_bytes)
+        self._begun: Round[Generation] | None = None  # a round whose requests were begun, and not stepped yet
         self._running_reported = 0
         self._is_silence_reported = False
         self._log = structlog.get_logger()
@@ -87,23 +88,44 @@ class Stepper:
 
     def advance(self, *, must_report: bool = False) -> Step | None:
         """Begin the requests whose turn it is, and take a step. None if nothing changed, unless it must be
-        reported nevertheless."""
-        if self._slots.lacks_space:
-            self._make_space()
-        planned = self._slots.next_round()
-        started_ns = self._now_ns()
-        if planned.begun:
-            self._begin_valid(planned.begun)
-        begun_ns = self._now_ns()
+        reported nevertheless.
+
+        What `begin` emitted or ended is returned at once, and the next call takes the step: a reader does not
+        wait for it. A request that is alone takes the step with its `begin`, because its worker counts steps.
+        """
+        planned, self._begun = self._begun, None
+        begin_us = 0
+        if planned is None:
+            planned, begin_us = self._begin_next()
+            advances, error = ([], "") if planned.is_alone else self._taken(planned.begun)
+            if advances:
+                self._begun = planned
+                self._running_reported = self._slots.occupied
+                return Step(0, begin_us, len(planned.begun), self._running_reported, advances, error)
+        else:  # some of them have ended, or were dropped meanwhile
+            stepped = [generation for generation in planned.stepped if self._slots.has(generation.key)]
+            planned = planned._replace(stepped=stepped)
         stepping = [generation for generation in planned.stepped if not generation.has_ended]
+        step_us = 0
         if stepping:
+            started_ns = self._now_ns()
             self._step(stepping)
-        step_us = (self._now_ns() - begun_ns) // 1000 if stepping else 0
-        begin_us = (begun_ns - started_ns) // 1000 if planned.begun else 0
+            step_us = (self._now_ns() - started_ns) // 1000
         report = self._report(planned, step_us, begin_us, len(stepping))
         if report is None and must_report:
             return Step(step_us, begin_us, len(stepping), self._running_reported, ())
         return report
+
+    def _begin_next(self) -> tuple[Round[Generation], int]:
+        """The next round, whose requests have begun, and how long that took (us)."""
+        if self._slots.lacks_space:
+            self._make_space()
+        planned = self._slots.next_round()
+        if not planned.begun:
+            return planned, 0
+        started_ns = self._now_ns()
+        self._begin_valid(planned.begun)
+        return planned, (self._now_ns() - started_ns) // 1000
 
     def close(self) -> None:
         """End all requests that were begun."""
@@ -206,20 +228,7 @@ class Stepper:
             )
 
     def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:
-        advances: list[Advance] = []
-        error = ""
-        for generation in planned.stepped:
-            advance = generation.take()
-            if advance is None:
-                if generation.count_silent_steps() == SILENT_STEPS_MAX:
-                    self._report_silence(generation)
-                continue
-            advances.append(advance)
-            if generation.has_ended:
-                if generation.is_too_large and advance.failure:
-                    error = advance.failure[1]
-                self._end(generation)
-                self._slots.end(generation.key)
+        advances, error = self._taken(planned.stepped, has_stepped=True)
         if planned.is_alone and not advances:  # the worker waits for it
             (generation,) = planned.stepped
             advances = [Advance(generation.key, b"", generation.emitted)]
@@ -228,6 +237,25 @@ class Stepper:
             return None
         self._running_reported = running
         return Step(step_us, begin_us, size, running, advances, error)
+
+    def _taken(self, generations: Requests, *, has_stepped: bool = False) -> tuple[list[Advance], str]:
+        """What these have emitted and not sent, and why a result is too large, if one is. Ends those that
+        have ended."""
+        advances: list[Advance] = []
+        error = ""
+        for generation in generations:
+            advance = generation.take()
+            if advance is None:
+                if has_stepped and generation.count_silent_steps() == SILENT_STEPS_MAX:
+                    self._report_silence(generation)
+                continue
+            advances.append(advance)
+            if generation.has_ended:
+                if generation.is_too_large and advance.failure:
+                    error = advance.failure[1]
+                self._end(generation)
+                self._slots.end(generation.key)
+        return advances, error
 
     def _report_silence(self, generation: Generation) -> None:
         """Most likely the model forgot to finish it. The first such request is enough to say so."""

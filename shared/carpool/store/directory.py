@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys, models_key
 from carpool.store.connection import Argument, CommandError, Link
+from carpool.store.unregistered import find_unregistered
 from carpool.wire.requests import arrival_of
 
 SETTLED_ENTRIES_MAX: Final = 10_000
+LOADING_LOOK_S: Final = 5.0  # between two looks at the names of all keys
 
 
 class ModelSnapshot(NamedTuple):
@@ -39,6 +42,7 @@ class ModelOverview(NamedTuple):
     batcher: bool
     report: bytes | None
     dead: int
+    loading: bool = False  # a worker loads it
 
 
 class Directory:
@@ -47,6 +51,8 @@ class Directory:
     def __init__(self, link: Link, prefix: str) -> None:
         self._link = link
         self._prefix = prefix
+        self._loading: list[str] = []
+        self._looked_for_loading_s = float("-inf")
 
     def models(self) -> list[str]:
         """Names of the registered models, sorted."""
@@ -55,21 +61,37 @@ class Directory:
     def overview(self, model: str) -> ModelOverview:
         """The state of a model, in one round trip."""
         keys = Keys(model, self._prefix)
-        time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(
-            self._link.call_many(
-                ("TIME",),
-                ("XLEN", keys.requests),
-                ("XLEN", keys.batches),
-                ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
-                ("EXISTS", keys.batcher),
-                ("GET", keys.report),
-                ("XLEN", keys.dead),
-            )
+        *replies, loading = self._link.call_many(
+            ("TIME",),
+            ("XLEN", keys.requests),
+            ("XLEN", keys.batches),
+            ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
+            ("EXISTS", keys.batcher),
+            ("GET", keys.report),
+            ("XLEN", keys.dead),
+            ("EXISTS", keys.loading),  # an ACL file older than this key forbids it
         )
+        time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(replies)
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
+        processes = len(_alive(workers, at_us // 1000))
         return ModelOverview(
-            at_us, waiting, in_flight, len(_alive(workers, at_us // 1000)), bool(batcher), report, dead
+            at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1
         )
+
+    def loading(self, registered: Sequence[str]) -> list[str]:
+        """Models that workers load for the first time, found by the names of all keys: every few seconds at
+        most, and in between those that were found last."""
+        now_s = time.monotonic()
+        if now_s >= self._looked_for_loading_s + LOADING_LOOK_S:
+            self._looked_for_loading_s = now_s
+            self._loading = find_unregistered(self._link, self._prefix, list(registered)).loading
+        return [model for model in self._loading if model not in registered and self.is_loading(model)]
+
+    def is_loading(self, model: str) -> bool:
+        """Whether a worker loads this model."""
+        with suppress(CommandError):  # an ACL file that is older than this
+            return bool(self._link.call("EXISTS", Keys(model, self._prefix).loading))
+        return False
 
     def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
         """The settings that a model's workers registered, and the operator's overrides."""

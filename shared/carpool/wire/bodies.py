@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK
+from carpool.messages import JSON, MSGPACK, RAW
 from carpool.wire.content_types import ACCEPT, is_value
 from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map, unmasked
 from carpool.wire.values import plain
@@ -33,7 +33,7 @@ MAX_JSON_ITEMS: Final = 1_000_000
 _TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIELDS)
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _SCALAR_PACKER: Final = msgpack.Packer()  # shared by threads, so not for what calls back into Python
-_AS_BYTES: Final = (bytes, bytearray, memoryview, str, np.ndarray)
+_BYTES: Final = (bytes, bytearray, memoryview)
 _Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
 
@@ -366,12 +366,18 @@ def result_type(content_type: str, wanted: str, value: Any) -> str:
     if wanted:
         _check_wanted(wanted, value)
         return wanted
-    return content_type if is_value(content_type) or isinstance(value, _AS_BYTES) else JSON
+    return content_type if is_value(content_type) or _is_of(content_type, value) else JSON
+
+
+def _is_of(content_type: str, value: Any) -> bool:
+    """Whether a value can be the bytes of such a type: any bytes can, an array only those of octet-stream."""
+    return isinstance(value, _BYTES) or (content_type == RAW and isinstance(value, np.ndarray))
 
 
 def _check_wanted(wanted: str, value: Any) -> None:
     kind = type(value).__name__
-    if not is_value(wanted) and not isinstance(value, _AS_BYTES):
+    is_text = isinstance(value, str) and wanted.startswith("text/")
+    if not (is_value(wanted) or is_text or _is_of(wanted, value)):
         raise InvalidArgumentError(
             f"{ACCEPT}: {wanted} is bytes, but this model's result is of type {kind}: "
             f"leave {ACCEPT} out, or name {JSON} or {MSGPACK}"
