@@ -86,8 +86,8 @@ class Rehearsal:
                 admit = Admit(position, body.parts, request, 1, is_streamed=False)
                 stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and steps < STEPS_MAX:
-            steps += 1
             step = stepper.advance()
+            steps += step is None or step.has_stepped
             if step is not None:
                 compute_us += step.step_us + step.begin_us
                 for advance in step.advances:

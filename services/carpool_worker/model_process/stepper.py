@@ -50,7 +50,7 @@ class Stepper:
             settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost
         )
         self._limit = ResultLimit(settings.max_result_bytes)
-        self._begun: Round[Generation] | None = None  # a round whose requests were begun, and not stepped yet
+        self._owes_step = False  # what `begin` emitted was returned, and the step after it was not taken
         self._running_reported = 0
         self._is_silence_reported = False
         self._log = structlog.get_logger()
@@ -90,42 +90,27 @@ class Stepper:
         """Begin the requests whose turn it is, and take a step. None if nothing changed, unless it must be
         reported nevertheless.
 
-        What `begin` emitted or ended is returned at once, and the next call takes the step: a reader does not
-        wait for it. A request that is alone takes the step with its `begin`, because its worker counts steps.
+        What `begin` emitted or ended is returned at once, because its readers need not wait for the step:
+        the next call takes that, and begins none. A request that is alone takes its step with its `begin`:
+        its worker counts the steps that it is told of.
         """
-        planned, self._begun = self._begun, None
-        begin_us = 0
-        if planned is None:
-            planned, begin_us = self._begin_next()
-            advances, error = ([], "") if planned.is_alone else self._taken(planned.begun)
+        if self._slots.lacks_space:
+            self._make_space()
+        planned = self._slots.next_round(admits=not self._owes_step)
+        self._owes_step = False
+        begin_us = self._begin_valid(planned.begun) if planned.begun else 0
+        if planned.begun and not planned.is_alone:
+            advances, error = self._taken(planned.begun)
             if advances:
-                self._begun = planned
+                self._owes_step = bool(self._slots.occupied)
                 self._running_reported = self._slots.occupied
                 return Step(0, begin_us, len(planned.begun), self._running_reported, advances, error)
-        else:  # some of them have ended, or were dropped meanwhile
-            stepped = [generation for generation in planned.stepped if self._slots.has(generation.key)]
-            planned = planned._replace(stepped=stepped)
         stepping = [generation for generation in planned.stepped if not generation.has_ended]
-        step_us = 0
-        if stepping:
-            started_ns = self._now_ns()
-            self._step(stepping)
-            step_us = (self._now_ns() - started_ns) // 1000
+        step_us = self._step_timed(stepping) if stepping else 0
         report = self._report(planned, step_us, begin_us, len(stepping))
         if report is None and must_report:
             return Step(step_us, begin_us, len(stepping), self._running_reported, ())
         return report
-
-    def _begin_next(self) -> tuple[Round[Generation], int]:
-        """The next round, whose requests have begun, and how long that took (us)."""
-        if self._slots.lacks_space:
-            self._make_space()
-        planned = self._slots.next_round()
-        if not planned.begun:
-            return planned, 0
-        started_ns = self._now_ns()
-        self._begin_valid(planned.begun)
-        return planned, (self._now_ns() - started_ns) // 1000
 
     def close(self) -> None:
         """End all requests that were begun."""
@@ -142,10 +127,13 @@ class Stepper:
                 generation.restart(continues=self._model.continues)
                 self._slots.put_back(generation.key)
 
-    def _begin_valid(self, admitted: Requests) -> None:
+    def _begin_valid(self, admitted: Requests) -> int:
+        """Begin those that can be begun. Returns how long that took (us)."""
+        started_ns = self._now_ns()
         valid = [generation for generation in admitted if self._can_begin(generation)]
         if valid:
             self._begin(valid)
+        return (self._now_ns() - started_ns) // 1000
 
     def _can_begin(self, generation: Generation) -> bool:
         if generation.was_sent and not self._model.continues:
@@ -165,6 +153,12 @@ class Stepper:
         if not self._attempt(self._model.begin, generations):
             for generation in self._restarted(generations):
                 self._begin([generation])
+
+    def _step_timed(self, generations: Requests) -> int:
+        """Take a step with these. Returns how long that took (us)."""
+        started_ns = self._now_ns()
+        self._step(generations)
+        return (self._now_ns() - started_ns) // 1000
 
     def _step(self, generations: Requests) -> None:
         if not self._attempt(self._model.step, generations):
