@@ -5,6 +5,7 @@ Here are plugins registered, too: which tests run together and when, and what en
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,10 @@ SERVERS: Final = find_servers()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in the background of a script; tests interrupt programs
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(HangWatch(config))
     config.pluginmanager.register(Scheduling())
 

@@ -6,6 +6,7 @@ on the batch are the commonest mistake in a model, and the hardest one to see on
 
 from __future__ import annotations
 
+import os
 import signal
 import statistics
 import sys
@@ -31,7 +32,7 @@ from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.content_types import ACCEPT, canonical, is_value
 from carpool_cli.infer import BodySettings, read_body
 from carpool_cli.screen import Screen, build_table, clip, count, duration
-from carpool_worker.devices import devices
+from carpool_worker.devices import devices, with_threads
 from carpool_worker.model_process.loader import find_model, model_name
 from carpool_worker.model_process.model import LoadedModel, SteppingModel, load_model
 from carpool_worker.rehearsal import UNFINISHED, Rehearsal, Rehearsed
@@ -83,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         return _failed(str(error))
     screen = Screen(sys.stdout)
     try:
+        os.environ |= with_threads(os.environ, 1)  # as a worker starts the model process
         model = _load(screen, name, location, devices(settings.device, 1)[0])
         return _check(screen, model, requests)
     except _NotCheckedError as error:

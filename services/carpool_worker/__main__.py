@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     log = structlog.get_logger()
     try:
         name, location = model_name(settings.model)
+        os.environ["CARPOOL_SERVED_MODEL"] = name
+        configure_logs(settings.log_level, "worker", model=name)
+        log = structlog.get_logger()
         keys = Keys(name, settings.prefix)
         metrics = WorkerMetrics(name)
         replica_devices = devices(settings.device, settings.replicas)

@@ -19,6 +19,7 @@ import structlog
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool.readiness import wait_until_ready
+from carpool_worker.devices import with_threads
 from carpool_worker.model_process.frames import (
     Ending,
     FrameHeader,
@@ -64,11 +65,15 @@ class ProcessHandle:
     Its model wrote into the connection, for example to a descriptor that it had closed.
     """
 
-    def __init__(self, location: str, device: str, load_s_max: float | None = None) -> None:
-        """`load_s_max`: how long the model may take to load; None: without a limit."""
+    def __init__(
+        self, location: str, device: str, load_s_max: float | None = None, *, processes: int = 1
+    ) -> None:
+        """`load_s_max`: how long the model may take to load; None: without a limit. `processes`: how many
+        share the CPUs, this one included."""
         self._location = location
         self.device = device
         self._load_s_max = load_s_max
+        self._sharing = processes
         self._spawned_s = 0.0
         self._ended_because = ""  # why `kill` ended it, or what it told before it ended
         self._end_by_s = 0.0  # until when it may take to end, after `hang_up`
@@ -97,7 +102,10 @@ class ProcessHandle:
         # -P: nothing is imported from the working directory, where files of any name may be.
         command = [sys.executable, "-P", "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment()
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=with_threads(_environment(), self._sharing),
         )
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)

@@ -20,6 +20,7 @@ heartbeat ends last.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from carpool_worker.batch_log import BatchLog
 from carpool_worker.bound_replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
+from carpool_worker.devices import threads_of
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.inbox import Inbox
@@ -85,7 +87,9 @@ class Worker:
         self._lease_ms = lease_ms
         self._clock = RedisClock()
         self._name = new_process_name()
-        self._processes = [ProcessHandle(location, device, load_s_max) for device in devices]
+        self._processes = [
+            ProcessHandle(location, device, load_s_max, processes=len(devices)) for device in devices
+        ]
         self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
         self._registration: dict[str, str] = {}
         self._replica_loops: list[Loop] = []
@@ -148,6 +152,7 @@ class Worker:
             worker=self._name,
             processes=len(self._replicas),
             devices=",".join(process.device for process in self._processes),
+            threads=threads_of(os.environ, len(self._processes)),
             load_s=round(time.monotonic() - started_s, 2),
             **{name: text for name, text in self._registration.items() if text != _DEFAULTS.get(name)},
         )

@@ -16,12 +16,12 @@ import structlog
 from carpool.shown import printable, printable_lines
 
 
-def configure_logs(level: str, service: str) -> None:
-    """Set up structlog for this process. `service` is added to every line."""
+def configure_logs(level: str, service: str, **always: str) -> None:
+    """Set up structlog for this process. `service` and what `always` names are added to every line."""
     is_terminal = sys.stderr.isatty()
 
     def add_service(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
-        return {"service": service, **event}
+        return {"service": service, **always, **event}
 
     structlog.configure(
         processors=[

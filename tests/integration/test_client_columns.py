@@ -426,7 +426,7 @@ async def test_a_result_keeps_little_more_than_itself(client: AsyncClient) -> No
 def test_blocking_client_has_infer_many(
     url: str, service: EchoService, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("carpool.client.sync._new_event_loop", LOOPS[loop])
+    monkeypatch.setattr("carpool.client.loop_thread.new_event_loop", LOOPS[loop])
     array = np.arange(600).reshape(200, 3)
     with Client(url, timeout=15) as client:
         assert type(client._open.thread.loop).__module__.startswith("uvloop") == (loop == "uvloop")

@@ -457,6 +457,10 @@ async def test_closed_client_and_unreachable_redis_are_unavailable(stack: Stack,
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         await unreachable.connect()
     await unreachable.close()
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        async with AsyncClient("redis://127.0.0.1:1/0"):
+            pass
+    gc.collect()  # without a warning
 
 
 async def test_user_who_may_not_read_results_is_told_so(stack: Stack) -> None:

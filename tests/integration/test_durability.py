@@ -143,6 +143,7 @@ async def test_fsync(primary: Server) -> None:
     if not can_confirm:
         with pytest.raises(UnimplementedError, match=r"needs Redis 7.2 or Valkey, with appendonly yes"):
             await client.connect()
+        await client.close()
         return
     async with client:
         pending = client.submit(MODEL, 1)
@@ -154,7 +155,8 @@ async def test_fsync(primary: Server) -> None:
         with pytest.raises(UnconfirmedError, match="Redis cannot confirm durability fsync"):
             await client.infer(MODEL, 2)
     with pytest.raises(UnimplementedError, match="appendonly yes"):
-        await AsyncClient(primary.url, durability=DISK).connect()
+        async with AsyncClient(primary.url, durability=DISK):
+            pass
 
 
 @pytest.mark.parametrize("text", ["", "replicas=0", "replicas", "disk", "replicas=1000"])

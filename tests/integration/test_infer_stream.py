@@ -76,10 +76,10 @@ def test_texts_are_printed_end_to_end_as_they_come(infer: Any, service: Streamin
 def test_other_values_are_a_line_of_json_each(infer: Any, service: StreamingService) -> None:
     process = infer("3")
     (request,) = service.take()
-    bodies = (b"3", b'"text"', b'" and more"', b'{"\xc3\xb6": [1, null]}', b"null", b'"\\ud800"')
+    bodies = (b"3", b'"text"', b'" and more"', b'{"\xc3\xb6": [1, null]}', b"null")
     service.write(request, *(chunk(request, index, body) for index, body in enumerate(bodies)))
     service.write(request, final(request, b"[]", index=len(bodies)))
-    assert outcome(process) == (0, '3\ntext and more\n{"ö":[1,null]}\nnull\n?\n'.encode(), b"")
+    assert outcome(process) == (0, '3\ntext and more\n{"ö":[1,null]}\nnull\n'.encode(), b"")
 
 
 def test_raw_bytes_are_printed_as_they_are(infer: Any, service: StreamingService) -> None:

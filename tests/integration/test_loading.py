@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,10 @@ def models(stack: Stack) -> tuple[list[dict[str, Any]], str]:
 def test_request_waits_until_the_model_is_loaded(stack: Stack, gate: Path) -> None:
     ((state,), warnings) = models(stack)
     assert (state["model"], state["loading"], state["workers"], warnings) == ("Slow", True, 0, "")
+    for only in ([], ["--model", "Slow"]):
+        page = carpool(stack.url, "top", "--once", *only, check=True).stdout
+        assert re.search(r"^Slow .* loading ", page, re.MULTILINE), page
+        assert "none is active" not in page and "no model process" not in page
     with Client(stack.url, timeout=30) as client, ThreadPoolExecutor() as threads:
         inferred = threads.submit(client.infer, "Slow", 7)
         submitted = client.submit("Slow", 8)

@@ -369,8 +369,10 @@ async def test_errors_before_the_request_is_sent_come_from_the_iterator(
         await anext(client.stream(MODEL, "x", fields={"stream": "1"}))
     with pytest.raises(TypeError, match="no such option: prio"):
         await anext(client.stream(MODEL, "x", prio=3))  # type: ignore[call-arg]
+    unreachable = AsyncClient(UNREACHABLE)
     with pytest.raises(UnavailableError):
-        await anext(AsyncClient(UNREACHABLE).stream(MODEL, "x"))
+        await anext(unreachable.stream(MODEL, "x"))
+    await unreachable.close()
     assert service.read() == []
 
 

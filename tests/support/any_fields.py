@@ -112,7 +112,8 @@ class Batcher:
         for batch_id, _, run in withdrawn.cancelled:
             self.answer_in_flight(batch_id, run)
         for entry in withdrawn.entries:
-            self.empty(entry)
+            if entry.id in self.stream:  # else its producer deleted it meanwhile
+                self.empty(entry)
         decisions = self.scheduler.poll(self.now_us)
         expired = [one for one in decisions if isinstance(one, Expire)]
         for one in expired:

@@ -266,6 +266,7 @@ def _program(module: str, arguments: list[str], folder: str, environment: dict[s
 
 def _main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then end this process
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests run under nohup
     orders = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOADED:
         importlib.import_module(module)

@@ -101,7 +101,8 @@ def _assert_bounded(batcher: Batcher) -> None:
     begun_max = max(batcher.settings.max_candidate_sequences, BROKEN_MIN)
     assert len(sequences) <= served + 2 * begun_max
     assert len(sequences._to_start._heap) <= 2 * served + 101
-    assert all(len(one.segments) <= 2 * served + 18 for one in sequences._by_id.values())
+    segments_max = 2 * max(served, WAITING_MAX) + 18  # empty ones stay until as many more arrive as waited
+    assert all(len(one.segments) <= segments_max for one in sequences._by_id.values())
     assert len(scheduler._withdrawals.arrived_later) <= served + 100
 
 

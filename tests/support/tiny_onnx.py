@@ -15,30 +15,35 @@ COMPLEX64, COMPLEX128, BFLOAT16 = 14, 15, 16
 
 IR_VERSION: Final = 8
 OPSET: Final = 17
-INT_ATTRIBUTE: Final = 2
+ML_OPSET: Final = 3
+INT_ATTRIBUTE, INTS_ATTRIBUTE, STRINGS_ATTRIBUTE = 2, 7, 8
+ML: Final = "ai.onnx.ml"  # the domain of ZipMap
 
 
 @dataclass(frozen=True)
 class Value:
     """A graph's input or output. A size is a number, a name (a varying dimension) or None (varying, unnamed).
 
-    A `shape` of None is omitted from the file. With `sequence` it is a sequence of such tensors.
+    A `shape` of None is omitted from the file. With `sequence` it is a sequence of such tensors, and with
+    `keys`, a type, a sequence of maps from such keys to such numbers.
     """
 
     name: str
     shape: Sequence[int | str | None] | None
     kind: int = FLOAT
     sequence: bool = False
+    keys: int | None = None
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation; attributes are integers."""
+    """One operation; attributes are integers, or lists of integers or of texts."""
 
     op: str
     inputs: Sequence[str]
     outputs: Sequence[str]
-    attributes: Mapping[str, int] = field(default_factory=dict)
+    attributes: Mapping[str, int | Sequence[int] | Sequence[str]] = field(default_factory=dict)
+    domain: str = ""
 
 
 def model(
@@ -62,6 +67,7 @@ def model(
             _number(1, IR_VERSION),
             _message(7, graph),
             _message(8, _text(1, "") + _number(2, OPSET)),
+            _message(8, _text(1, ML) + _number(2, ML_OPSET)),
             *(_message(14, entry) for entry in entries),
         ]
     )
@@ -74,24 +80,33 @@ def identity(value: Value, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 def _node(node: Node) -> bytes:
-    attributes = (
-        _text(1, name) + _number(3, value) + _number(20, INT_ATTRIBUTE)
-        for name, value in node.attributes.items()
-    )
+    attributes = (_text(1, name) + _attribute(value) for name, value in node.attributes.items())
     return b"".join(
         [
             *(_text(1, name) for name in node.inputs),
             *(_text(2, name) for name in node.outputs),
             _text(4, node.op),
             *(_message(5, attribute) for attribute in attributes),
+            _text(7, node.domain),
         ]
     )
+
+
+def _attribute(value: int | Sequence[int] | Sequence[str]) -> bytes:
+    if isinstance(value, int):
+        return _number(3, value) + _number(20, INT_ATTRIBUTE)
+    if all(isinstance(item, int) for item in value):
+        return b"".join(_number(8, int(item)) for item in value) + _number(20, INTS_ATTRIBUTE)
+    return b"".join(_text(9, str(item)) for item in value) + _number(20, STRINGS_ATTRIBUTE)
 
 
 def _value(value: Value) -> bytes:
     shape = b"" if value.shape is None else _message(2, b"".join(map(_dimension, value.shape)))
     tensor = _message(1, _number(1, value.kind) + shape)
-    return _text(1, value.name) + _message(2, _message(4, _message(1, tensor)) if value.sequence else tensor)
+    if value.keys is not None:
+        tensor = _message(5, _number(1, value.keys) + _message(2, tensor))
+    is_sequence = value.sequence or value.keys is not None
+    return _text(1, value.name) + _message(2, _message(4, _message(1, tensor)) if is_sequence else tensor)
 
 
 def _dimension(size: int | str | None) -> bytes:

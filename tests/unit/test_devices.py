@@ -1,15 +1,17 @@
-"""Model processes get the named devices in turn."""
+"""Model processes get the named devices in turn, those that CUDA shows, and as many threads as CPUs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from carpool.settings import WorkerSettings, read_settings
 from carpool_cli.local.up import UpSettings
-from carpool_worker.devices import devices
+from carpool_worker.devices import devices, usable_cpus, visible_gpus, with_threads
 
 
 @pytest.mark.parametrize("name", ["gpu", "gpu:0", "GPU", "cuda0", "cuda:", "0", "cpu,gpu", "auto,cpu"])
@@ -52,3 +54,107 @@ def test_each_model_process_gets_a_device_in_turn(
     names: str, replicas: int | Literal["auto"], expected: Sequence[str]
 ) -> None:
     assert devices(names, replicas) == expected
+
+
+# --- the GPUs of `auto` ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listed", "gpus"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2,3", 2),
+        (" 3 , 1 ", 2),
+        ("0,-1,2", 1),
+        ("0,4,1", 1),
+        ("1,1", 1),
+        ("NoDevFiles", 0),
+        ("GPU-8f3c,GPU-11ab", 2),
+        ("GPU-8f3c,GPU-8f3c", 1),
+        ("MIG-1111", 1),
+    ],
+)
+def test_cuda_shows_the_listed_gpus_before_the_first_invalid_one(listed: str | None, gpus: int) -> None:
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert visible_gpus(environment, 4) == gpus
+
+
+@pytest.mark.parametrize(("value", "gpus"), [("void", 0), ("none", 0), ("all", 2), ("0,1", 2)])
+def test_containers_without_gpus_have_none(value: str, gpus: int) -> None:
+    assert visible_gpus({"NVIDIA_VISIBLE_DEVICES": value}, 2) == gpus
+
+
+def test_no_list_makes_gpus_that_the_machine_does_not_have() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f3c"}, 0) == 0
+
+
+# --- threads -----------------------------------------------------------------------------------------------
+
+OURS = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path) -> Path:
+    return tmp_path / "cgroup"
+
+
+def cpus(cgroups: Path, own: str, files: dict[str, str]) -> int:
+    for name, text in files.items():
+        path = cgroups / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    line = cgroups.parent / "own"
+    line.write_text(own)
+    return usable_cpus(cgroups, line)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/", {}, OURS),
+        ("0::/", {"cpu.max": "max 100000"}, OURS),
+        ("0::/", {"cpu.max": "100000 100000"}, 1),
+        ("0::/", {"cpu.max": "10000 100000"}, 1),  # a tenth of one
+        ("0::/", {"cpuset.cpus.effective": "3"}, 1),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, 1),  # of the one around it
+        ("0::/host/path", {"cpu.max": "100000 100000"}, 1),  # a container does not see its path
+        ("4:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "9", "cpu,cpuacct/cpu.cfs_period_us": "10"}, 1),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, OURS),
+        ("3:cpuset:/", {"cpuset/cpuset.cpus": "0"}, 1),
+        ("7:memory:/", {"memory/cpu.max": "1 100000"}, OURS),
+        ("", {}, OURS),
+    ],
+)  # fmt: skip
+def test_cpus_are_those_of_the_control_groups(
+    cgroups: Path, own: str, files: dict[str, str], expected: int
+) -> None:
+    assert cpus(cgroups, own, files) == expected
+
+
+def test_cpus_of_sets_and_quotas_are_counted(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert cpus(cgroups, "0::/", {"cpuset.cpus.effective": "0-3,8,10-11"}) == 7
+    assert cpus(cgroups, "0::/", {"cpu.max": "250000 100000"}) == 3
+
+
+def test_processes_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carpool_worker.devices.usable_cpus", lambda: 16)
+    assert with_threads({"A": "b"}, 1) == {
+        "A": "b",
+        "OMP_NUM_THREADS": "16",
+        "MKL_NUM_THREADS": "16",
+        "OPENBLAS_NUM_THREADS": "16",
+        "NUMEXPR_NUM_THREADS": "16",
+    }
+    assert with_threads({}, 5)["OMP_NUM_THREADS"] == "3"
+    assert with_threads({}, 40)["OMP_NUM_THREADS"] == "1"
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carpool_worker.devices.usable_cpus", lambda: 16)
+    assert with_threads({"OMP_NUM_THREADS": "2"}, 1) == {"OMP_NUM_THREADS": "2"}
+    set_for_one = with_threads({"MKL_NUM_THREADS": "2"}, 1)
+    assert (set_for_one["MKL_NUM_THREADS"], set_for_one["OMP_NUM_THREADS"]) == ("2", "16")

@@ -98,7 +98,9 @@ def test_program_keeps_pid_arguments_and_exit_status(preparation: str) -> None:
 # --- stop_on_signals ---------------------------------------------------------------------------------------
 
 WAIT_FOR_STOP = """
+import signal
 from carpool.lifecycle import stop_on_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests run under nohup
 stop = stop_on_signals()
 print("ready", flush=True)
 stop.wait()

@@ -221,7 +221,8 @@ def test_dynamic_quantization_logs_a_warning_because_results_depend_on_the_batch
     )
     with structlog.testing.capture_logs() as logs:
         model = loaded(tmp_path, graph)
-    assert [entry["event"] for entry in logs] == ["results depend on the other requests in the batch"]
+    events = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    assert events == ["results depend on the other requests in the batch"]
     rows = np.array([[0.1, 0.2, 0.3], [0, 500, 1000]], np.float32)
     together, alone = np.asarray(model.predict(rows)), np.asarray(model.predict(rows[:1]))
     assert not np.allclose(together[:1], alone)
@@ -302,16 +303,14 @@ def test_output_with_another_first_dimension_is_rejected(tmp_path: Path) -> None
     graph = tiny_onnx.model(
         [Value("x", ["N", "time"])], [Value("y", ["time", "N"])], [Node("Transpose", ["x"], ["y"])]
     )
-    assert "the first dimension of output 'y' is time, not the batch" in load_error(tmp_path, graph)
+    assert "output 'y' has shape [5, 4] for a batch of 4" in load_error(tmp_path, graph)
 
 
 def test_output_with_a_wrong_number_of_rows_is_an_error(tmp_path: Path) -> None:
     graph = tiny_onnx.model(
         [X], [Value("twice", ["M", 3])], [Node("Concat", ["x", "x"], ["twice"], {"axis": 0})]
     )
-    model = loaded(tmp_path, graph)
-    with pytest.raises(RuntimeError, match=r"output 'twice' has shape \[4, 3\] for a batch of 2"):
-        model.predict(ROWS)
+    assert "output 'twice' has shape [8, 3] for a batch of 4" in load_error(tmp_path, graph)
 
 
 # --- settings ----------------------------------------------------------------------------------------------
@@ -338,7 +337,8 @@ def test_without_cuda_it_runs_on_the_cpu_with_a_warning(
     model = OnnxModel(write(tmp_path, tiny_onnx.identity(X)))
     with structlog.testing.capture_logs() as logs:
         model.load("cuda:0")
-    assert [(entry["event"], entry["device"]) for entry in logs] == [("running on the CPU", "cuda:0")]
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [(entry["event"], entry["device"]) for entry in warnings] == [("running on the CPU", "cuda:0")]
     np.testing.assert_array_equal(model.predict(ROWS), ROWS)
 
 

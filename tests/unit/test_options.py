@@ -71,7 +71,7 @@ def fields_of(**options: Any) -> dict[str, Any]:
         ({"content_type": "x" * 200}, "content_type"),
         ({"not_before": True}, "not_before"),
         ({"fields": {"file": SURROGATE}}, "file"),
-        ({"fields": {"debug": True}}, "debug"),
+        ({"fields": {"priority": True}}, "priority"),
         ({"fields": {"nothing": None}}, "nothing"),
         ({"fields": {"number": 2**64}}, "number"),
         ({"fields": {"number": ENDLESS}}, "number"),
@@ -129,6 +129,8 @@ def test_numbers_beside_the_fields_are_checked(value: Any) -> None:
         (1.0, "1.0"),
         (np.float64(0.5), "0.5"),
         (float("nan"), "nan"),
+        (True, 1),
+        (np.False_, 0),
     ],
 )
 def test_members_of_enums_and_values_of_numpy_are_what_they_hold(value: Any, sent: Any) -> None:

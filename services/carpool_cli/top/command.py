@@ -152,15 +152,18 @@ def follow(
 
 
 def take_sample(directory: Directory, only_model: str) -> Sample:
-    """Every model that is registered or being loaded, or only one, as it is now. Raises TopError if that one is
-    neither."""
+    """Every registered model, or only one, as it is now, also while it is loaded for the first time; without
+    any, those that are being loaded. Raises TopError if the one is not known.
+
+    Those are found by the names of all keys, which only some roles may see, so it is not done beside others.
+    """
     models = directory.models()
-    if only_model:
-        shown = [only_model] if only_model in models or directory.is_loading(only_model) else []
-        if not shown:
-            raise TopError(describe_unregistered(only_model, models))
+    if not only_model:
+        shown = models or directory.loading()
+    elif only_model in models or directory.is_loading(only_model):
+        shown = [only_model]
     else:
-        shown = sorted([*models, *directory.loading(models)])
+        raise TopError(describe_unregistered(only_model, models))
     return {model: _sample_model(directory, model) for model in shown}
 
 

@@ -157,7 +157,8 @@ def _stepping_row(model: Figures, stepping: Stepping, name_columns: int) -> tupl
 
 
 def _processes(model: Figures) -> str:
-    return f"{model.model_processes:,}" if model.model_processes else "none"
+    alive = f"{model.model_processes:,}" if model.model_processes else ""
+    return ", ".join(filter(None, [alive, "loading" if model.loading else ""])) or "none"
 
 
 def _age(seconds: float | None) -> str:
@@ -184,11 +185,11 @@ def _details(model: Figures, options: ConsoleOptions) -> Table:
 
 
 def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
-    if not model.batcher:
+    if not model.batcher and (model.model_processes or not model.loading):  # else none has reason to be
         yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
     elif model.over_s is None:
         yield "batcher", ["one is active, but its report is missing or of another version"]
-    if not model.model_processes:
+    if not model.model_processes and not model.loading:
         yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
     if model.unheeded:
         yield "settings", [f"rejected: {model.unheeded}"]

@@ -10,6 +10,7 @@
     failures         from what the model raised to a status and a detail, or to the end of the process
     broken_devices   which errors say that the accelerator does not work any more in this process
     raised           what the model raised, for the log and for operators
+    printed          what the model prints and logs: in the log at once
     model            a user's model, adapted to one interface
     description      what a loaded model declares, as its worker gets it
     loader           from a model's name on the command line to the model

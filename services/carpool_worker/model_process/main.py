@@ -32,6 +32,7 @@ from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.frames import FrameHeader, LoadFailed
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
+from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog, followed, trace_of
 from carpool_worker.model_process.step_loop import StepLoop
 
@@ -49,8 +50,9 @@ def main(argv: Sequence[str]) -> int:
     keep_freed_memory()
     _leave_signals_to_the_worker()
     sock = _set_apart(int(descriptor))
-    os.dup2(2, 1)  # what a model prints goes to the logs
-    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model")  # for models that log with structlog
+    name = os.environ.get("CARPOOL_SERVED_MODEL", location)
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name)
+    show_output()
     try:
         model = load_model(find_model(location), device)
     except UnusableError as error:
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     frames.send_load_result(sock, description_of(model))
     try:
-        _serve(sock, model, RaisedLog(model=location))
+        _serve(sock, model, RaisedLog())
     except Unhealthy as error:
         _end_unhealthy(sock, error)
     if model.unload is not None:

@@ -36,13 +36,12 @@ Model = TypeVar("Model", bound=LoadedModel)
 class RaisedLog:
     """Follows what one model raises: logs it, and remembers the name of the last one."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic, *, model: str = "") -> None:
-        """`model`: as the log names it."""
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._logged_at_s: dict[str, float] = {}  # by name
         self._left_out: dict[str, int] = {}  # how many of a name were not logged since
         self._last = ""
-        self._log = structlog.get_logger().bind(**({"model": model} if model else {}))
+        self._log = structlog.get_logger()
 
     def observe(self, error: BaseException) -> None:
         """The model raised this. What it raises on purpose, with a status, is not logged."""

@@ -1,8 +1,8 @@
 """The model for `onnx:FILE`: any ONNX file with a batch dimension, run by onnxruntime.
 
 Inputs, outputs and their types are read from the file. States of sequences, constants and control inputs
-are declared beside it (`onnx_declaration`). onnxruntime is optional (the extra `onnx`) and is imported only
-when a model is loaded.
+are declared beside it (`onnx_declaration`). Whether its outputs have the batch first is found when it is
+loaded (`onnx_probe`). onnxruntime is optional (the extra `onnx`) and is imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,19 +24,30 @@ import structlog
 from carpool.keys import MODEL_NAME
 from carpool.wire.tensors import Array, StateSpec, TensorSpec, from_bytes, to_bytes
 from carpool_worker.model_process.model import RequestInfo
-from carpool_worker.models.onnx_declaration import read_declaration
-from carpool_worker.models.onnx_signature import Signature, read_signature
+from carpool_worker.models.onnx_declaration import read_declaration, toml_path
+from carpool_worker.models.onnx_probe import (
+    Filling,
+    Probed,
+    batch_mates_matter,
+    count_of,
+    made_up,
+    outputs_found,
+    probe,
+    shown,
+)
+from carpool_worker.models.onnx_signature import ResultOutput, Signature, read_signature
 
 _CUDA: Final = "CUDAExecutionProvider"
 _CPU: Final = "CPUExecutionProvider"
 _BFLOAT16: Final = 16  # TensorProto.DataType
-_ERRORS_ONLY: Final = 3  # onnxruntime's severities: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
+_ERRORS_ONLY, _FATAL_ONLY = 3, 4  # onnxruntime's severities: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d+))?")
 # File names that do not identify a model: NAME/model.onnx, NAME/1/model.onnx, NAME/onnx/model.onnx.
 _GENERIC_NAME: Final = re.compile(r"model|network|onnx|weights|\d+", re.IGNORECASE)
 
 Batch = Array | Mapping[str, Array]
-WithStates = tuple[Array | dict[str, Array], dict[str, Array]]
+Outputs = Array | dict[str, Array] | list[Any]
+WithStates = tuple[Outputs, dict[str, Array]]
 
 
 class OnnxModel:
@@ -46,11 +58,13 @@ class OnnxModel:
     Dynamic quantization scales by the whole batch, so there it does depend on them: `load` logs a warning.
 
     `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded. With
-    `states`, it is a model of sequences. `declared` has the keys of the TOML file beside the ONNX file, and
-    replaces those that it has.
+    maps among the outputs (ZipMap) there are no `outputs`, because a map is no tensor. With `states`, it is a
+    model of sequences. `declared` has the keys of the TOML file beside the ONNX file, and replaces those that
+    it has.
 
     `predict` takes a batch of n: the stacked input (n, *shape), or a dict name -> stacked input if the file
-    has several; the returned outputs likewise. BF16 is float32 on both sides. Once loaded, it also takes
+    has several; the returned outputs likewise, or, if there are maps among them, a list with the result of
+    each request: the map, or a dict name -> value. BF16 is float32 on both sides. Once loaded, it also takes
     `states` if there are any, each with n rows along its axis, and returns (outputs, new states). With
     control inputs it takes `requests` after them. Raises RuntimeError if an output does not have n rows, and
     what onnxruntime raises for inputs that the graph cannot take.
@@ -86,18 +100,46 @@ class OnnxModel:
         metadata = session.get_modelmeta().custom_metadata_map
         declaration = read_declaration(self.path, metadata, self._declared)
         self._signature = signature = read_signature(session, declaration, self.path)
-        self.inputs, self.outputs, self.states = signature.inputs, signature.outputs, signature.states
+        self.inputs, self.states = signature.inputs, signature.states
         for name, value in declaration.settings.items():
             setattr(self, name, value)
-        self._output_names = [value.name for value in session.get_outputs()]
+        self._output_names = [result.name for result in signature.results]
+        self._output_names += [state.output or state.name for state in self.states]
         self.predict = self._predict
         if self.states:
             self.predict = self._predict_controlled if signature.controls else self._predict_states
-        self._session = session
         _warn_of_device(session, self.path, device)
-        _warn_of_dynamic_quantization(self.path)
+        self.outputs = self._probe(session, _quietly(runtime))
+        self._session = session
 
-    def _predict(self, batch: Batch) -> Array | dict[str, Array]:
+    def _probe(self, session: Any, options: Any) -> tuple[TensorSpec, ...]:
+        """The outputs, after a look at what comes. Raises ValueError for one that has not the batch first."""
+        began = time.perf_counter()
+
+        def execute(rows: Sequence[int], filling: Filling) -> dict[str, Any]:
+            batch = {spec.name: made_up(spec, rows, filling) for spec in self.inputs}
+            states = {
+                spec.name: spec.split(np.stack([np.frombuffer(spec.row(spec.initial), np.uint8)] * len(rows)))
+                for spec in self.states
+            }
+            starts = [RequestInfo("", "", {}, sequence_id=str(row), sequence_start=True) for row in rows]
+            feeds = self._feeds(batch, states, starts)
+            return dict(zip(self._output_names, self._run(session, feeds, options), strict=True))
+
+        results = self._signature.results
+        probed = probe(self.inputs, execute, self.max_batch_size)
+        outputs = outputs_found(results, probed, self.path)
+        structlog.get_logger().debug(
+            "tried out which outputs have the batch first",
+            file=str(self.path),
+            batches=[len(run.rows) for run in probed.runs],
+            ms=round((time.perf_counter() - began) * 1e3, 1),
+            error=probed.error,
+        )
+        _warn_of_batches(self.path, results, probed)
+        return () if any(result.is_maps for result in results) else outputs
+
+    def _predict(self, batch: Batch) -> Outputs:
         return self._execute(batch, {}, ())[0]
 
     def _predict_states(self, batch: Batch, states: Mapping[str, Array]) -> WithStates:
@@ -115,10 +157,13 @@ class OnnxModel:
             raise RuntimeError(f"{self.path} is not loaded: call load() first")
         feeds = self._feeds(batch, states, requests)
         rows = len(feeds[self.inputs[0].name])
-        arrays = dict(zip(self._output_names, self._run(feeds), strict=True))
-        outputs = {spec.name: _checked(arrays[spec.name], spec, rows, self.path) for spec in self.outputs}
+        arrays = dict(zip(self._output_names, self._run(self._session, feeds), strict=True))
+        results = self._signature.results
+        outputs = {result.name: _checked(arrays[result.name], result, rows, self.path) for result in results}
         new_states = {spec.name: _checked_state(arrays, spec, rows, self.path) for spec in self.states}
-        return outputs if len(outputs) > 1 else outputs[self.outputs[0].name], new_states
+        if len(outputs) == 1:
+            return outputs[results[0].name], new_states
+        return outputs if self.outputs else _by_request(outputs), new_states
 
     def unload(self) -> None:
         """Free the session and its memory; `load` may be called again."""
@@ -143,14 +188,14 @@ class OnnxModel:
             feeds[control.name] = control.value(requests)
         return feeds
 
-    def _run(self, feeds: dict[str, Array]) -> list[Array]:
-        """The graph's outputs in order. With BF16, which numpy lacks, they are passed as OrtValues."""
+    def _run(self, session: Any, feeds: dict[str, Array], options: Any = None) -> list[Any]:
+        """The outputs of results and of states. With BF16, which numpy lacks, all are passed as OrtValues."""
         datatypes = self._signature.datatypes
         if "BF16" not in datatypes.values():
-            arrays: list[Array] = self._session.run(self._output_names, feeds)
+            arrays: list[Any] = session.run(self._output_names, feeds, options)
             return arrays
         values = {name: _to_ort_value(array, datatypes[name]) for name, array in feeds.items()}
-        found = self._session.run_with_ort_values(self._output_names, values)
+        found = session.run_with_ort_values(self._output_names, values, options)
         return [_from_ort_value(value) for value in found]
 
 
@@ -224,26 +269,50 @@ def _warn_of_device(session: Any, path: Path, device: str) -> None:
         )
 
 
-def _warn_of_dynamic_quantization(path: Path) -> None:
-    """Log a warning for operators that scale by the whole batch: a result then depends on its batch."""
+def _quietly(runtime: Any) -> Any:
+    """Options of a run that may raise, and is not to log that as an error."""
+    options = runtime.RunOptions()
+    options.log_severity_level = _FATAL_ONLY
+    return options
+
+
+def _warn_of_batches(path: Path, results: Sequence[ResultOutput], probed: Probed) -> None:
+    """Log a warning if a result depends on its batch, or if batches cannot be executed.
+
+    Operators that scale by the whole batch do not show it with every input, so they are looked for."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        found = content.find(b"DynamicQuantize") >= 0
-    if found:
-        structlog.get_logger().warning(
-            "results depend on the other requests in the batch",
-            reason="the model is dynamically quantized; quantize it statically, or give it batches of 1",
-            file=str(path),
+        is_quantized = content.find(b"DynamicQuantize") >= 0
+    log = structlog.get_logger()
+    if is_quantized:
+        reason = "the model is dynamically quantized; quantize it statically, or give it batches of 1"
+        log.warning("results depend on the other requests in the batch", reason=reason, file=str(path))
+    elif batch_mates_matter(results, probed):
+        reason = "the graph computes across the batch; export it in inference mode, or give it batches of 1"
+        log.warning("results depend on the other requests in the batch", reason=reason, file=str(path))
+    if probed.runs and not probed.has_batch:
+        reason = (
+            f"the graph raises for batches: export it again, or set max_batch_size = 1 in {toml_path(path)}"
         )
+        log.warning("each request is executed alone", reason=reason, file=str(path), error=probed.error)
 
 
-def _checked(array: Array, spec: TensorSpec, rows: int, path: Path) -> Array:
+def _checked(value: Any, result: ResultOutput, rows: int, path: Path) -> Any:
     """One output, after checking that it has a row for each request; strings as numpy's own."""
-    if array.ndim == 0 or len(array) != rows:
+    if count_of(value) != rows:
         raise RuntimeError(
-            f"{path}: output {spec.name!r} has shape {list(array.shape)} for a batch of {rows}; "
+            f"{path}: output {result.name!r} has {shown(value)} for a batch of {rows}; "
             "its first dimension must be the batch"
         )
-    return array.astype(np.str_) if spec.datatype == "BYTES" else array
+    return value.astype(np.str_) if result.datatype == "BYTES" else value
+
+
+def _by_request(outputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Outputs, some of them maps, as a dict for each request; a text as a str, and a number as it is."""
+    columns = [
+        value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind == "U" else value
+        for value in outputs.values()
+    ]
+    return [dict(zip(outputs, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _checked_state(arrays: Mapping[str, Array], spec: StateSpec, rows: int, path: Path) -> Array:

@@ -1,9 +1,10 @@
-"""What is declared about an ONNX file beside its graph: states of sequences, constants, controls, settings.
+"""What is declared about an ONNX file beside its graph: states, constants, controls, outputs, settings.
 
 A file whose inputs all come from requests needs no declaration. Others have a TOML file of the same name
 beside them, for example `vad.toml` for `vad.onnx`:
 
     max_batch_size = 64             # or any other setting
+    outputs = ["label", "scores"]   # those that are the result; by default all but those of states
 
     [[states]]                      # an output that is an input of the sequence's next request
     input = "state"
@@ -82,12 +83,22 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
+class Outputs:
+    """The outputs that are the result, in this order."""
+
+    names: tuple[str, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Declaration:
-    """All that is declared about a file. The names are not compared with the graph's yet."""
+    """All that is declared about a file. The names are not compared with the graph's yet. `outputs`: None for
+    all that are not of states."""
 
     states: tuple[State, ...] = ()
     constants: tuple[Constant, ...] = ()
     controls: tuple[Control, ...] = ()
+    outputs: Outputs | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -220,6 +231,14 @@ def _read_control(kind: ControlKind, table: Any, where: str) -> Control:
     )
 
 
+def _read_outputs(value: Any, where: str) -> Outputs:
+    if not (isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)):
+        raise ValueError(f'{where}: {value!r:.80} must be a list of names of outputs, such as ["label"]')
+    if len(set(value)) < len(value):
+        raise ValueError(f"{where}: {value!r:.80} has a name twice; write each once")
+    return Outputs(tuple(value), where)
+
+
 def _read_name(table: Mapping[str, Any], key: str, where: str) -> str:
     name = table.get(key)
     if not isinstance(name, str):
@@ -244,4 +263,5 @@ _READERS: Final[dict[str, Callable[[Any, str], Any]]] = {
     "states": _read_states,
     "constants": _read_constants,
     "controls": _read_controls,
+    "outputs": _read_outputs,
 }

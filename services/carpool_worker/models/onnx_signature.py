@@ -6,7 +6,8 @@ ValueError that names the file, the input or key, and what would be valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from carpool_worker.models.onnx_declaration import (
     Control,
     ControlKind,
     Declaration,
+    Outputs,
     State,
     toml_path,
 )
@@ -43,6 +45,8 @@ DATATYPES: Final = {
 }
 ID_DATATYPES: Final = ("INT32", "INT64", "UINT32", "UINT64", "BYTES")
 
+# What skl2onnx and others make of probabilities (ZipMap): for each request a map from labels to numbers.
+_MAPS: Final = re.compile(r"seq\(map\((int64|string),tensor\((float|double|int64|string)\)\)\)")
 _FIX: Final = "export the model with a dynamic first dimension (dynamic_shapes or dynamic_axes in PyTorch)"
 
 
@@ -105,19 +109,39 @@ def _ids(ids: Sequence[str], datatype: str) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultOutput:
+    """An output of results, as the graph declares it, which may be wrong (see `onnx_probe`).
+
+    `datatype`: "" for a sequence of maps. `shape`: without the batch; None if none is declared. `problem`:
+    why what is declared has not the batch first; "" if it may have.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...] | None = None
+    problem: str = ""
+
+    @property
+    def is_maps(self) -> bool:
+        """Whether it has a map for each request, and not a row of a tensor."""
+        return not self.datatype
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs by role. `inputs` and `outputs` are those of requests and results, in file order."""
+    """Inputs and outputs by role. `inputs` are those of requests, in file order; `results` are those that are
+    declared, in the order there, or all, in file order."""
 
     inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    results: tuple[ResultOutput, ...]
     states: tuple[StateSpec, ...] = ()
     constants: tuple[ConstantInput, ...] = ()
     controls: tuple[ControlInput, ...] = ()
     datatypes: Mapping[str, str] = field(init=False)  # of all inputs and outputs, by name
 
     def __post_init__(self) -> None:
-        parts: tuple[TensorSpec | StateSpec | ConstantInput | ControlInput, ...]
-        parts = (*self.inputs, *self.outputs, *self.states, *self.constants, *self.controls)
+        parts: tuple[TensorSpec | ResultOutput | StateSpec | ConstantInput | ControlInput, ...]
+        parts = (*self.inputs, *self.results, *self.states, *self.constants, *self.controls)
         object.__setattr__(self, "datatypes", {part.name: part.datatype for part in parts})
 
 
@@ -129,7 +153,8 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
     declared = {part.input for part in declaration.inputs}
     of_states = {state.output for state in declaration.states}
     of_requests = [value for name, value in inputs.items() if name not in declared]
-    of_results = [value for name, value in outputs.items() if name not in of_states]
+    chosen = outputs if declaration.outputs is None else declaration.outputs.names
+    of_results = [outputs[name] for name in chosen if name not in of_states]
     if not of_requests:
         problem = "has no inputs" if not inputs else "has no inputs beside those that are declared"
         raise ValueError(f"{path} {problem}, so it cannot serve requests")
@@ -139,8 +164,8 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
             "export the model with a copy of it as another output"
         )
     signature = Signature(
-        inputs=tuple(_spec("input", value, path) for value in of_requests),
-        outputs=tuple(_spec("output", value, path) for value in of_results),
+        inputs=tuple(_spec(value, path) for value in of_requests),
+        results=_results(of_requests, of_results, path),
         states=tuple(
             _state(state, inputs[state.input], outputs[state.output]) for state in declaration.states
         ),
@@ -148,28 +173,30 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
         controls=tuple(_control(control, inputs[control.input]) for control in declaration.controls),
     )
     _check_inputs(of_requests, path)
-    _check_outputs(of_requests, of_results, path)
     return signature
 
 
 # --- of requests and results -------------------------------------------------------------------------------
 
 
-def _spec(role: str, value: Any, path: Path) -> TensorSpec:
-    """The TensorSpec of one of onnxruntime's NodeArgs, without its batch dimension."""
+def _spec(value: Any, path: Path) -> TensorSpec:
+    """The TensorSpec of an input, one of onnxruntime's NodeArgs, without its batch dimension."""
     datatype = DATATYPES.get(value.type)
     if datatype is None:
         raise ValueError(
-            f"{path}: {role} {value.name!r} is of type {value.type}, which Carpool cannot send; "
-            f"export the model with tensors of one of the types {', '.join(sorted(DATATYPES.values()))}"
+            f"{path}: input {value.name!r} is of type {value.type}, which Carpool cannot send; {_fix_types()}"
         )
     if not value.shape:
-        constant = f", or declare it under [constants] in {toml_path(path)}" if role == "input" else ""
         raise ValueError(
-            f"{path}: {role} {value.name!r} is a scalar or has no declared shape, so it has no "
-            f"batch dimension; export the model with a dynamic first dimension{constant}"
+            f"{path}: input {value.name!r} is a scalar or has no declared shape, so it has no batch "
+            "dimension; export the model with a dynamic first dimension, or declare it under [constants] in "
+            f"{toml_path(path)}"
         )
     return TensorSpec(value.name, datatype, tuple(_size(size) for size in value.shape[1:]))
+
+
+def _fix_types() -> str:
+    return f"export the model with tensors of one of the types {', '.join(sorted(DATATYPES.values()))}"
 
 
 def _size(size: int | str | None) -> int:
@@ -191,17 +218,43 @@ def _check_inputs(inputs: Sequence[Any], path: Path) -> None:
     raise ValueError(f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {_FIX}")
 
 
-def _check_outputs(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> None:
-    """Raise ValueError for an output whose declared first dimension cannot be the batch."""
-    batch = {value.shape[0] for value in inputs}
+def _results(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> tuple[ResultOutput, ...]:
+    """The outputs of results. Raises ValueError for one that cannot be sent."""
+    batch = {value.shape[0] for value in inputs if value.shape}
     inner = {size for value in inputs for size in value.shape[1:] if isinstance(size, str)} - batch
-    for value in outputs:
-        first = value.shape[0]
-        if isinstance(first, int) or first in inner:
-            raise ValueError(
-                f"{path}: the first dimension of output {value.name!r} is {first}, not the batch; "
-                "export the model with outputs that have a row for each item"
-            )
+    results = tuple(_result(value, inner, path) for value in outputs)
+    types = {value.type for value in (*inputs, *outputs)}
+    maps = [result.name for result in results if result.is_maps]
+    if maps and "tensor(bfloat16)" in types:  # for which onnxruntime's Python interface has no way
+        raise ValueError(
+            f"{path}: output {maps[0]!r} has maps, which onnxruntime does not return beside BF16; "
+            f"export the model with zipmap=False, or {_leave_out(path)}"
+        )
+    return results
+
+
+def _result(value: Any, inner: Collection[str], path: Path) -> ResultOutput:
+    """An output of results; `inner`: names of sizes of the inputs that are not the batch."""
+    if _MAPS.fullmatch(value.type):
+        return ResultOutput(value.name, "")
+    datatype = DATATYPES.get(value.type)
+    if datatype is None:
+        zipmap = "export it with zipmap=False, if skl2onnx made it; " if "map(" in value.type else ""
+        raise ValueError(
+            f"{path}: output {value.name!r} is of type {value.type}, which Carpool cannot send; {zipmap}"
+            f"{_leave_out(path)}, or {_fix_types()}"
+        )
+    if not value.shape:
+        return ResultOutput(value.name, datatype, None, "is a scalar or has no declared shape")
+    shape = tuple(_size(size) for size in value.shape[1:])
+    first = value.shape[0]
+    is_other = isinstance(first, int) or first in inner
+    problem = f"has {first} as its first dimension, which is not the batch" if is_other else ""
+    return ResultOutput(value.name, datatype, shape, problem)
+
+
+def _leave_out(path: Path) -> str:
+    return f"write outputs = [...] with the names of the others in {toml_path(path)}"
 
 
 # --- what is declared --------------------------------------------------------------------------------------
@@ -220,11 +273,25 @@ def _check_declared(declaration: Declaration, inputs: Mapping[str, Any], outputs
         if (role, name) in used:
             raise ValueError(f"{where}: {role} {name!r} is declared by {used[role, name]} already")
         used[role, name] = where
+    if declaration.outputs is not None:
+        _check_chosen(declaration.outputs, outputs, used)
     if declaration.controls and not declaration.states:
         raise ValueError(
             f"{declaration.controls[0].where}: control inputs are for sequences, but no states are "
             "declared; declare states, or the input under constants"
         )
+
+
+def _check_chosen(chosen: Outputs, outputs: Mapping[str, Any], used: Mapping[tuple[str, str], str]) -> None:
+    """Raise ValueError for an output of results that the graph does not have, or that is one of a state."""
+    for name in chosen.names:
+        if name not in outputs:
+            raise ValueError(f"{chosen.where}: the file has no output {name!r}; it has {', '.join(outputs)}")
+        if ("output", name) in used:
+            raise ValueError(
+                f"{chosen.where}: output {name!r} is the new state of {used['output', name]}, and no part "
+                "of the result; leave it out here, or export the model with a copy of it as another output"
+            )
 
 
 def _state(state: State, value: Any, output: Any) -> StateSpec:

@@ -169,7 +169,11 @@ class AsyncClient:
     # --- connecting and closing ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

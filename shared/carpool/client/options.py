@@ -11,6 +11,8 @@ import operator
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final, TypedDict
 
+import numpy as np
+
 from carpool.errors import InvalidArgumentError
 from carpool.keys import CORRELATION_ID
 from carpool.messages import JSON
@@ -19,6 +21,7 @@ from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     COLUMN_FIELDS,
     MAX_EXTRA_BYTES,
+    PASSED_ON_FIELDS,
     STORED_BODY_FIELDS,
 )
 from carpool.wire.sequence_fields import MAX_INDEX
@@ -149,8 +152,9 @@ def _given_fields(options: RequestOptions) -> Iterator[tuple[str, Any]]:
 def _sendable(name: str, value: Any) -> bytes | str | int:
     """The value of a field as it is sent. Raises InvalidArgumentError.
 
-    A member of an Enum and a value of numpy become the text or number that they are. Of True nobody knows
-    which text is meant. A float becomes text: 1.0 equals 1, so requests with either would share their fields.
+    A member of an Enum and a value of numpy become the text or number that they are. True and False are 1 and
+    0, as `stream` is, but not in a field with a meaning of its own. A float becomes text: 1.0 equals 1, so
+    requests with either would share their fields.
     """
     if type(value) is bytes:
         return value
@@ -160,8 +164,11 @@ def _sendable(name: str, value: Any) -> bytes | str | int:
         return bytes(value)
     if isinstance(value, float):
         return float.__repr__(value)
+    is_flag = isinstance(value, bool | np.bool_)
+    if is_flag and name not in CARPOOL_FIELDS | PASSED_ON_FIELDS:
+        return int(value)
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if is_flag else operator.index(value)
     except TypeError:
         number = None
     if number is None:

@@ -74,18 +74,16 @@ class Directory:
         time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(replies)
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
         processes = len(_alive(workers, at_us // 1000))
-        return ModelOverview(
-            at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1
-        )
+        return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1)
 
-    def loading(self, registered: Sequence[str]) -> list[str]:
-        """Models that workers load for the first time, found by the names of all keys: every few seconds at
-        most, and in between those that were found last."""
+    def loading(self) -> list[str]:
+        """Models that workers load while none is registered, found by the names of all keys: every few
+        seconds at most, and in between those that were found last."""
         now_s = time.monotonic()
         if now_s >= self._looked_for_loading_s + LOADING_LOOK_S:
             self._looked_for_loading_s = now_s
-            self._loading = find_unregistered(self._link, self._prefix, list(registered)).loading
-        return [model for model in self._loading if model not in registered and self.is_loading(model)]
+            self._loading = find_unregistered(self._link, self._prefix, []).loading
+        return [model for model in self._loading if self.is_loading(model)]
 
     def is_loading(self, model: str) -> bool:
         """Whether a worker loads this model."""

@@ -205,7 +205,7 @@ def refuse_all(
     too, are told that."""
     ids, bodies = [raw["correlation_id"] for raw in requests], [raw["body"] for raw in requests]
     if _are_ids(ids) and _are_bodies(bodies, settings):
-        return _refuse_alike(entry, ids, attributes, error)
+        return _refuse_alike(entry, ids, {**attributes, "body": bodies[0]}, error)
     return [decode_request(entry, {**attributes, **raw}, settings, entry.id) for raw in requests]
 
 
