@@ -185,8 +185,9 @@ def _details(model: Figures, options: ConsoleOptions) -> Table:
 
 
 def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
-    if not model.batcher and (model.model_processes or not model.loading):  # else none has reason to be
-        yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
+    if not model.batcher:
+        if model.model_processes or not model.loading:  # else none has reason to be
+            yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
     elif model.over_s is None:
         yield "batcher", ["one is active, but its report is missing or of another version"]
     if not model.model_processes and not model.loading:

@@ -17,7 +17,8 @@ from carpool.store.unregistered import find_unregistered
 from carpool.wire.requests import arrival_of
 
 SETTLED_ENTRIES_MAX: Final = 10_000
-LOADING_LOOK_S: Final = 5.0  # between two looks at the names of all keys
+LOADING_LOOK_S: Final = 5.0  # at least, between two looks at the names of all keys
+LOADING_LOOK_RATIO: Final = 20  # at least, of that time to the time that a look takes
 
 
 class ModelSnapshot(NamedTuple):
@@ -52,7 +53,7 @@ class Directory:
         self._link = link
         self._prefix = prefix
         self._loading: list[str] = []
-        self._looked_for_loading_s = float("-inf")
+        self._look_at_s = 0.0  # when the names of all keys are to be looked at again
 
     def models(self) -> list[str]:
         """Names of the registered models, sorted."""
@@ -76,14 +77,16 @@ class Directory:
         processes = len(_alive(workers, at_us // 1000))
         return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1)
 
-    def loading(self) -> list[str]:
-        """Models that workers load while none is registered, found by the names of all keys: every few
-        seconds at most, and in between those that were found last."""
-        now_s = time.monotonic()
-        if now_s >= self._looked_for_loading_s + LOADING_LOOK_S:
-            self._looked_for_loading_s = now_s
-            self._loading = find_unregistered(self._link, self._prefix, []).loading
-        return [model for model in self._loading if self.is_loading(model)]
+    def loading(self, registered: Sequence[str]) -> list[str]:
+        """Models that workers load for the first time, sorted. They are found by the names of all keys, if
+        the user may see these: so seldom that it takes little of Redis's time, and in between those that were
+        found last."""
+        started_s = time.monotonic()
+        if started_s >= self._look_at_s:
+            self._loading = sorted(find_unregistered(self._link, self._prefix, list(registered)).loading)
+            ended_s = time.monotonic()
+            self._look_at_s = ended_s + max(LOADING_LOOK_S, LOADING_LOOK_RATIO * (ended_s - started_s))
+        return [model for model in self._loading if model not in registered and self.is_loading(model)]
 
     def is_loading(self, model: str) -> bool:
         """Whether a worker loads this model."""
