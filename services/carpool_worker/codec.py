@@ -78,6 +78,7 @@ class Codec:
     def __init__(self, ready: Ready) -> None:
         self.inputs = ready.inputs
         self.outputs = ready.outputs
+        self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
         self.wants_requests = ready.wants_requests
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
@@ -343,7 +344,7 @@ class Codec:
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
             for run, start, of_run in _by_run(execution, succeeded):
                 of_values = values[of_run.start : of_run.stop]
-                _take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
+                self._take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
 
     def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
         """Take the new states of these requests from a payload. Returns its other part."""
@@ -364,11 +365,12 @@ class Codec:
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
             wanted = accepted(run.extra)
-            head = heads.get(wanted or run.content_type)
+            is_value_of_bytes = run.content_type == RAW and not (wanted or self.has_tensors)
+            head = None if is_value_of_bytes else heads.get(wanted or run.content_type)
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
                 of_values = [_row(arrays, index) for index in of_run]
-                _take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
+                self._take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
                 continue
             if 0 < row_bytes <= execution.batch.max_result_bytes - len(head):
                 rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
@@ -376,6 +378,26 @@ class Codec:
                 continue
             bodies = [b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run]
             _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies, wanted)
+
+    def _take_values(
+        self,
+        execution: Execution,
+        run: BatchedRun,
+        start: int,
+        positions: Sequence[int],
+        values: Sequence[Any],
+    ) -> None:
+        """Results of requests of one run, which may have several content types."""
+        content_type, wanted = run.content_type, accepted(run.extra)
+        if wanted or is_value(content_type):  # the usual case: all have one
+            bodies = [encode_or_error(content_type, wanted, value) for value in values]
+            _take_bodies(execution, run, start, positions, bodies, wanted)
+            return
+        shown = [_shown_as(content_type, value) for value in values]
+        for position, value in zip(positions, shown, strict=True):
+            of_result = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
+            body = encode_or_error(of_result, "", value)
+            _take_bodies(execution, run, start, [position], [body], of_result)
 
 
 class _ResultHead(NamedTuple):
@@ -444,21 +466,6 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
         found.append((run, start, range(index, stop)))
         index = stop
     return found
-
-
-def _take_values(
-    execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], values: Sequence[Any]
-) -> None:
-    """Results of requests of one run, which may have several content types."""
-    content_type, wanted = run.content_type, accepted(run.extra)
-    if wanted or is_value(content_type):  # the usual case: all have one
-        bodies = [encode_or_error(content_type, wanted, value) for value in values]
-        _take_bodies(execution, run, start, positions, bodies, wanted)
-        return
-    for position, value in zip(positions, [_shown_as(content_type, value) for value in values], strict=True):
-        of_result = result_type(content_type, wanted, value)
-        body = encode_or_error(of_result, "", value)
-        _take_bodies(execution, run, start, [position], [body], of_result)
 
 
 def _take_bodies(

@@ -155,7 +155,8 @@ class StepReplica(ReplicaLoop[Execution]):
                 self._reject(execution)
                 continue
             bytes_max = self._settings.max_result_bytes
-            request = StepExecution(execution, next(self._keys), time.monotonic(), bytes_max)
+            key, now_s, has_tensors = next(self._keys), time.monotonic(), self._codec.has_tensors
+            request = StepExecution(execution, key, now_s, bytes_max, has_tensors=has_tensors)
             self._requests[request.key] = request
             if execution.is_suspect:
                 self._suspects.append(request)
