@@ -128,6 +128,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _EVICTION,
         Grant("tell that it loads the model", "hset pexpire del", "loading"),
         Grant("register the model", "sadd", "models"),
+        Grant("tell what it declares, and see what others do", "hset hdel hkeys hgetall pexpire", "declared"),
+        Grant("see which workers live", "zrange", "workers"),
+        Grant("register the model as all workers declare it", "hgetall", "registration"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
@@ -185,8 +188,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "remove its keys, and what remains of its requests and sequences",
             "del",
             "registration config requests batches settled dead dead_dropped workers "
-            "order held result replies body progress sequence sequences inbox draining",
+            "order held result replies body progress sequence sequences inbox draining declared",
         ),
+        Grant("see whether workers declare different settings", "hgetall", "declared"),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
@@ -212,6 +216,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "registration": keys.registration,
         "config": keys.config,
         "workers": keys.workers,
+        "declared": keys.declared,
         "loading": keys.loading,
         "batcher": keys.batcher,
         "report": keys.report,

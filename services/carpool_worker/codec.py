@@ -88,8 +88,8 @@ class Codec:
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
-    def prepare(self, execution: Execution, now_us: int) -> None:
-        """Build the frames of an execution that was just fetched.
+    def prepare(self, execution: Execution, now_us: int, size_max: int | None = None) -> None:
+        """Build the frames of an execution that was just fetched, with at most `size_max` requests each.
 
         A request that expired or that cannot be decoded gets its result instead. Of a suspect execution
         nothing is decoded yet (see `prepare_next`).
@@ -99,6 +99,7 @@ class Codec:
             return
         groups: _Groups = {}
         raising = self._raising if len(self._raising) else None
+        is_divided = size_max is not None and execution.batch.size > size_max  # dispatched for other workers
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions: Sequence[int] = range(start, start + len(run.correlation_ids))
             if execution.answered:
@@ -108,7 +109,7 @@ class Codec:
             if _expired(run, now_us):
                 for position in positions:
                     execution.expire(position)
-            elif is_whole and (stacked := self._stacked_rows(run)) is not None:
+            elif is_whole and not is_divided and (stacked := self._stacked_rows(run)) is not None:
                 parts, data = stacked
                 _add(groups, (is_apart, parts), positions, data)
             else:
@@ -118,8 +119,9 @@ class Codec:
                         _add(groups, (is_apart, decoded[0]), (position,), decoded[1])
         # Those that are apart are executed last.
         execution.frames = [
-            self._frame(execution, parts, *group)._replace(is_apart=is_apart)
+            self._frame(execution, parts, positions, data)._replace(is_apart=is_apart)
             for (is_apart, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
+            for positions, data in (_divided(*group, size_max) if is_divided and size_max else [group])
         ]
 
     def prepare_next(self, execution: Execution, now_us: int) -> bool:
@@ -444,6 +446,12 @@ def _add(groups: _Groups, shared: tuple[bool, tuple[Part, ...]], positions: Iter
         group = groups[shared] = ([], [])
     group[0].extend(positions)
     group[1].append(data)
+
+
+def _divided(positions: list[int], data: list[Any], size_max: int) -> list[tuple[list[int], list[Any]]]:
+    """Requests that share a frame, in groups of at most `size_max`. `data` has an item for each."""
+    starts = range(0, len(positions), size_max)
+    return [(positions[at : at + size_max], data[at : at + size_max]) for at in starts]
 
 
 def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[BatchedRun, int, range]]:

@@ -63,6 +63,8 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.is_member = True
         # Live ones of this model, in all workers, as of the last heartbeat; 0: unknown.
         self.model_processes = 0
+        # How many requests the model takes at a time, as it declares or an operator says; None: any number.
+        self.batch_size_max: int | None = None
         self.process = process
         self._codec = codec
         self._fetcher: Fetches[Fetched] = fetcher

@@ -78,6 +78,12 @@ class Keys:
         return self._of("model")
 
     @property
+    def declared(self) -> str:
+        """Hash that expires: by the name of a worker what it declares, as JSON, of which the registration is
+        made."""
+        return self._of("declared")
+
+    @property
     def loading(self) -> str:
         """Hash that expires: `worker`, the name of one that is loading the model."""
         return self._of("loading")

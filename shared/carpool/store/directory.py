@@ -74,7 +74,7 @@ class Directory:
         )
         time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(replies)
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
-        processes = len(_alive(workers, at_us // 1000))
+        processes = len(alive(workers, at_us // 1000))
         return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1)
 
     def loading(self, registered: Sequence[str]) -> list[str]:
@@ -98,7 +98,7 @@ class Directory:
         """The settings that a model's workers registered, and the operator's overrides."""
         keys = Keys(model, self._prefix)
         replies = self._link.call_many(("HGETALL", keys.registration), ("HGETALL", keys.config))
-        registration, config = map(_texts, no_errors(replies))
+        registration, config = map(texts, no_errors(replies))
         return registration, config
 
     def configure(self, model: str, values: Mapping[str, str], removed: Sequence[str]) -> None:
@@ -174,9 +174,9 @@ def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | Comman
         waiting,
         in_flight,
         in_order,
-        _alive(workers, now_ms),
-        _texts(registration),
-        _texts(config),
+        alive(workers, now_ms),
+        texts(registration),
+        texts(config),
         [process.decode() for process in draining],
     )
 
@@ -189,7 +189,7 @@ def no_errors(replies: list[Any]) -> list[Any]:
     return replies
 
 
-def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
+def alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
     """The model processes whose lease runs; `workers` is member, score, member, score, ..."""
     return [
         member.decode()
@@ -198,7 +198,7 @@ def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
     ]
 
 
-def _texts(flat: Sequence[bytes]) -> dict[str, str]:
+def texts(flat: Sequence[bytes]) -> dict[str, str]:
     """A hash that Redis returned, as text."""
     texts = [text.decode("utf-8", "replace") for text in flat]
     return dict(zip(texts[::2], texts[1::2], strict=True))
