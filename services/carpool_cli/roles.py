@@ -52,7 +52,7 @@ _CHANGE_SEQUENCES: Final = (
 _COUNTS: Final = (
     _CLOCK,
     Grant("list the models", "smembers", "models"),
-    Grant("read what a model's workers registered", "hgetall", "registration"),
+    Grant("read what a model's workers registered, and each declares", "hgetall", "registration declared"),
     Grant(
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
     ),
@@ -130,7 +130,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model", "sadd", "models"),
         Grant("tell what it declares, and see what others do", "hset hdel hkeys hgetall pexpire", "declared"),
         Grant("see which workers live", "zrange", "workers"),
-        Grant("register the model as all workers declare it", "hgetall", "registration"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
@@ -160,7 +159,11 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
         Grant("bound_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
         Grant("bound_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
-        Grant("bound_dead.lua: how many are too many", "hget", "registration config"),
+        Grant(
+            "bound_dead.lua: how many are too many; what is registered, and overrides",
+            "hget",
+            "registration config",
+        ),
         Grant(
             "answer.lua, reclaim.lua, commit.lua, step.lua: requests answered or begun, and chunks",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
@@ -190,7 +193,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "registration config requests batches settled dead dead_dropped workers "
             "order held result replies body progress sequence sequences inbox draining declared",
         ),
-        Grant("see whether workers declare different settings", "hgetall", "declared"),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),

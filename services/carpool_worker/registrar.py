@@ -40,8 +40,7 @@ class Registrar:
     def register(self, store: WorkerStore) -> None:
         """Register the model, with what this worker declares in it. Raises CommandError."""
         self._followed = None
-        found = self._declare(store)
-        store.register(combined(self._declared, found.others(self._worker) if found else []))
+        store.register(combined(self._declared, self._others_when_registering(store)))
 
     def follow(self, store: WorkerStore) -> None:
         """If workers came or went since the last time, register what suits those that live now. What Redis
@@ -67,19 +66,24 @@ class Registrar:
     def _follow(self, store: WorkerStore, living: Living) -> None:
         if self._worker not in living.workers:  # the key was removed; or it has not joined yet
             store.declarations.write(self._worker, self._declared)
-        found = store.declarations.read()
-        if not found.registered:  # Redis was emptied: the heartbeat registers the model
+        found, registered = store.declarations.read(), store.declarations.registered()
+        if not registered:  # Redis was emptied: the heartbeat registers the model
             return
-        others = found.others(self._worker)
-        fields = combined(self._declared, others, found.registered)
-        undeclared = any(name in found.registered and name not in fields for name in OPTIONAL_FIELDS)
-        if undeclared or any(found.registered.get(name) != text for name, text in fields.items()):
+        others = self._others(found, registered)
+        fields = combined(self._declared, others, registered)
+        undeclared = any(name in registered and name not in fields for name in OPTIONAL_FIELDS)
+        if undeclared or any(registered.get(name) != text for name, text in fields.items()):
             store.register(fields)
             store.tell_batcher(self._worker)
         if found.gone:
             store.declarations.remove(*found.gone)
         self._tell([self._declared, *others], store.keys.model)
         self._followed = found.living
+
+    def _others(self, found: Declared, registered: Registration) -> list[Registration]:
+        """What the other living workers declare. What is registered is declared by those that do not say."""
+        others = [declared for worker, declared in found.by_worker.items() if worker != self._worker]
+        return [*others, registered] if found.living.undeclared and registered else others
 
     def _tell(self, declared: Sequence[Registration], model: str) -> None:
         """Log how the workers' declarations differ, if that has changed; not how many declare which."""
@@ -97,11 +101,12 @@ class Registrar:
         else:
             self._log.info("workers declare the same settings again", model=model)
 
-    def _declare(self, store: WorkerStore) -> Declared | None:
-        """Declare, and read what others do; None if an ACL file is older than this."""
+    def _others_when_registering(self, store: WorkerStore) -> list[Registration]:
+        """Declare, and return what the others do; none if an ACL file is older than declarations."""
+        declarations = store.declarations
         try:
-            store.declarations.write(self._worker, self._declared)
-            return store.declarations.read()
+            declarations.write(self._worker, self._declared)
+            return self._others(declarations.read(), declarations.registered())
         except CommandError as error:
             if error.code != "NOPERM":
                 raise
@@ -112,4 +117,4 @@ class Registrar:
                     reason="the ACL file is of an older version; write it again with `carpool acl`",
                 )
             self._is_alone = True
-            return None
+            return []

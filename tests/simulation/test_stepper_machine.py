@@ -260,7 +260,7 @@ class StepperMachine(RuleBasedStateMachine):
         self.model.begin_calls.clear()
         self.model.step_calls.clear()
         self.model.raised = False
-        owes_step, self.owes_step = self.owes_step, False
+        self.owes_step = False
         step = self.stepper.advance()
         if begun:
             assert self.model.begin_calls[:1] == [begun]

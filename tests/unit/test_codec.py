@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, BatchedRequest
+from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Batch, BatchedRequest, BatchedRun
+from carpool.rows import Rows
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.content_types import ACCEPT
 from carpool.wire.tensors import TensorSpec, tensor_head
 from carpool_worker.codec import Codec
+from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.model_process.model import RequestInfo
@@ -244,6 +246,30 @@ def _of_types(*content_types: str) -> list[BatchedRequest]:
         request_of(b"\x01" if content_type == MSGPACK else b"1", content_type)
         for content_type in content_types
     ]
+
+
+@pytest.mark.parametrize("size_max", [1, 2, 3, 4, 5, None])
+def test_no_frame_is_larger_than_the_model_takes(size_max: int | None) -> None:
+    """Each request still gets its own result."""
+    for codec in (codec_of(), codec_of(TensorSpec("x", "INT64", (-1,)))):
+        bodies = [[7], [1, 2], [3], [5, 6], [9], [4]]  # of two shapes
+        execution = execution_of(*map(request_of, bodies))
+        codec.prepare(execution, NOW_US, size_max)
+        sizes = [len(frame.positions) for frame in execution.frames]
+        assert max(sizes) <= (size_max or 6) and sum(sizes) == 6
+        results = finish(codec, execution, lambda batch: [int(np.sum(body)) for body in batch])
+        assert [json.loads(result.body or b"") for result in results] == [7, 3, 3, 11, 9, 4]
+
+
+def test_rows_are_divided_as_single_requests_are() -> None:
+    codec = codec_of(X)
+    data = np.arange(10, dtype=np.float32)
+    run = BatchedRun("1-0", list("abcde"), Rows(b"", data.tobytes(), 8), RAW, "me", NOW_US, None, None)
+    execution = Execution(Batch("7-0", 1, [run], "full", NOW_US, ""))
+    codec.prepare(execution, NOW_US, 2)
+    assert [len(frame.positions) for frame in execution.frames] == [2, 2, 1]
+    results = finish(codec, execution, lambda batch: batch)
+    assert b"".join(result.body or b"" for result in results) == data.tobytes()
 
 
 # --- declared tensors --------------------------------------------------------------------------------------

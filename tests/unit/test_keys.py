@@ -30,6 +30,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:config",
         "carpool:{square}:dead",
         "carpool:{square}:dead_dropped",
+        "carpool:{square}:declared",
         "carpool:{square}:draining",
         "carpool:{square}:held",
         "carpool:{square}:inbox:p",

@@ -20,7 +20,7 @@ from carpool.keys import Keys
 from carpool.process_names import worker_of
 from carpool.store.connection import Link
 from carpool.store.directory import alive, no_errors, texts
-from carpool.wire.registration import Registration
+from carpool.wire.registration import FIELDS, Registration
 
 EXPIRES_MS: Final = 3_600_000  # after the last heartbeat of the last worker
 
@@ -33,18 +33,12 @@ class Living(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """What each living worker declares, by its name; what is registered, empty if nothing is; and the workers
-    that are gone, and declared something."""
+    """What each living worker declares, by its name; and the names of those that declared something and are
+    gone."""
 
     living: Living
     by_worker: Mapping[str, Registration]
-    registered: Registration
-    gone: Sequence[str] = ()
-
-    def others(self, worker: str) -> list[Registration]:
-        """What the other living workers declare."""
-        others = [declared for name, declared in self.by_worker.items() if name != worker]
-        return [*others, self.registered] if self.living.undeclared and self.registered else others
+    gone: Sequence[str]
 
 
 class Declarations:
@@ -77,22 +71,25 @@ class Declarations:
         return _living([name.decode() for name in declared], *workers)
 
     def read(self) -> Declared:
-        """What the living workers declare, and what is registered."""
-        keys = self._keys
-        declared, registered, *workers = no_errors(
-            self._link.call_many(
-                ("HGETALL", keys.declared), ("HGETALL", keys.registration), *self._of_workers()
-            )
+        """What the living workers declare."""
+        declared, time_reply, processes = no_errors(
+            self._link.call_many(("HGETALL", self._keys.declared), *self._of_workers())
         )
         by_worker: dict[str, Registration] = {}
         for name, text in texts(declared).items():
             with suppress(ValueError):  # a user wrote the key
                 by_worker[name] = dict(json.loads(text))
-        living = _living(list(by_worker), *workers)
+        living = _living(list(by_worker), time_reply, processes)
         of_living = {name: fields for name, fields in by_worker.items() if name in living.workers}
-        known = {worker_of(process.decode()) for process in workers[1][::2]}  # also if their leases ran out
-        gone = [name for name in texts(declared) if name not in known]
-        return Declared(living, of_living, texts(registered), gone)
+        known = {worker_of(process.decode()) for process in processes[::2]}  # also if their leases ran out
+        return Declared(living, of_living, [name for name in texts(declared) if name not in known])
+
+    def registered(self) -> Registration:
+        """What is registered; empty if nothing is. A worker may not read the hash as a whole."""
+        key = self._keys.registration
+        replies = no_errors(self._link.call_many(*[("HGET", key, name) for name in FIELDS]))
+        fields = zip(FIELDS, replies, strict=True)
+        return {name: text.decode("utf-8", "replace") for name, text in fields if text is not None}
 
     def _of_workers(self) -> Sequence[tuple[str, ...]]:
         return ("TIME",), ("ZRANGE", self._keys.workers, "0", "-1", "WITHSCORES")

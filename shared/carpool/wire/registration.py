@@ -24,6 +24,7 @@ OPTIONAL_FIELDS: Final = ("inputs", "outputs")
 Registration = Mapping[str, str]
 """The fields of such a hash."""
 
+FIELDS: Final = (*ModelSettings.names(), *kind_fields(ModelKind.PLAIN), *OPTIONAL_FIELDS)
 _SHOWN_CHARS_MAX: Final = 60
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
