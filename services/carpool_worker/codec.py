@@ -80,6 +80,7 @@ class Codec:
         self.outputs = ready.outputs
         self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
         self.wants_requests = ready.wants_requests
+        self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
@@ -88,8 +89,8 @@ class Codec:
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
-    def prepare(self, execution: Execution, now_us: int, size_max: int | None = None) -> None:
-        """Build the frames of an execution that was just fetched, with at most `size_max` requests each.
+    def prepare(self, execution: Execution, now_us: int) -> None:
+        """Build the frames of an execution that was just fetched, each of at most `batch_size_max` requests.
 
         A request that expired or that cannot be decoded gets its result instead. Of a suspect execution
         nothing is decoded yet (see `prepare_next`).
@@ -99,6 +100,7 @@ class Codec:
             return
         groups: _Groups = {}
         raising = self._raising if len(self._raising) else None
+        size_max = self.batch_size_max
         is_divided = size_max is not None and execution.batch.size > size_max  # dispatched for other workers
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions: Sequence[int] = range(start, start + len(run.correlation_ids))

@@ -134,7 +134,7 @@ class Replica(ReplicaLoop[Execution]):
 
     def _prepare(self, execution: Execution) -> None:
         try:
-            self._codec.prepare(execution, self._clock.now_us(), self.batch_size_max)
+            self._codec.prepare(execution, self._clock.now_us())
         except BaseException:
             self._remove(execution)  # it lacks frames or results: once its lease runs out, it is suspect
             raise

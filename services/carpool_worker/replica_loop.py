@@ -63,8 +63,6 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.is_member = True
         # Live ones of this model, in all workers, as of the last heartbeat; 0: unknown.
         self.model_processes = 0
-        # How many requests the model takes at a time, as it declares or an operator says; None: any number.
-        self.batch_size_max: int | None = None
         self.process = process
         self._codec = codec
         self._fetcher: Fetches[Fetched] = fetcher
@@ -76,6 +74,15 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self._watch = ExecutionWatch()
         self.retirement = Retirement()
         self._log = structlog.get_logger()
+
+    @property
+    def batch_size_max(self) -> int | None:
+        """How many requests the model takes at a time, as it declares or an operator says; None: any."""
+        return self._codec.batch_size_max
+
+    @batch_size_max.setter
+    def batch_size_max(self, size_max: int) -> None:
+        self._codec.batch_size_max = size_max
 
     # --- the loop ------------------------------------------------------------------------------------------
 

@@ -254,7 +254,8 @@ def test_no_frame_is_larger_than_the_model_takes(size_max: int | None) -> None:
     for codec in (codec_of(), codec_of(TensorSpec("x", "INT64", (-1,)))):
         bodies = [[7], [1, 2], [3], [5, 6], [9], [4]]  # of two shapes
         execution = execution_of(*map(request_of, bodies))
-        codec.prepare(execution, NOW_US, size_max)
+        codec.batch_size_max = size_max
+        codec.prepare(execution, NOW_US)
         sizes = [len(frame.positions) for frame in execution.frames]
         assert max(sizes) <= (size_max or 6) and sum(sizes) == 6
         results = finish(codec, execution, lambda batch: [int(np.sum(body)) for body in batch])
@@ -266,7 +267,8 @@ def test_rows_are_divided_as_single_requests_are() -> None:
     data = np.arange(10, dtype=np.float32)
     run = BatchedRun("1-0", list("abcde"), Rows(b"", data.tobytes(), 8), RAW, "me", NOW_US, None, None)
     execution = Execution(Batch("7-0", 1, [run], "full", NOW_US, ""))
-    codec.prepare(execution, NOW_US, 2)
+    codec.batch_size_max = 2
+    codec.prepare(execution, NOW_US)
     assert [len(frame.positions) for frame in execution.frames] == [2, 2, 1]
     results = finish(codec, execution, lambda batch: batch)
     assert b"".join(result.body or b"" for result in results) == data.tobytes()
