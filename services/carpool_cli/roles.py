@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.keys import DEFAULT_PREFIX, Keys, loading_key, models_key
 
 
 class Grant(NamedTuple):
@@ -51,7 +51,7 @@ _CHANGE_SEQUENCES: Final = (
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
     _CLOCK,
-    Grant("list the models", "smembers", "models"),
+    Grant("list the models, and those that are being loaded", "smembers", "models loading_models"),
     Grant("read what a model's workers registered, and each declares", "hgetall", "registration declared"),
     Grant(
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
@@ -127,6 +127,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _CLOCK,
         _EVICTION,
         Grant("tell that it loads the model", "hset pexpire del", "loading"),
+        Grant("tell which models are being loaded", "sadd srem pexpire", "loading_models"),
         Grant("register the model", "sadd", "models"),
         Grant("tell what it declares, and see what others do", "hset hdel hkeys hgetall pexpire", "declared"),
         Grant("see which workers live", "zrange", "workers"),
@@ -234,7 +235,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "held": keys.held,
     }
     of_all_models = {name: key.replace("{M}", "{*}") for name, key in of_one_model.items()}
-    return {"models": models_key(keys.prefix), **of_all_models}
+    return {"models": models_key(keys.prefix), "loading_models": loading_key(keys.prefix), **of_all_models}
 
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:

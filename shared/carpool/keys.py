@@ -24,6 +24,11 @@ def models_key(prefix: str = DEFAULT_PREFIX) -> str:
     return f"{prefix}:models"
 
 
+def loading_key(prefix: str = DEFAULT_PREFIX) -> str:
+    """The set, which expires, of the names of models that workers are loading, or were lately."""
+    return f"{prefix}:loading"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one model. `model` must match MODEL_NAME."""

@@ -11,14 +11,11 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
-from carpool.keys import Keys, models_key
+from carpool.keys import Keys, loading_key, models_key
 from carpool.store.connection import Argument, CommandError, Link
-from carpool.store.unregistered import find_unregistered
 from carpool.wire.requests import arrival_of
 
 SETTLED_ENTRIES_MAX: Final = 10_000
-LOADING_LOOK_S: Final = 5.0  # at least, between two looks at the names of all keys
-LOADING_LOOK_RATIO: Final = 20  # at least, of that time to the time that a look takes
 
 
 class ModelSnapshot(NamedTuple):
@@ -52,8 +49,7 @@ class Directory:
     def __init__(self, link: Link, prefix: str) -> None:
         self._link = link
         self._prefix = prefix
-        self._loading: list[str] = []
-        self._look_at_s = 0.0  # when the names of all keys are to be looked at again
+        self._may_list_loading = True
 
     def models(self) -> list[str]:
         """Names of the registered models, sorted."""
@@ -78,15 +74,16 @@ class Directory:
         return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1)
 
     def loading(self, registered: Sequence[str]) -> list[str]:
-        """Models that workers load for the first time, sorted. They are found by the names of all keys, if
-        the user may see these: so seldom that it takes little of Redis's time, and in between those that were
-        found last."""
-        started_s = time.monotonic()
-        if started_s >= self._look_at_s:
-            self._loading = sorted(find_unregistered(self._link, self._prefix, list(registered)).loading)
-            ended_s = time.monotonic()
-            self._look_at_s = ended_s + max(LOADING_LOOK_S, LOADING_LOOK_RATIO * (ended_s - started_s))
-        return [model for model in self._loading if model not in registered and self.is_loading(model)]
+        """Models that workers load for the first time, sorted."""
+        if not self._may_list_loading:
+            return []
+        try:
+            names = self._link.call("SMEMBERS", loading_key(self._prefix))
+        except CommandError:  # an ACL file that is older than this
+            self._may_list_loading = False
+            return []
+        unregistered = sorted({name.decode() for name in names}.difference(registered))
+        return [model for model in unregistered if self.is_loading(model)]
 
     def is_loading(self, model: str) -> bool:
         """Whether a worker loads this model."""
