@@ -13,6 +13,7 @@ import structlog
 
 from carpool.store.connection import CommandError
 from carpool.store.declarations import Declared, Living
+from carpool.store.permissions import reason_of
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import OPTIONAL_FIELDS, Registration, combined, describe_differing, differing
 
@@ -34,7 +35,7 @@ class Registrar:
         self._followed: Living | None = None  # whose declarations are in what is registered; None: unknown
         self._differing: dict[str, set[str]] = {}  # fields and their values, as logged last
         self._refused = ""  # why Redis refused to follow, as logged last
-        self._is_alone = False  # an ACL file that is older than declarations forbids them
+        self._is_alone = False  # it cannot declare, as with an ACL file that is older than declarations
         self._log = structlog.get_logger()
 
     def register(self, store: WorkerStore) -> None:
@@ -102,19 +103,19 @@ class Registrar:
             self._log.info("workers declare the same settings again", model=model)
 
     def _others_when_registering(self, store: WorkerStore) -> list[Registration]:
-        """Declare, and return what the others do; none if an ACL file is older than declarations."""
+        """Declare, and return what the others do; none if that is forbidden, or a user wrote the key."""
         declarations = store.declarations
         try:
             declarations.write(self._worker, self._declared)
             return self._others(declarations.read(), declarations.registered())
         except CommandError as error:
-            if error.code != "NOPERM":
+            if error.code not in ("NOPERM", "WRONGTYPE"):
                 raise
             if not self._is_alone:
                 self._log.warning(
                     "settings of other workers are not looked at, those registered last apply",
                     model=store.keys.model,
-                    reason="the ACL file is of an older version; write it again with `carpool acl`",
+                    reason=reason_of(error, "worker"),
                 )
             self._is_alone = True
             return []

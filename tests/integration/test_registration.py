@@ -180,6 +180,8 @@ def test_leases_do_not_depend_on_what_redis_refuses_of_declarations(link: Link) 
     link.call("SET", KEYS.declared, "of a user")
     assert worker.follow() == ["settings of other workers are not followed, retrying"]
     assert worker.follow() == []
+    other = OfWorker(link, "other", 16)
+    assert (other.follow(), registered_size(link)) == ([], "16")
     link.call("DEL", KEYS.declared)
     worker.follow()
     assert link.call("HKEYS", KEYS.declared) == [b"worker"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from carpool.keys import Keys
 from support.command import carpool
@@ -43,7 +44,7 @@ class V2(V1):
 def test_during_an_update_and_after_a_rollback_batches_suit_the_workers_that_live(
     stack: Stack, tmp_path: Path
 ) -> None:
-    def size() -> bytes | None:
+    def size() -> Any:
         return stack.redis.hget(Keys("clf").registration, "max_batch_size")
 
     (tmp_path / "versions.py").write_text(VERSIONS)
