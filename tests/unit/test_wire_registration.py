@@ -135,4 +135,6 @@ def test_what_workers_declare_differently_is_described() -> None:
     described = describe_differing(found)
     assert described.startswith("inputs: none (1 worker), [{")
     assert described.endswith("; max_batch_size: 4 (1 worker), 64 (2 workers)")
+    sizes = differing([declared(max_batch_size=size) for size in (16, 2)])
+    assert describe_differing(sizes) == "max_batch_size: 2 (1 worker), 16 (1 worker)"
     assert differing([one, one]) == {} == differing([])

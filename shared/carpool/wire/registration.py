@@ -94,7 +94,8 @@ def describe_differing(found: Mapping[str, Mapping[str, int]]) -> str:
         shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
         return f"{shown or 'none'} ({workers} worker{'s' if workers > 1 else ''})"
 
-    return "; ".join(
-        f"{name}: {', '.join(of_value(*of_one) for of_one in sorted(of_all.items()))}"
-        for name, of_all in found.items()
-    )
+    def of_field(workers: Mapping[str, int]) -> str:
+        by_number = sorted(workers.items(), key=lambda of_one: (len(of_one[0]), of_one[0]))
+        return ", ".join(of_value(*of_one) for of_one in by_number)
+
+    return "; ".join(f"{name}: {of_field(workers)}" for name, workers in found.items())
