@@ -116,6 +116,8 @@ class Worker:
 
     def _start(self, stop: threading.Event) -> None:
         started_s = time.monotonic()
+        devices = ",".join(process.device for process in self._processes)
+        self._log.info("loading the model", worker=self._name, devices=devices)
         for process in self._processes:
             process.spawn()
         descriptions = [process.wait_ready() for process in self._processes]
@@ -155,7 +157,7 @@ class Worker:
             "worker ready",
             worker=self._name,
             processes=len(self._replicas),
-            devices=",".join(process.device for process in self._processes),
+            devices=devices,
             threads=threads_of(os.environ, len(self._processes)),
             load_s=round(time.monotonic() - started_s, 2),
             **{name: text for name, text in declared.items() if text != _DEFAULTS.get(name)},

@@ -185,8 +185,10 @@ def _details(model: Figures, options: ConsoleOptions) -> Table:
 
 
 def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
-    if model.model_processes or not model.loading:  # else none of this has a reason to be
+    if model.model_processes or not model.loading:
         yield from _missing(model)
+    else:  # no batcher serves a model before a worker has registered it
+        yield "workers", ["one is loading the model: requests wait until it has"]
     if model.unheeded:
         yield "settings", [f"rejected: {model.unheeded}"]
     if model.stepping is None:
